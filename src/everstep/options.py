@@ -1,0 +1,192 @@
+"""What a user can choose, validated once: the axes, presets, policies and budgets.
+
+A :class:`Method` is a point on four independent axes (base capture, log, apply, tiers);
+a preset is a name for such a point. This version has two base captures and no log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+from everstep.errors import EverstepError, OptionError
+
+__all__ = [
+    "Budget",
+    "Every",
+    "FailurePolicy",
+    "Method",
+    "Options",
+    "nearest",
+    "presets",
+    "validate_options",
+]
+
+FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
+
+_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How state leaves the training process.
+
+    Attributes:
+        base: base capture. ``"sync"``: training waits until the base is durable.
+            ``"async"``: training waits for a copy in host memory, which is persisted behind it.
+        log: the gradient log; ``"none"`` is the only choice in this version.
+        apply: when logged gradients are applied; ``"recovery"``.
+        tiers: where bytes live; ``("disk",)``.
+    """
+
+    base: str = "async"
+    log: str = "none"
+    apply: str = "recovery"
+    tiers: tuple[str, ...] = ("disk",)
+
+    def __post_init__(self) -> None:
+        _one_of("base", self.base, ("sync", "async"))
+        _one_of("log", self.log, ("none",))
+        _one_of("apply", self.apply, ("recovery",))
+        for tier in self.tiers:
+            _one_of("tier", tier, ("disk",))
+        if self.tiers != ("disk",):
+            raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
+
+
+presets: Mapping[str, Method] = MappingProxyType(
+    {"sync": Method(base="sync"), "async": Method(base="async")}
+)
+"""Named methods: what ``method="name"`` stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Upper bounds that are kept (I10); None means the default, which is printed at start.
+
+    Attributes:
+        host_bytes: host memory for captured state (default: half of what is available).
+        disk_bytes: disk for the run folder (default: what is free).
+    """
+
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "disk_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value <= 0):
+                raise OptionError(f"Budget.{name} must be a positive number of bytes, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """When a base is taken: every so many steps, or every so many seconds, or only on demand."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, value: int | str | None) -> Every:
+        """Reads ``100``, ``"10min"`` or None (only :meth:`Checkpointer.save` takes bases).
+
+        Raises:
+            OptionError: for anything else.
+        """
+        if value is None:
+            return cls()
+        if _is_int(value) and not isinstance(value, str):
+            if value < 1:
+                raise OptionError(f"every={value!r}: bases are at least one step apart")
+            return cls(steps=value)
+        if isinstance(value, str):
+            if value.strip() == "auto":
+                raise OptionError(
+                    'every="auto" is not in this version', hint='every=100, or every="10min"'
+                )
+            match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", value)
+            if match and match[2] in _UNITS_S and float(match[1]) > 0:
+                return cls(seconds=float(match[1]) * _UNITS_S[match[2]])
+        raise OptionError(
+            f"every={value!r} is not an interval",
+            hint='steps as an int (every=100), or time as "30s", "10min", "2h"',
+        )
+
+    def due(self, step: int, since_last_s: float) -> bool:
+        """Whether a base is due at the end of ``step``."""
+        if self.steps is not None:
+            return step % self.steps == 0
+        return self.seconds is not None and since_last_s >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything a :class:`Checkpointer` was told, validated."""
+
+    method: Method
+    method_name: str
+    every: Every
+    keep: int
+    budget: Budget
+    on_failure: FailurePolicy
+    progress_timeout_s: float = field(default=120.0)
+
+
+def validate_options(
+    *,
+    method: str | Method,
+    every: int | str | None,
+    keep: int,
+    budget: Budget | None,
+    on_failure: FailurePolicy,
+    progress_timeout_s: float,
+) -> Options:
+    """Turns constructor arguments into :class:`Options`.
+
+    Raises:
+        OptionError: naming the argument and, for names, the nearest known one.
+    """
+    if isinstance(method, str):
+        _one_of("method", method, presets)
+        name, method = method, presets[method]
+    elif isinstance(method, Method):
+        name = next((key for key, value in presets.items() if value == method), "custom")
+    else:
+        raise OptionError(f"method must be a preset's name or a Method, not {method!r}")
+    if not _is_int(keep) or keep < 1:
+        raise OptionError(f"keep={keep!r}: at least one base must be kept")
+    if not callable(on_failure):
+        _one_of("on_failure", on_failure, ("raise", "warn"))
+    if not isinstance(budget, (Budget, type(None))):
+        raise OptionError(f"budget must be an everstep.Budget, not {budget!r}")
+    if not progress_timeout_s > 0:
+        raise OptionError(f"progress_timeout_s={progress_timeout_s!r} must be positive")
+    return Options(
+        method, name, Every.parse(every), keep, budget or Budget(), on_failure, progress_timeout_s
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was probably meant to be."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def _one_of(what: str, value: object, known: Iterable[str]) -> None:
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return
+    guess = nearest(value, names) if isinstance(value, str) else None
+    raise OptionError(
+        f"no {what} {value!r}; there are: {', '.join(names)}",
+        hint=f"did you mean {guess!r}?" if guess else None,
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,27 @@
+"""The seams: everything that touches the world outside the process passes through here.
+
+``filesystem``  the contract for files and directories
+``posix``       that contract on a real Linux file system
+``clock``       time, real and manual
+``failpoints``  named places at which tests and the demo kill the process
+``progress``    progress bars on a terminal, plain lines elsewhere
+
+Nothing outside this package opens, renames, syncs or deletes a file; a test reads the
+sources for it, another watches a save at run time. That is what makes crashes
+enumerable: replace the seam, and every operation can fail, tear or be lost.
+"""
+
+from everstep.seams.clock import Clock, ManualClock, SystemClock
+from everstep.seams.failpoints import failpoint
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+
+__all__ = [
+    "Clock",
+    "DirEntry",
+    "FileSystem",
+    "ManualClock",
+    "ReadFile",
+    "SystemClock",
+    "WriteFile",
+    "failpoint",
+]

@@ -1,0 +1,96 @@
+"""Named places in the protocol at which a test can make the process fail (after etcd's gofail).
+
+Armed from outside with ``EVERSTEP_FAILPOINTS="name=action[:hit][;name=action...]"``, read
+once at import, or from inside with :func:`arm`. Actions: ``kill`` (SIGKILL to this very
+process), ``raise`` (:class:`FailpointError`). ``hit`` is the visit, counted from 1, at
+which it acts (default 1). An unarmed failpoint costs one lookup in an empty dict.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+__all__ = ["FAILPOINTS", "FailpointError", "arm", "disarm_all", "failpoint"]
+
+FAILPOINTS: dict[str, str] = {
+    "save.before_write": "a base was asked for; nothing of it is on disk",
+    "save.before_header": "the body of a shard is written, its header is not",
+    "save.before_rename": "a shard is whole and synced under its temporary name",
+    "save.before_marker": "the shards have their names, this rank's marker is not written",
+    "save.before_manifest": "all markers are durable, the manifest is not written",
+    "save.after_manifest": "the base is committed, retention has not run",
+    "retain.after_condemn": "retention has condemned a base but deleted no data file",
+    "retain.before_unlink": "retention is about to delete (or park) a data file",
+    "resume.before_timeline": "the state is loaded, the new timeline is not open",
+}
+"""Every failpoint and what is true there; a test visits each of them."""
+
+_armed: dict[str, tuple[Callable[[str], None], int]] = {}
+_hits: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+class FailpointError(Exception):
+    """Raised by a failpoint armed with ``raise``."""
+
+
+def failpoint(name: str) -> None:
+    """Acts if the failpoint ``name`` is armed and this is the visit it waits for."""
+    if not _armed:
+        return
+    with _lock:
+        armed = _armed.get(name)
+        if armed is None:
+            return
+        _hits[name] = _hits.get(name, 0) + 1
+        if _hits[name] != armed[1]:
+            return
+    armed[0](name)
+
+
+def arm(name: str, action: str | Callable[[str], None], hit: int = 1) -> None:
+    """Arms ``name``: at its ``hit``-th visit from now ``action`` happens.
+
+    Raises:
+        ValueError: for a name or an action that does not exist.
+    """
+    if name not in FAILPOINTS:
+        raise ValueError(f"no failpoint {name!r}; there are: {', '.join(sorted(FAILPOINTS))}")
+    if isinstance(action, str):
+        if action not in _ACTIONS:
+            raise ValueError(f"no failpoint action {action!r}; there are: {', '.join(_ACTIONS)}")
+        action = _ACTIONS[action]
+    with _lock:
+        _armed[name] = (action, hit)
+        _hits.pop(name, None)
+
+
+def disarm_all() -> None:
+    """Disarms every failpoint and forgets the visits."""
+    with _lock:
+        _armed.clear()
+        _hits.clear()
+
+
+def _kill(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(name: str) -> None:
+    raise FailpointError(name)
+
+
+_ACTIONS: dict[str, Callable[[str], None]] = {"kill": _kill, "raise": _raise}
+
+
+def _arm_from_environment(text: str) -> None:
+    for part in filter(None, (piece.strip() for piece in text.split(";"))):
+        name, _, rest = part.partition("=")
+        action, _, hit = rest.partition(":")
+        arm(name.strip(), action.strip(), int(hit) if hit else 1)
+
+
+_arm_from_environment(os.environ.get("EVERSTEP_FAILPOINTS", ""))

@@ -1,0 +1,112 @@
+"""Progress for everything that may take more than a second.
+
+On a terminal a bar (rich), elsewhere a plain line every few seconds; both on standard
+error, both only once the work has lasted long enough to be worth a word.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+__all__ = ["ProgressSink", "progress", "silent"]
+
+_QUIET_S = 0.5
+_LINE_EVERY_S = 3.0
+
+
+class ProgressSink(Protocol):
+    """Where work reports how far it has come."""
+
+    def advance(self, amount: int) -> None:
+        """``amount`` more units (bytes or items) are done."""
+        ...
+
+
+class _Silent:
+    def advance(self, amount: int) -> None:
+        pass
+
+
+silent: ProgressSink = _Silent()
+"""For callers that show nothing."""
+
+
+class _Bar:
+    def __init__(self, label: str, total: int, unit: Literal["bytes", "items"]) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._start_s = time.monotonic()
+        self._bar: Progress | None = None
+        self._done = 0
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        if self._bar is None and time.monotonic() - self._start_s > _QUIET_S:
+            columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+            if self._unit == "bytes":
+                columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+            else:
+                columns += [MofNCompleteColumn()]
+            console = Console(stderr=True)
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=self._total)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class _Lines:
+    def __init__(self, label: str, total: int, unit: Literal["bytes", "items"]) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._start_s = self._last_s = time.monotonic()
+        self._done = 0
+        self._spoke = False
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        now_s = time.monotonic()
+        if now_s - self._last_s > _LINE_EVERY_S:
+            self._last_s, self._spoke = now_s, True
+            share = 100 * self._done // max(1, self._total)
+            print(f"{self._label}: {share} %", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._spoke:
+            took_s = time.monotonic() - self._start_s
+            print(f"{self._label}: ended after {took_s:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(
+    label: str, total: int, unit: Literal["bytes", "items"] = "bytes"
+) -> Iterator[ProgressSink]:
+    """Shows the progress of the work in the ``with`` block.
+
+    Args:
+        label: what is going on, e.g. ``"resume"``.
+        total: units to come; bytes or items.
+    """
+    shown = _Bar(label, total, unit) if sys.stderr.isatty() else _Lines(label, total, unit)
+    try:
+        yield shown
+    finally:
+        shown.close()
