@@ -32,6 +32,27 @@ _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 8640
 _T = TypeVar("_T")
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was probably meant to be."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def _one_of(what: str, value: object, known: Iterable[str]) -> None:
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return
+    guess = nearest(value, names) if isinstance(value, str) else None
+    raise OptionError(
+        f"no {what} {value!r}; there are: {', '.join(names)}",
+        hint=f"did you mean {guess!r}?" if guess else None,
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """How state leaves the training process.
@@ -169,24 +190,3 @@ def validate_options(
     return Options(
         method, name, Every.parse(every), keep, budget or Budget(), on_failure, progress_timeout_s
     )
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
-def _one_of(what: str, value: object, known: Iterable[str]) -> None:
-    names = list(known)
-    if isinstance(value, str) and value in names:
-        return
-    guess = nearest(value, names) if isinstance(value, str) else None
-    raise OptionError(
-        f"no {what} {value!r}; there are: {', '.join(names)}",
-        hint=f"did you mean {guess!r}?" if guess else None,
-    )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -11,17 +11,30 @@ sources for it, another watches a save at run time. That is what makes crashes
 enumerable: replace the seam, and every operation can fail, tear or be lost.
 """
 
+from dataclasses import dataclass, field
+
 from everstep.seams.clock import Clock, ManualClock, SystemClock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.posix import PosixFileSystem
 
 __all__ = [
     "Clock",
     "DirEntry",
     "FileSystem",
     "ManualClock",
+    "PosixFileSystem",
     "ReadFile",
+    "Seams",
     "SystemClock",
     "WriteFile",
     "failpoint",
 ]
+
+
+@dataclass(frozen=True)
+class Seams:
+    """The world as one object: what a test replaces when it wants another world."""
+
+    filesystem: FileSystem = field(default_factory=PosixFileSystem)
+    clock: Clock = field(default_factory=SystemClock)

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPE_BYTES", "DTYPE_CODES", "Entry", "dtype_code", "torch_dtype"]
+__all__ = [
+    "DTYPE_BYTES",
+    "DTYPE_CODES",
+    "Entry",
+    "byte_view",
+    "dtype_code",
+    "empty_like_entry",
+    "stored_form",
+    "torch_dtype",
+    "why_not_storable",
+]
 
 _NAMES: dict[str, tuple[str, int]] = {
     # safetensors code: (torch attribute, bytes per element)
@@ -104,3 +114,45 @@ class Entry:
     def size_bytes(self) -> int:
         """Bytes of this rank's part."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+_COMPLEX_AS_REAL = {torch.complex128: "F64"}  # no safetensors code: a last dimension of 2
+
+
+def why_not_storable(tensor: torch.Tensor) -> str | None:
+    """The reason why ``tensor`` cannot be an entry, or None if it can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"tensors of type {type(tensor).__name__} are not supported in this version"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout} tensors are not supported; store .to_dense()"
+    if tensor.is_quantized:
+        return "quantized tensors are not supported; store .int_repr(), scale and zero point"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no bytes; call module.to_empty(device=...) first"
+    if tensor.dtype not in DTYPE_CODES and tensor.dtype not in _COMPLEX_AS_REAL:
+        return f"{tensor.dtype} has no safetensors code"
+    return None
+
+
+def stored_form(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
+    """The entry that ``tensor`` becomes; it must be storable."""
+    shape = tuple(tensor.shape)
+    stride = None if tensor.is_contiguous() else tuple(tensor.stride())
+    if tensor.dtype in _COMPLEX_AS_REAL:
+        code, logical = _COMPLEX_AS_REAL[tensor.dtype], str(tensor.dtype).removeprefix("torch.")
+        return Entry.whole(name, code, (*shape, 2), stride=stride, logical_dtype=logical, lsn=lsn)
+    return Entry.whole(name, DTYPE_CODES[tensor.dtype], shape, stride=stride, lsn=lsn)
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat ``uint8`` tensor; no copy."""
+    assert tensor.is_contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def empty_like_entry(entry: Entry) -> torch.Tensor:
+    """An uninitialised contiguous CPU tensor of the entry's dtype and shape."""
+    if entry.logical_dtype is not None:
+        logical = {str(d).removeprefix("torch."): d for d in _COMPLEX_AS_REAL}
+        return torch.empty(entry.shape[:-1], dtype=logical[entry.logical_dtype])
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

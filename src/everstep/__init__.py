@@ -1,0 +1,42 @@
+"""everstep: every training step, recoverable.
+
+What lives where, in the order in which data flows; imports go down this list, never up:
+
+======================  ====================================================================
+``errors``, ``options``  the exception tree; what a user can choose
+``seams``               file system, clock, failpoints, progress: everything that tests replace
+``state``               WHAT is saved: providers, entries, objects, layout
+``capture``             device to host: lanes, base captures
+``arena``               host memory for captured state
+``format``              the bytes on disk
+``tiers``               where bytes live
+``commit``              markers, manifest, history, retention: decisions without I/O
+``recover``             what survives, and how it comes back
+``keeper``              makes captured bases durable; sees every stage
+``checkpointer``        the trainer's side; sees every stage
+``bench``, ``cli``      measurements and the demo; the ``everstep`` command
+``testing``             a file system that loses what was not synced; crash enumeration
+======================  ====================================================================
+"""
+
+from everstep import errors
+from everstep.checkpointer import Checkpointer, Stats
+from everstep.errors import EverstepError
+from everstep.keeper.save import Save
+from everstep.options import Budget, Method, presets
+from everstep.recover.report import Recovery
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "Checkpointer",
+    "EverstepError",
+    "Method",
+    "Recovery",
+    "Save",
+    "Stats",
+    "__version__",
+    "errors",
+    "presets",
+]

@@ -1,0 +1,12 @@
+"""Experiments that users run with the same command as we do: workloads and the demo.
+
+``workloads/``  what is trained: a byte-level GPT of any size, real text, a training loop
+``demo/``       the main job: train, get killed, resume, compare bit for bit
+
+Files that are not a run's own (texts, journals, logs) are read and written directly here;
+everything inside a run folder goes through the Checkpointer and so through the seam.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

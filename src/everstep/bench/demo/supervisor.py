@@ -1,0 +1,279 @@
+"""Runs the plan: two training processes, three kills, one comparison."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from everstep.bench.demo.evidence import Survey, final_base, survey
+from everstep.bench.demo.plan import DemoPlan, Kill
+from everstep.bench.demo.process import CHILD_COMMAND, Child, child_environment
+from everstep.bench.demo.report import DemoReport, KillReport
+from everstep.bench.demo.show import Display
+from everstep.bench.demo.verdict import (
+    Difference,
+    Verdict,
+    compare_entries,
+    compare_fingerprints,
+    compare_losses,
+    read_base,
+)
+from everstep.bench.demo.workspace import interruptible, workspace
+from everstep.bench.workloads import stdlib_text
+from everstep.errors import EverstepError
+
+__all__ = ["DemoError", "run_demo"]
+
+_POLL_S = 0.01
+_SILENCE_S = 90.0  # a child that says nothing for so long has hung
+_STEPS_TIMED = 8
+
+
+class DemoError(EverstepError):
+    """A child did something else than the plan says."""
+
+
+def run_demo(
+    plan: DemoPlan,
+    display: Display,
+    *,
+    folder: Path | None = None,
+    child_command: Sequence[str] = CHILD_COMMAND,
+) -> DemoReport:
+    """Runs the demo; whatever happens, no child and no temporary folder is left.
+
+    Args:
+        plan: from :func:`demo_plan`.
+        display: where progress is shown.
+        folder: kept with all that is in it; must be new or empty (default: temporary).
+        child_command: starts a training process; its options are appended.
+
+    Raises:
+        DemoError: when a child dies, ends or hangs other than planned.
+        OptionError: when ``folder`` holds something already.
+        KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the children are gone.
+    """
+    with interruptible(), workspace(folder) as place:
+        run = _Run(plan, display, place, child_command)
+        try:
+            return run.execute()
+        finally:
+            run.kill_children()
+
+
+class _Run:
+    def __init__(
+        self, plan: DemoPlan, display: Display, workspace: Path, command: Sequence[str]
+    ) -> None:
+        self._plan = plan
+        self._display = display
+        self._workspace = workspace
+        self._command = command
+        self._children: list[Child] = []
+        self._text = workspace / "text.bin"
+
+    def execute(self) -> DemoReport:
+        begin_s = time.monotonic()
+        self._text.write_bytes(stdlib_text(self._plan.text_bytes))
+        alone = self._start("uninterrupted", every=0, failpoints="")
+        starts, kills = self._kill_and_restart(alone)
+        victim = starts[-1]
+        self._follow(alone, victim, until=lambda: _ended(alone) and _ended(victim))
+        self._display.event("both runs are at their last step: comparing")
+        verdict = self._compare(alone, starts, kills)
+        losses = [float.fromhex(loss) for _, loss in alone.losses]
+        seconds = time.monotonic() - begin_s
+        return DemoReport(self._plan, tuple(kills), verdict, losses[0], losses[-1], seconds)
+
+    def kill_children(self) -> None:
+        for child in self._children:
+            child.kill()
+
+    def _kill_and_restart(self, alone: Child) -> tuple[list[Child], list[KillReport]]:
+        """Goes through the planned kills; returns all processes of the run and their reports."""
+        kills: list[KillReport] = []
+        starts = [self._start_victim(1, self._plan.kills[0], recoverable=0)]
+        for number, kill in enumerate(self._plan.kills, 1):
+            victim = starts[-1]
+            self._die(alone, victim, kill)
+            dead_s = time.monotonic()
+            left = survey(self._workspace / "killed")
+            reason = left.contradicts(kill)
+            if reason is not None:
+                raise DemoError(f"{victim.name} died elsewhere than planned: {reason}")
+            self._display.event(f"killed: {kill.describe()}; left on disk: {left.describe()}")
+            following = self._plan.kills[number] if number < len(self._plan.kills) else None
+            starts.append(self._start_victim(number + 1, following, recoverable=left.complete))
+            again = starts[-1]
+            resumed = functools.partial(_has_resumed, again)
+            self._follow(alone, again, until=resumed, kill=following)
+            kills.append(_kill_report(kill, left, victim, again, dead_s))
+        return starts, kills
+
+    def _die(self, alone: Child, victim: Child, kill: Kill) -> None:
+        """Returns when the victim is dead as planned."""
+        if kill.is_failpoint:
+            self._follow(alone, victim, until=lambda: victim.status is not None, kill=kill)
+            return
+        self._follow(alone, victim, until=lambda: victim.step >= kill.step)
+        times_s = [event["at_s"] for event in victim.events if event["event"] == "step"]
+        gaps_s = [b - a for a, b in itertools.pairwise(times_s)][-_STEPS_TIMED:]
+        step_s = statistics.median(gaps_s) if gaps_s else 0.0
+        moment_s = times_s[min(kill.step, len(times_s)) - 1] + kill.fraction * step_s
+        self._follow(alone, victim, until=lambda: time.monotonic() >= moment_s)
+        victim.kill()
+        victim.poll()
+        if victim.status != -signal.SIGKILL:
+            raise DemoError(f"{victim.name} was gone before it could be killed")
+
+    def _follow(
+        self, alone: Child, victim: Child, *, until: Callable[[], bool], kill: Kill | None = None
+    ) -> None:
+        """Watches both children until the condition holds.
+
+        Args:
+            kill: what the victim may die of meanwhile, if it dies after the condition holds.
+
+        Raises:
+            DemoError: when one of them dies, ends or hangs otherwise.
+        """
+        while True:
+            alone.poll()
+            victim.poll()
+            self._display.progress(alone.position, victim.position)
+            self._check(alone, None)
+            self._check(victim, kill)
+            if until():
+                return
+            if victim.status:
+                assert kill is not None
+                raise DemoError(f"{victim.name} died too early of the kill: {kill.describe()}")
+            time.sleep(_POLL_S)
+
+    def _check(self, child: Child, kill: Kill | None) -> None:
+        """Raises if ``child`` has hung, or ended in a way that was not planned."""
+        status = child.status
+        planned = kill is not None and kill.is_failpoint
+        if status is None:
+            if time.monotonic() - child.heard_s <= _SILENCE_S:
+                return
+            child.kill()
+            what = f"said nothing for {_SILENCE_S:g} s and was killed"
+        elif status == (-signal.SIGKILL if planned else 0):
+            if planned or child.finished is not None:
+                return
+            what = "ended without a last report"
+        elif status == 0:
+            assert kill is not None
+            what = f"ended by itself, not by the planned kill ({kill.describe()}),"
+        else:
+            how = f"died by signal {-status}" if status < 0 else f"ended with status {status}"
+            what = f"{how}, which nobody planned,"
+        tail = child.log_tail() or "(nothing)"
+        raise DemoError(f"{child.name} {what} at step {child.step}; its last output:\n{tail}")
+
+    def _compare(
+        self, alone: Child, starts: Sequence[Child], kills: Sequence[KillReport]
+    ) -> Verdict:
+        steps = self._plan.steps
+        left = read_base(final_base(self._workspace / "uninterrupted", steps))
+        right = read_base(final_base(self._workspace / "killed", steps))
+        described = [_fingerprint(child) for child in (alone, starts[-1])]
+        found = [child.losses for child in starts]
+        differences = [
+            *compare_entries(left, right),
+            *compare_fingerprints(*described),
+            *compare_losses(steps, alone.losses, found),
+            *_broken_promises(kills),
+        ]
+        again = sum(map(len, found)) - len({step for losses in found for step, _ in losses})
+        size_mb = sum(len(entry.data) for entry in left.values()) / 1e6
+        compared = (
+            f"{len(left)} entries of the final checkpoints, {size_mb:.1f} MB (model, both moments "
+            "and step counters of AdamW, schedule, data order, random generators)",
+            f"{len(described[0])} tensors and values of the live states, described by other code",
+            f"{steps} losses, and {again} of steps that had to be taken again",
+        )
+        return Verdict(compared, tuple(differences))
+
+    def _start_victim(self, number: int, kill: Kill | None, *, recoverable: int) -> Child:
+        failpoints = ""
+        if kill is not None and kill.is_failpoint:
+            # The process will go on from the step ``recoverable``; count its saves from there.
+            hit = (kill.step - recoverable) // self._plan.every
+            failpoints = f"{kill.where}=kill:{hit}"
+        return self._start("killed", every=self._plan.every, failpoints=failpoints, number=number)
+
+    def _start(self, run: str, *, every: int, failpoints: str, number: int = 1) -> Child:
+        plan, model = self._plan, self._plan.model
+        options = {
+            "run": self._workspace / run,
+            "text": self._text,
+            "method": plan.method,
+            "steps": plan.steps,
+            "seed": plan.seed,
+            "every": every,
+            "keep": plan.keep,
+            "batch": plan.batch,
+            "layers": model.layers,
+            "width": model.width,
+            "heads": model.heads,
+            "context": model.context,
+        }
+        command = [*self._command]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        child = Child(f"{run}-{number}", command, self._workspace, child_environment(failpoints))
+        self._children.append(child)
+        return child
+
+
+def _kill_report(
+    kill: Kill, left: Survey, victim: Child, again: Child, dead_s: float
+) -> KillReport:
+    resumed = again.resumed
+    assert resumed is not None
+    return KillReport(
+        kill=kill,
+        left=left,
+        reached=victim.step,
+        recovered=resumed["step"],
+        resume_s=resumed["seconds"],
+        back_s=resumed["at_s"] - dead_s,
+        exact=resumed["exact"],
+        evidence=resumed["evidence"],
+        source=resumed["source"],
+    )
+
+
+def _broken_promises(kills: Sequence[KillReport]) -> list[Difference]:
+    """A base with a manifest was reported durable: recovery may not fall behind it."""
+    return [
+        Difference(
+            "recovery",
+            f"kill {number}",
+            f"base {report.left.committed} was committed, but step {report.recovered} came back",
+        )
+        for number, report in enumerate(kills, 1)
+        if not report.left.committed <= report.recovered <= report.reached
+    ]
+
+
+def _has_resumed(child: Child) -> bool:
+    return child.resumed is not None
+
+
+def _ended(child: Child) -> bool:
+    return child.status == 0
+
+
+def _fingerprint(child: Child) -> dict[str, str]:
+    finished = child.finished
+    assert finished is not None
+    described: dict[str, str] = finished["fingerprint"]
+    return described

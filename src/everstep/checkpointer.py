@@ -1,0 +1,630 @@
+"""The trainer's side: wires state, capture and keeper together."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed
+
+from everstep.arena import BlockPool
+from everstep.arena.buffers import PAGE_BYTES
+from everstep.capture.base import Body, LiveBody, stage
+from everstep.capture.lane import HostLane
+from everstep.errors import (
+    EverstepError,
+    OptionError,
+    OutOfSpaceError,
+    StateError,
+    UnavailableError,
+)
+from everstep.format.header import ShardIdentity
+from everstep.format.names import RUN_RECORD
+from everstep.format.records import RunRecord
+from everstep.format.writer import ChunkRing
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
+from everstep.keeper.persist import BasePlan, plan_base
+from everstep.keeper.save import Save
+from everstep.options import Budget, FailurePolicy, Method, Options, validate_options
+from everstep.recover.report import Recovery
+from everstep.recover.resume import open_timeline, resume
+from everstep.recover.scan import Inventory, scan_run
+from everstep.seams import Seams
+from everstep.seams.machine import memory_available_bytes
+from everstep.state.image import State
+from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors
+
+__all__ = ["Checkpointer", "Stats"]
+
+_live: weakref.WeakValueDictionary[PurePath, Checkpointer] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What checkpointing has cost and done since construction.
+
+    Attributes:
+        step: the user's step now.
+        durable_step: newest step that is durable, of this timeline; None if none is.
+        lag_steps: steps that a crash now would lose; None while nothing is durable.
+        saves, committed, failed: bases asked for, durable, failed.
+        stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
+            the state), ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync``
+            only: writing).
+        written_bytes: bytes made durable.
+        persist_s: seconds spent in making bases durable, in whichever thread.
+        host_bytes: host memory that holds captured state.
+    """
+
+    step: int
+    durable_step: int | None
+    lag_steps: int | None
+    saves: int
+    committed: int
+    failed: int
+    stall_s: dict[str, float]
+    written_bytes: int
+    persist_s: float
+    host_bytes: int
+
+
+@dataclass(slots=True)
+class _Updates:
+    """Counts optimizer updates: the LSN. Hooks of a subclass may fire more than once a step."""
+
+    lsn: int = 0
+    depth: int = 0
+    handles: list[Any] = field(default_factory=list)
+
+    def before(self, *_: Any) -> None:
+        self.depth += 1
+
+    def after(self, *_: Any) -> None:
+        self.depth -= 1
+        if self.depth <= 0:
+            self.depth = 0
+            self.lsn += 1
+
+
+class Checkpointer:
+    """Makes training recoverable.
+
+    Args:
+        path: the run folder; made if it is not there, refused if it holds something else.
+        state: what is saved, by name: modules, optimizers, anything with ``state_dict`` and
+            ``load_state_dict``, or plain data. Plain data is read from this dict at each save
+            and put back into it on resume. RNG states are always included.
+        method: a preset's name (:data:`everstep.presets`) or a :class:`Method`.
+        every: when :meth:`step` takes a base: steps, a time like ``"10min"``, or None.
+        keep: bases to keep.
+        budget: upper bounds for host memory and disk.
+        on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or a function
+            that gets them.
+        progress_timeout_s: a transfer or base that makes no progress for so long is reported
+            as hung.
+        seams: file system and clock; for tests.
+
+    Raises:
+        OptionError: for an argument that cannot work.
+        UnsupportedStateError: listing all parts of the state that cannot be stored.
+        StorageError: when the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state: MutableMapping[str, Any],
+        *,
+        method: str | Method = "async",
+        every: int | str | None = 100,
+        keep: int = 3,
+        budget: Budget | None = None,
+        on_failure: FailurePolicy = "raise",
+        progress_timeout_s: float = 120.0,
+        seams: Seams | None = None,
+    ) -> None:
+        self._open = False
+        _check_platform()
+        self._options: Options = validate_options(
+            method=method,
+            every=every,
+            keep=keep,
+            budget=budget,
+            on_failure=on_failure,
+            progress_timeout_s=progress_timeout_s,
+        )
+        self._run = _run_path(path)
+        self._seams = seams or Seams()
+        self._state = State(state)
+        _close_earlier(self._run)
+        size_bytes = self._state.image(lsn=0).size_bytes
+        self._pool = BlockPool(self._host_budget(size_bytes))
+        inventory = self._prepare_folder()
+        self._run_id = inventory.run or ""
+        self._channel = BackgroundChannel(
+            on_failure, self._seams.clock, progress_timeout_s=progress_timeout_s
+        )
+        self._ring = ChunkRing(CHUNKS, WRITERS)
+        self._lane = HostLane()
+        self._keeper: LocalKeeper | None = None
+        self._timeline = 0
+        self._exact = True
+        self._step = 0
+        self._damaged = False
+        self._last_save: Save | None = None
+        self._last_save_s = self._seams.clock.monotonic_s()
+        self._saves = 0
+        self._stall_s = {"capture": 0.0, "back_pressure": 0.0, "persist": 0.0}
+        self._updates = _Updates()
+        self._lsn_at_mark = 0
+        for optimizer in self._state.optimizers.values():
+            before = optimizer.register_step_pre_hook(self._updates.before)
+            after = optimizer.register_step_post_hook(self._updates.after)
+            self._updates.handles += [before, after]
+        self._pid = os.getpid()
+        self._at_exit: Callable[[], None] | None = None
+        self._open = True
+        _live[self._run] = self
+        self._announce(size_bytes)
+
+    def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
+        """Restores the newest base whose bytes all verify, and takes the run over.
+
+        Opens a new timeline: any other process that still works on this run can neither
+        commit nor delete from now on.
+
+        Args:
+            step: restore the base of this step instead; 0 starts from scratch.
+            strict: refuse a base whose names, shapes or dtypes differ from the live state;
+                otherwise load the rest and report the differences.
+
+        Raises:
+            RecoveryError: there are bases, but none that can be used, or none of ``step``.
+            MismatchError: the base is of another model; nothing has been touched.
+        """
+        self._check_open()
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
+        if self._keeper is not None:
+            self._keeper.wait(None)
+        start_s = self._seams.clock.monotonic_s()
+        was_damaged, self._damaged = self._damaged, False
+        try:
+            resumed = resume(
+                self._seams,
+                self._run,
+                self._state,
+                self._ring,
+                step=step,
+                strict=strict,
+                timeout_s=self._options.progress_timeout_s,
+                on_touch=self._touch,
+            )
+        except BaseException:
+            self._damaged = self._damaged or was_damaged
+            raise
+        self._damaged = was_damaged and resumed.loaded is None
+        loaded = resumed.loaded
+        self._start_timeline(resumed.timeline, resumed.exact)
+        assert self._keeper is not None
+        if resumed.base is not None and loaded is not None:
+            self._keeper.retention.verified.add(resumed.base)
+            self._updates.lsn = loaded.marker.lsn
+        else:
+            self._updates.lsn = 0
+        self._step = 0 if resumed.base is None else resumed.base.step
+        self._lsn_at_mark = self._updates.lsn
+        self._last_save = None
+        self._sweep()
+        evidence = "nothing to restore"
+        if loaded is not None:
+            evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
+        return Recovery(
+            step=self._step,
+            exact=resumed.exact,
+            evidence=evidence,
+            source="fresh" if loaded is None else "disk",
+            base_step=None if resumed.base is None else resumed.base.step,
+            replayed=0,
+            seconds=self._seams.clock.monotonic_s() - start_s,
+            size_bytes=0 if loaded is None else loaded.size_bytes,
+            timeline=resumed.timeline,
+            skipped=resumed.skipped,
+            mismatched=() if loaded is None else loaded.mismatches,
+            notes=resumed.problems + (() if loaded is None else loaded.notes),
+        )
+
+    def step(self) -> None:
+        """The step is over; takes a base when one is due.
+
+        Raises:
+            EverstepError: what failed in the background since the last call, by the policy.
+        """
+        self._ready()
+        self._step += 1
+        self._updates.depth = 0  # an update that raised has left it behind
+        self._lsn_at_mark = self._updates.lsn
+        since_s = self._seams.clock.monotonic_s() - self._last_save_s
+        if self._options.every.due(self._step, since_s):
+            self._take(show=False)
+
+    def save(self) -> Save:
+        """Takes a base now, of the step that :meth:`step` has just ended.
+
+        A second call at the same step returns the same base.
+
+        Raises:
+            StateError: between ``optimizer.step()`` and :meth:`step`: that state belongs to no
+                step, and resuming from it would repeat an update.
+        """
+        self._ready()
+        if self._updates.lsn != self._lsn_at_mark:
+            raise StateError(
+                "save() after optimizer.step() and before ckpt.step(): this state belongs to a "
+                "step that is not over",
+                step=self._step,
+                hint="call ckpt.step() first, then ckpt.save()",
+            )
+        return self._take(show=True)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until everything that was taken is durable.
+
+        Raises:
+            DeadlineError: when it is not after ``timeout_s``, or makes no progress.
+            EverstepError: what failed, by the policy.
+        """
+        self._check_open()
+        if self._keeper is not None:
+            self._keeper.wait(timeout_s)
+        self._channel.check()
+
+    def close(self) -> None:
+        """Waits until what was taken is durable and lets go of everything. Idempotent.
+
+        Raises:
+            EverstepError: what failed in the background, by the policy.
+        """
+        if not self._open or os.getpid() != self._pid:
+            return
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def stats(self) -> Stats:
+        """What checkpointing has cost and done so far."""
+        keeper = self._keeper.stats if self._keeper is not None else None
+        durable = keeper.durable_step if keeper else None
+        return Stats(
+            step=self._step,
+            durable_step=durable,
+            lag_steps=None if durable is None else self._step - durable,
+            saves=self._saves,
+            committed=keeper.committed if keeper else 0,
+            failed=keeper.failed if keeper else 0,
+            stall_s=dict(self._stall_s),
+            written_bytes=keeper.written_bytes if keeper else 0,
+            persist_s=keeper.persist_s if keeper else 0.0,
+            host_bytes=self._pool.total_bytes,
+        )
+
+    def __enter__(self) -> Checkpointer:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
+            self.close()
+
+    def _take(self, *, show: bool) -> Save:
+        last = self._last_save
+        if last is not None and last.step == self._step and not _failed(last):
+            return last
+        assert self._keeper is not None
+        save = Save(self._step, self._timeline)
+        self._saves += 1
+        self._last_save_s = self._seams.clock.monotonic_s()
+        try:
+            identity = ShardIdentity(
+                run=self._run_id,
+                timeline=self._timeline,
+                step=self._step,
+                lsn=self._updates.lsn,
+                rank=0,
+                world=1,
+                exact=self._exact,
+            )
+            image = self._state.image(lsn=self._updates.lsn)
+            plan = plan_base(image, identity)
+            self._check_disk_budget(plan.size_bytes)
+            self._last_save = save
+            if self._options.method.base == "sync":
+                self._persist_now(plan, save, show=show)
+            else:
+                self._capture(plan, save)
+        except EverstepError as error:
+            for future in (save.staged, save.durable):
+                if not future.done():
+                    future.set_exception(error)
+            self._channel.post(error)
+        except BaseException:
+            save.staged.cancel()
+            save.durable.cancel()
+            self._last_save = None
+            raise
+        self._channel.check()
+        return save
+
+    def _persist_now(self, plan: BasePlan, save: Save, *, show: bool) -> None:
+        assert self._keeper is not None
+        start_s = self._seams.clock.monotonic_s()
+        try:
+            self._keeper.persist(plan, self._bodies(plan), save, show=show)
+            save.staged.set_result(None)
+        finally:
+            self._stall_s["persist"] += self._seams.clock.monotonic_s() - start_s
+
+    def _capture(self, plan: BasePlan, save: Save) -> None:
+        """Copies the state into host memory and hands it to the keeper."""
+        assert self._keeper is not None
+        sizes = [-(-shard.body_bytes // PAGE_BYTES) * PAGE_BYTES for shard in plan.shards]
+        start_s = self._seams.clock.monotonic_s()
+        try:
+            block = self._pool.acquire(
+                max(PAGE_BYTES, sum(sizes)), timeout_s=self._options.progress_timeout_s
+            )
+        finally:
+            self._stall_s["back_pressure"] += self._seams.clock.monotonic_s() - start_s
+        start_s = self._seams.clock.monotonic_s()
+        try:
+            staged, position = [], 0
+            for shard, body, size in zip(plan.shards, self._bodies(plan), sizes, strict=True):
+                part = block.tensor[position : position + size]
+                staged.append(stage(body, shard.body_bytes, part))
+                position += size
+        except BaseException:
+            self._pool.release(block)
+            raise
+        finally:
+            self._stall_s["capture"] += self._seams.clock.monotonic_s() - start_s
+        save.staged.set_result(None)
+        # The plan keeps the descriptions; the live tensors are no longer needed.
+        captured = BasePlan(plan.identity, plan.shards, {})
+        pool = self._pool
+        self._keeper.submit(captured, staged, save, lambda: pool.release(block))
+
+    def _bodies(self, plan: BasePlan) -> list[Body]:
+        timeout_s = self._options.progress_timeout_s
+        return [
+            LiveBody(shard.placed, plan.tensors, self._lane, timeout_s=timeout_s)
+            for shard in plan.shards
+        ]
+
+    def _ready(self) -> None:
+        """Before anything is counted or saved: open, healthy, and with a timeline."""
+        self._check_open()
+        self._channel.check()
+        if self._damaged:
+            raise StateError(
+                "the state in memory was partly overwritten by a resume that failed; it is not "
+                "that of any step",
+                hint="resume() another base, or build the model again",
+            )
+        if self._keeper is None:
+            self._start_fresh()
+
+    def _start_fresh(self) -> None:
+        with storage_errors("open the run", self._run):
+            inventory = scan_run(self._seams.filesystem, self._run)
+            usable = [base.id for base in inventory.bases if base.manifest is not None]
+            if usable:
+                raise StateError(
+                    f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
+                    "resume() was not called: training would start over unnoticed",
+                    path=self._run,
+                    hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
+                )
+            timeline = open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
+        self._start_timeline(timeline, exact=True)
+
+    def _start_timeline(self, timeline: int, exact: bool) -> None:
+        self._stop_keeper()
+        self._timeline, self._exact = timeline, exact
+        keeper = LocalKeeper(
+            self._seams,
+            self._run,
+            timeline,
+            self._channel,
+            self._ring,
+            keep=self._options.keep,
+            timeout_s=self._options.progress_timeout_s,
+        )
+        self._keeper = keeper
+        # A script that ends without close() still gets its last base.
+        pid, show = self._pid, sys.stderr
+        self._at_exit = lambda: _finish_at_exit(keeper, pid, show)
+        atexit.register(self._at_exit)
+
+    def _sweep(self) -> None:
+        """Cleans up after crashes; not worth failing a resume for."""
+        assert self._keeper is not None
+        try:
+            with storage_errors("clean up", self._run):
+                inventory = scan_run(self._seams.filesystem, self._run)
+                self._keeper.retention.sweep(inventory, in_flight=())
+        except EverstepError as error:
+            self._channel.post(error)
+
+    def _touch(self) -> None:
+        self._damaged = True  # until everything is restored
+
+    def _prepare_folder(self) -> Inventory:
+        """Makes the folder a run, and finds out now whether it can be written."""
+        filesystem = self._seams.filesystem
+        with storage_errors("open the run folder", self._run):
+            for parent in [*reversed(self._run.parents), self._run]:
+                try:
+                    filesystem.scan(parent)
+                except FileNotFoundError:
+                    ensure_dir(filesystem, parent)
+                except PermissionError:
+                    continue  # may be passed through all the same
+            inventory = scan_run(filesystem, self._run)
+            record = RunRecord(run=inventory.run or uuid.uuid4().hex)
+            path = self._run / RUN_RECORD
+            # Creating it exclusively also tells whether the folder can be written.
+            created = create_exclusive(
+                filesystem, path, record.encode(), unique=f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            )
+            if created or inventory.run is None:
+                inventory = scan_run(filesystem, self._run)
+        if inventory.run is None:
+            raise StateError(
+                f"{path} is damaged, and nothing else in the run tells its id",
+                path=path,
+                hint="remove it: there is nothing to recover here",
+            )
+        return inventory
+
+    def _host_budget(self, size_bytes: int) -> int:
+        asked = self._options.budget.host_bytes
+        if self._options.method.base == "sync":
+            return asked or memory_available_bytes() // 2
+        budget = asked or memory_available_bytes() // 2
+        if budget < size_bytes:
+            raise OutOfSpaceError(
+                f'method="{self._options.method_name}" copies the state ({size_bytes} bytes) into '
+                f"host memory; the budget is {budget} bytes",
+                hint=f'Budget(host_bytes={size_bytes}) or more, or method="sync"',
+            )
+        return budget
+
+    def _check_disk_budget(self, base_bytes: int) -> None:
+        budget = self._options.budget.disk_bytes
+        need = (self._options.keep + 1) * base_bytes  # the new one before the oldest goes
+        if budget is not None and need > budget:
+            raise OutOfSpaceError(
+                f"{self._options.keep} bases to keep and one being written take {need} bytes, "
+                f"the budget is {budget}",
+                path=self._run,
+                hint=f"Budget(disk_bytes={need}), or keep={max(0, budget // base_bytes - 1)}",
+            )
+
+    def _announce(self, size_bytes: int) -> None:
+        self._check_disk_budget(max(1, size_bytes))
+        every = self._options.every
+        when = "on save() only"
+        if every.steps is not None:
+            when = f"every {every.steps} steps"
+        elif every.seconds is not None:
+            when = f"every {every.seconds:g} s"
+        host = "a few chunks"
+        if self._options.method.base != "sync":
+            host = f"{size_bytes / 2**20:.1f} MiB per base in flight"
+        disk_mib = (self._options.keep + 1) * size_bytes / 2**20
+        print(
+            f"everstep: {self._run}: {self._options.method_name}, {when}, keep "
+            f"{self._options.keep}; state {size_bytes / 2**20:.1f} MiB; host memory {host} "
+            f"(budget {self._pool.budget_bytes / 2**20:.0f} MiB); disk up to {disk_mib:.1f} MiB",
+            file=sys.stderr,
+        )
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StateError(
+                "this Checkpointer is closed",
+                path=getattr(self, "_run", None),
+                hint="a second Checkpointer on the same run closes the first",
+            )
+
+    def _stop_keeper(self) -> None:
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _release(self) -> None:
+        self._open = False
+        self._stop_keeper()
+        self._ring.close()
+        self._lane.close()
+        self._pool.clear()
+        for handle in self._updates.handles:
+            handle.remove()
+        if _live.get(self._run) is self:
+            del _live[self._run]
+
+
+def _failed(save: Save) -> bool:
+    future = save.durable
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+def _finish_at_exit(keeper: LocalKeeper, pid: int, shown: Any) -> None:
+    if os.getpid() != pid:
+        return  # a forked child owns nothing here
+    try:
+        keeper.wait(None)
+    except EverstepError as error:
+        print(f"everstep: a base was lost at exit: {error}", file=shown)
+    keeper.close()
+
+
+def _close_earlier(run: PurePath) -> None:
+    """A notebook cell that is run again replaces the Checkpointer of its first run."""
+    earlier = _live.get(run)
+    if earlier is None:
+        return
+    try:
+        earlier.close()
+    except EverstepError as error:
+        print(f"everstep: the earlier Checkpointer of {run}: {error}", file=sys.stderr)
+
+
+def _run_path(path: str | os.PathLike[str]) -> PurePath:
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"the run folder must be a path, not {path!r}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(f"{path!r} is no path of a run folder")
+    if "://" in text:
+        raise OptionError(
+            f"{text}: object stores are not in this version", hint="a directory, for now"
+        )
+    return PurePath(os.path.abspath(text))
+
+
+def _check_platform() -> None:
+    if sys.platform == "win32":
+        raise UnavailableError(
+            "everstep does not run on Windows", hint="Linux, WSL 2, or macOS on the CPU"
+        )
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+        if world > 1:
+            raise UnavailableError(
+                f"this job has {world} ranks; this version saves jobs of one rank",
+                rank=distributed.get_rank(),
+            )

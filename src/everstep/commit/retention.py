@@ -1,0 +1,55 @@
+"""Which bases may go. Never the last one that is known to be good (I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from everstep.commit.lineage import BaseId, Branch, split_by_history
+
+__all__ = ["RetentionPlan", "plan_retention"]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """What retention should do next.
+
+    Attributes:
+        delete: bases to delete, oldest first; empty while ``verify`` is set.
+        verify: a base to read back first, because nothing that would stay has been verified.
+    """
+
+    delete: tuple[BaseId, ...] = ()
+    verify: BaseId | None = None
+
+
+def plan_retention(
+    committed: Iterable[BaseId],
+    branches: Mapping[int, Branch],
+    *,
+    keep: int,
+    verified: Collection[BaseId],
+    damaged: Collection[BaseId],
+) -> RetentionPlan:
+    """Keeps the ``keep`` newest good bases, those of the current history first.
+
+    Bases of abandoned branches rank behind all bases of the history, so they go as new ones
+    are committed. Something is deleted only if a base that was read back and verified stays:
+    with ``keep`` bases that takes one read-back every ``keep`` commits.
+
+    Args:
+        keep: at least 1.
+        verified: bases that this process has read back whole.
+        damaged: bases found damaged; they neither count nor are kept once enough good ones are.
+    """
+    good = [base for base in committed if base not in damaged]
+    here, elsewhere = split_by_history(good, branches)
+    ranked = here + elsewhere
+    stay, go = ranked[:keep], ranked[keep:]
+    if len(stay) >= keep:
+        go += [base for base in committed if base in damaged]
+    if not go:
+        return RetentionPlan()
+    if not any(base in verified for base in stay):
+        return RetentionPlan(verify=stay[0])
+    return RetentionPlan(delete=tuple(reversed(go)))

@@ -1,0 +1,67 @@
+"""Digests: xxh3-128 of every entry, of the header, and of the file as a whole.
+
+The file's digest is the digest of a list of digests: the header's, then each entry's in
+file order. As entries lie without holes, every byte of the file is under exactly one leaf.
+Unlike one digest over all bytes it can be computed although the header is written last,
+in one pass, and by several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import xxhash
+
+from everstep.state.layout import Placed
+
+__all__ = ["DIGEST_CHARS", "Digester", "digest", "digest_of_file"]
+
+DIGEST_CHARS = 32
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-128 of ``data`` as 32 hexadecimal characters."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_file(header_digest: str, entry_digests: Iterable[str]) -> str:
+    """The digest of a shard from the digests of its parts, in file order."""
+    return digest("".join([header_digest, *entry_digests]).encode("ascii"))
+
+
+class Digester:
+    """Digests entries from the bytes of a body that arrive in file order.
+
+    Args:
+        placed: the entries in file order, without holes.
+        on_entry: called with the index and digest of each entry as it is complete.
+    """
+
+    def __init__(
+        self, placed: Sequence[Placed], on_entry: Callable[[int, str], None] | None = None
+    ) -> None:
+        self._on_entry = on_entry
+        self._placed = placed
+        self._next = 0
+        self._position = 0
+        self._hash = xxhash.xxh3_128()
+        self.digests: list[str] = []
+        self._finish_entries()
+
+    def update(self, data: memoryview) -> None:
+        """Takes the next bytes of the body."""
+        while data.nbytes:
+            entry_end = self._placed[self._next].end
+            size = min(data.nbytes, entry_end - self._position)
+            self._hash.update(data[:size])
+            self._position += size
+            data = data[size:]
+            self._finish_entries()
+
+    def _finish_entries(self) -> None:
+        while self._next < len(self._placed) and self._position == self._placed[self._next].end:
+            self.digests.append(self._hash.hexdigest())
+            self._hash.reset()
+            self._next += 1
+            if self._on_entry is not None:
+                self._on_entry(self._next - 1, self.digests[-1])

@@ -1,0 +1,257 @@
+"""The header of a shard: an ordinary safetensors header with everstep's metadata in it.
+
+``8 bytes`` little-endian length N, then N bytes of JSON padded with spaces, such that 8 + N
+is a multiple of 4096. The room is reserved before the body is written, from sizes that are
+known then; the header itself is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from everstep.errors import FormatError, NewerFormatError
+from everstep.format.digests import DIGEST_CHARS
+from everstep.format.names import FORMAT_VERSION
+from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.layout import Placed
+
+__all__ = [
+    "HEADER_ROOM_BYTES_MAX",
+    "LENGTH_BYTES",
+    "METADATA_KEY",
+    "ShardHeader",
+    "ShardIdentity",
+    "decode_header",
+    "encode_header",
+    "header_room_bytes",
+]
+
+LENGTH_BYTES = 8
+METADATA_KEY = "everstep"
+HEADER_ROOM_BYTES_MAX = 100_000_000
+_DIMENSIONS_MAX = 64
+_SIZE_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIdentity:
+    """Which shard of which base a file is."""
+
+    run: str
+    timeline: int
+    step: int
+    lsn: int
+    rank: int
+    world: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """A decoded header.
+
+    Attributes:
+        placed: entries in file order.
+        digests: one per entry, in the same order.
+        aliases: ``other name -> entry name``.
+        room_bytes: offset of the first data byte in the file.
+    """
+
+    identity: ShardIdentity
+    placed: tuple[Placed, ...]
+    digests: tuple[str, ...]
+    aliases: Mapping[str, str]
+    room_bytes: int
+
+
+def encode_header(
+    identity: ShardIdentity,
+    placed: Sequence[Placed],
+    digests: Sequence[str],
+    aliases: Mapping[str, str],
+    room_bytes: int,
+) -> bytes:
+    """The header, exactly ``room_bytes`` long."""
+    text = _header_json(identity, placed, digests, aliases)
+    padding = room_bytes - LENGTH_BYTES - len(text)
+    assert padding >= 0, "the reserved room is computed from the same entries"
+    return struct.pack("<Q", room_bytes - LENGTH_BYTES) + text + b" " * padding
+
+
+def header_room_bytes(
+    identity: ShardIdentity,
+    placed: Sequence[Placed],
+    object_names: Sequence[str],
+    aliases: Mapping[str, str],
+) -> int:
+    """Room to reserve, before digests and the sizes of objects are known."""
+    end = placed[-1].end if placed else 0
+    widest = 10 ** len(str(_SIZE_MAX)) - 1  # an object may have any size: reserve all digits
+    unknown = [
+        Placed(Entry.whole(name, "U8", (widest,)), end + widest, end + 2 * widest)
+        for name in object_names
+    ]
+    guess = [*placed, *unknown]
+    text = _header_json(identity, guess, ["0" * DIGEST_CHARS] * len(guess), aliases)
+    room = -(-(LENGTH_BYTES + len(text)) // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
+    assert room <= HEADER_ROOM_BYTES_MAX, "shards are split before the header grows this large"
+    return room
+
+
+def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
+    """Decodes and checks a header whose digest has been verified already.
+
+    Raises:
+        FormatError: for anything that is not a header of a file of ``file_bytes`` bytes: holes,
+            overlaps, sizes that do not multiply out, ranges outside of the file.
+    """
+    try:
+        fields = json.loads(data[LENGTH_BYTES:])
+        metadata = json.loads(fields.pop("__metadata__")[METADATA_KEY])
+        return _decode(fields, metadata, len(data), file_bytes, path)
+    except NewerFormatError:
+        raise
+    except FormatError as error:
+        raise FormatError(f"{path}: {error.message}", path=path) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path}: not a shard of everstep: {error!r}", path=path) from error
+
+
+def _header_json(
+    identity: ShardIdentity,
+    placed: Sequence[Placed],
+    digests: Sequence[str],
+    aliases: Mapping[str, str],
+) -> bytes:
+    described = {
+        place.entry.name: _describe(place.entry, hex_)
+        for place, hex_ in zip(placed, digests, strict=True)
+    }
+    metadata = {
+        "format": FORMAT_VERSION,
+        "run": identity.run,
+        "timeline": identity.timeline,
+        "step": identity.step,
+        "lsn": identity.lsn,
+        "rank": identity.rank,
+        "world": identity.world,
+        "exact": identity.exact,
+        "aliases": dict(aliases),
+        "entries": described,
+    }
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: _dump(metadata)}}
+    for place in placed:
+        header[place.entry.name] = {
+            "dtype": place.entry.dtype,
+            "shape": list(place.entry.shape),
+            "data_offsets": [place.begin, place.end],
+        }
+    return _dump(header).encode("utf-8")
+
+
+def _describe(entry: Entry, hex_: str) -> dict[str, Any]:
+    """What safetensors has no field for."""
+    described: dict[str, Any] = {
+        "digest": hex_,
+        "lsn": entry.lsn,
+        "global_shape": list(entry.global_shape),
+        "global_offset": list(entry.global_offset),
+        "placement": entry.placement,
+    }
+    if entry.stride is not None:
+        described["stride"] = list(entry.stride)
+    if entry.logical_dtype is not None:
+        described["logical_dtype"] = entry.logical_dtype
+    return described
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+
+
+def _decode(
+    fields: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    room_bytes: int,
+    file_bytes: int,
+    path: PurePath,
+) -> ShardHeader:
+    version = _size(metadata["format"])
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
+            path=path,
+            hint="use the everstep that wrote it, or a newer one",
+        )
+    _require(isinstance(metadata["exact"], bool), "'exact' is neither true nor false")
+    identity = ShardIdentity(
+        _text(metadata["run"]),
+        *(_size(metadata[name]) for name in ("timeline", "step", "lsn", "rank", "world")),
+        metadata["exact"],
+    )
+    described = metadata["entries"]
+    _require(set(described) == set(fields), "header and metadata list different entries")
+    found: list[tuple[Placed, str]] = []
+    for name, value in fields.items():
+        begin, end = (_size(offset) for offset in value["data_offsets"])
+        entry = _entry(name, value, described[name])
+        _require(end - begin == entry.size_bytes, f"{name}: its range is not its size")
+        found.append((Placed(entry, begin, end), _text(described[name]["digest"])))
+    position = 0
+    for place, _ in found:
+        _require(place.begin == position, f"{place.entry.name}: a hole or an overlap before it")
+        position = place.end
+    _require(room_bytes + position == file_bytes, "the entries do not fill the file")
+    aliases = {_text(key): _text(value) for key, value in metadata["aliases"].items()}
+    _require(set(aliases.values()) <= set(fields), "an alias of an entry that is not there")
+    _require(not set(aliases) & set(fields), "an alias with the name of an entry")
+    placed, digests = tuple(p for p, _ in found), tuple(d for _, d in found)
+    return ShardHeader(identity, placed, digests, aliases, room_bytes)
+
+
+def _entry(name: str, value: Mapping[str, Any], described: Mapping[str, Any]) -> Entry:
+    _require(value["dtype"] in DTYPE_BYTES, f"{name}: unknown dtype")
+    shape = _sizes(value["shape"])
+    stride = described.get("stride")
+    logical = described.get("logical_dtype")
+    if logical is not None:
+        complex128 = value["dtype"] == "F64" and shape[-1:] == (2,) and logical == "complex128"
+        _require(complex128, f"{name}: unknown logical dtype")
+    return Entry(
+        name,
+        value["dtype"],
+        shape,
+        _sizes(described["global_shape"]),
+        _sizes(described["global_offset"]),
+        _text(described["placement"]),
+        None if stride is None else _sizes(stride),
+        logical,
+        _size(described["lsn"]),
+    )
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise FormatError(problem)
+
+
+def _size(value: Any) -> int:
+    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _SIZE_MAX
+    _require(is_size, f"{value!r:.40} is no size")
+    return int(value)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    _require(isinstance(value, list) and len(value) <= _DIMENSIONS_MAX, "not a shape")
+    return tuple(_size(item) for item in value)
+
+
+def _text(value: Any) -> str:
+    _require(isinstance(value, str), f"{value!r:.40} is no text")
+    return str(value)

@@ -1,0 +1,95 @@
+"""What the files of a run are called, and what a name found on disk means.
+
+Every number is written with leading zeros, so that names sort as numbers do. A name that
+does not parse is none of ours: it is left alone and never opened.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+__all__ = [
+    "BASE_DIR",
+    "CONDEMNED",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "RUN_RECORD",
+    "SLOTS_DIR",
+    "TEMPORARY_SUFFIX",
+    "TIMELINE_RECORD",
+    "base_dir",
+    "marker_name",
+    "parse_base",
+    "parse_marker",
+    "parse_shard",
+    "parse_timeline",
+    "shard_name",
+    "timeline_dir",
+]
+
+FORMAT_VERSION = 1
+
+RUN_RECORD = "run.json"
+TIMELINE_RECORD = "timeline.json"
+MANIFEST = "manifest.json"
+CONDEMNED = "manifest.condemned"
+BASE_DIR = "base"
+SLOTS_DIR = "slots"
+TEMPORARY_SUFFIX = ".tmp"
+
+_TIMELINE = re.compile(r"timeline-(\d{5,9})", re.ASCII)
+_STEP = re.compile(r"(\d{12,18})", re.ASCII)
+_SHARD = re.compile(r"rank-(\d{5,9})(?:-(\d{5,9}))?\.safetensors", re.ASCII)
+_MARKER = re.compile(r"rank-(\d{5,9})\.done", re.ASCII)
+
+
+def timeline_dir(run: PurePath, timeline: int) -> PurePath:
+    """``RUN/timeline-00002``"""
+    return run / f"timeline-{timeline:05d}"
+
+
+def base_dir(run: PurePath, timeline: int, step: int) -> PurePath:
+    """``RUN/timeline-00002/base/000000001200``"""
+    return timeline_dir(run, timeline) / BASE_DIR / f"{step:012d}"
+
+
+def shard_name(rank: int, part: int = 0) -> str:
+    """``rank-00000.safetensors``; further parts of a rank are ``rank-00000-00001.safetensors``."""
+    return f"rank-{rank:05d}{f'-{part:05d}' if part else ''}.safetensors"
+
+
+def marker_name(rank: int) -> str:
+    """``rank-00000.done``"""
+    return f"rank-{rank:05d}.done"
+
+
+def parse_timeline(name: str) -> int | None:
+    """The timeline that a directory is, or None if it is none."""
+    return _number(_TIMELINE, name, "timeline-{:05d}")
+
+
+def parse_base(name: str) -> int | None:
+    """The step of a base directory, or None if it is none."""
+    return _number(_STEP, name, "{:012d}")
+
+
+def parse_marker(name: str) -> int | None:
+    """The rank of a marker, or None if it is none."""
+    return _number(_MARKER, name, "rank-{:05d}.done")
+
+
+def parse_shard(name: str) -> tuple[int, int] | None:
+    """``(rank, part)`` of a shard, or None if it is none."""
+    match = _SHARD.fullmatch(name)
+    if match is None:
+        return None
+    rank, part = int(match[1]), int(match[2] or 0)
+    return (rank, part) if shard_name(rank, part) == name else None
+
+
+def _number(pattern: re.Pattern[str], name: str, form: str) -> int | None:
+    match = pattern.fullmatch(name)
+    if match is None or form.format(int(match[1])) != name:
+        return None
+    return int(match[1])

@@ -1,0 +1,331 @@
+"""The small JSON files of a run: run, timeline, marker, manifest.
+
+A record is canonical JSON (sorted keys, one space of indentation) whose field ``digest``
+is the xxh3-128 of the same JSON without that field. Decoding accepts exactly the bytes
+that encoding gives, so a flipped bit anywhere, white space included, is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from everstep.errors import DamageError, FormatError, NewerFormatError
+from everstep.format.digests import DIGEST_CHARS, digest
+from everstep.format.names import FORMAT_VERSION, parse_shard
+
+__all__ = [
+    "RECORD_BYTES_MAX",
+    "FileRecord",
+    "Manifest",
+    "Marker",
+    "RunRecord",
+    "TimelineRecord",
+    "manifest_of",
+]
+
+RECORD_BYTES_MAX = 64 << 20
+_NUMBER_MAX = (1 << 63) - 1
+_WORLD_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """``run.json``: makes a directory a run."""
+
+    run: str
+    format: int = FORMAT_VERSION
+
+    def encode(self) -> bytes:
+        return _encode("run", {"format": self.format, "run": self.run})
+
+    @classmethod
+    def decode(cls, data: bytes, path: PurePath) -> RunRecord:
+        fields = _decode("run", data, path)
+        return cls(fields.text("run"), fields.number("format"))
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRecord:
+    """``timeline.json``: created exclusively when a process takes the run over; the fence.
+
+    Attributes:
+        timeline: its number; a process of a smaller number is fenced off (I11).
+        parent: timeline that it forked from, None for a fresh start.
+        fork_step: step of ``parent`` at which it forked; later bases of the parent are not in
+            this timeline's history.
+        exact: whether everything up to the fork is exact (inherited for ever, I9).
+        world: number of ranks.
+        fingerprint: versions and machine, for people and for the exactness matrix.
+        created_unix_s: for people.
+    """
+
+    run: str
+    timeline: int
+    parent: int | None
+    fork_step: int
+    exact: bool
+    world: int
+    fingerprint: Mapping[str, str]
+    created_unix_s: float
+
+    def encode(self) -> bytes:
+        return _encode(
+            "timeline",
+            {
+                "format": FORMAT_VERSION,
+                "run": self.run,
+                "timeline": self.timeline,
+                "parent": self.parent,
+                "fork_step": self.fork_step,
+                "exact": self.exact,
+                "world": self.world,
+                "fingerprint": dict(self.fingerprint),
+                "created_unix_s": self.created_unix_s,
+            },
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, path: PurePath) -> TimelineRecord:
+        fields = _decode("timeline", data, path)
+        return cls(
+            fields.text("run"),
+            fields.number("timeline"),
+            None if fields.value("parent") is None else fields.number("parent"),
+            fields.number("fork_step"),
+            fields.flag("exact"),
+            fields.number("world", _WORLD_MAX),
+            fields.texts("fingerprint"),
+            fields.real("created_unix_s"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a marker says of one file: its length, and digests of header and whole."""
+
+    name: str
+    length: int
+    header_length: int
+    header_digest: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """``rank-00000.done``: this rank's files of this base are durable.
+
+    Attributes:
+        step, lsn: the user's step; number of optimizer updates before it.
+        exact: whether the state is exact, by lineage (I9).
+    """
+
+    run: str
+    timeline: int
+    step: int
+    lsn: int
+    rank: int
+    world: int
+    exact: bool
+    files: tuple[FileRecord, ...]
+
+    def encode(self) -> bytes:
+        return _encode("marker", {**_base_fields(self), **_rank_fields(self)})
+
+    @classmethod
+    def decode(cls, data: bytes, path: PurePath) -> Marker:
+        fields = _decode("marker", data, path)
+        return _marker(fields, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """``manifest.json``: the commit record of a base. A pure function of the markers."""
+
+    markers: tuple[Marker, ...] = field(default=())
+
+    @property
+    def step(self) -> int:
+        return self.markers[0].step
+
+    @property
+    def timeline(self) -> int:
+        return self.markers[0].timeline
+
+    def encode(self) -> bytes:
+        fields = _base_fields(self.markers[0])
+        return _encode("manifest", {**fields, "ranks": [_rank_fields(m) for m in self.markers]})
+
+    @classmethod
+    def decode(cls, data: bytes, path: PurePath) -> Manifest:
+        fields = _decode("manifest", data, path)
+        ranks = fields.items("ranks")
+        markers = tuple(_marker(fields, rank) for rank in ranks)
+        world = fields.number("world", _WORLD_MAX)
+        if [marker.rank for marker in markers] != list(range(world)) or not markers:
+            raise FormatError(f"{path}: the manifest does not list each of {world} ranks once")
+        return cls(markers)
+
+
+def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
+    """The manifest that ``markers`` yield, or None while some are missing or disagree."""
+    if not markers:
+        return None
+    first = next(iter(markers.values()))
+    if sorted(markers) != list(range(first.world)):
+        return None
+    ordered = tuple(markers[rank] for rank in range(first.world))
+    if any(_base_fields(marker) != _base_fields(first) for marker in ordered):
+        return None
+    if any(marker.rank != rank for rank, marker in enumerate(ordered)):
+        return None
+    return Manifest(ordered)
+
+
+def _base_fields(marker: Marker) -> dict[str, Any]:
+    """What all ranks of a base have in common."""
+    return {
+        "format": FORMAT_VERSION,
+        "run": marker.run,
+        "timeline": marker.timeline,
+        "step": marker.step,
+        "lsn": marker.lsn,
+        "world": marker.world,
+        "exact": marker.exact,
+    }
+
+
+def _rank_fields(marker: Marker) -> dict[str, Any]:
+    files = [
+        {
+            "name": file.name,
+            "length": file.length,
+            "header_length": file.header_length,
+            "header_digest": file.header_digest,
+            "digest": file.digest,
+        }
+        for file in marker.files
+    ]
+    return {"rank": marker.rank, "files": files}
+
+
+def _marker(base: _Fields, rank: _Fields) -> Marker:
+    number = rank.number("rank", _WORLD_MAX)
+    files = []
+    for item in rank.items("files"):
+        name = item.text("name")
+        if (parse_shard(name) or (None,))[0] != number:
+            raise FormatError(f"{base.path}: {name!r} is not a file of rank {number}")
+        length = item.number("length")
+        header_length = item.number("header_length", length)
+        files.append(
+            FileRecord(name, length, header_length, item.hex("header_digest"), item.hex("digest"))
+        )
+    if not files or len({file.name for file in files}) != len(files):
+        raise FormatError(f"{base.path}: rank {number} has no files, or one of them twice")
+    return Marker(
+        base.text("run"),
+        base.number("timeline"),
+        base.number("step"),
+        base.number("lsn"),
+        number,
+        base.number("world", _WORLD_MAX),
+        base.flag("exact"),
+        tuple(files),
+    )
+
+
+def _encode(kind: str, fields: Mapping[str, Any]) -> bytes:
+    body = {"kind": kind, **fields}
+    return _canonical({**body, "digest": digest(_canonical(body))})
+
+
+def _canonical(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, indent=1, allow_nan=False).encode("ascii") + b"\n"
+
+
+def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:
+    if len(data) > RECORD_BYTES_MAX:
+        raise FormatError(f"{path}: {len(data)} bytes are too many for a record")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not a record: {error}") from error
+    if not isinstance(found, dict) or found.get("kind") != kind:
+        raise FormatError(f"{path}: not a {kind} record")
+    version = found.get("format")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(f"{path}: no format version")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
+            path=path,
+            hint="use the everstep that wrote it, or a newer one",
+        )
+    claimed = found.pop("digest", None)
+    try:
+        genuine = digest(_canonical(found)) == claimed
+        genuine = genuine and _canonical({**found, "digest": claimed}) == data
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not a record: {error}") from error
+    if not genuine:
+        raise DamageError(f"{path}: the record's digest does not match its contents", path=path)
+    return _Fields(found, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Decoded JSON, read with types and bounds: a hostile record raises FormatError."""
+
+    fields: Mapping[str, Any]
+    path: PurePath
+
+    def value(self, name: str) -> Any:
+        if name not in self.fields:
+            raise FormatError(f"{self.path}: field {name!r} is missing")
+        return self.fields[name]
+
+    def number(self, name: str, largest: int = _NUMBER_MAX) -> int:
+        value = self.value(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
+            raise FormatError(f"{self.path}: {name!r} is no whole number in 0..{largest}")
+        return value
+
+    def real(self, name: str) -> float:
+        value = self.value(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise FormatError(f"{self.path}: {name!r} is no number")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool):
+            raise FormatError(f"{self.path}: {name!r} is neither true nor false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str) or len(value) > 4096:
+            raise FormatError(f"{self.path}: {name!r} is no (short) text")
+        return value
+
+    def hex(self, name: str) -> str:
+        value = self.text(name)
+        if len(value) != DIGEST_CHARS or value.strip("0123456789abcdef"):
+            raise FormatError(f"{self.path}: {name!r} is no digest")
+        return value
+
+    def texts(self, name: str) -> dict[str, str]:
+        value = self.value(name)
+        if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+            raise FormatError(f"{self.path}: {name!r} is no table of texts")
+        return value
+
+    def items(self, name: str) -> list[_Fields]:
+        value = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise FormatError(f"{self.path}: {name!r} is no list of records")
+        return [_Fields(item, self.path) for item in value]

@@ -1,0 +1,103 @@
+"""Errors and deadlines of work in the background: one channel, nothing is swallowed.
+
+Work reports its progress and, at last, that it has ended or failed. The training thread
+asks at every call; a piece of work that has made no progress for its stated time is
+reported as hung, once, even if it never returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TypeVar
+
+from everstep.errors import DeadlineError, EverstepError
+from everstep.options import FailurePolicy
+from everstep.seams import Clock
+
+__all__ = ["BackgroundChannel", "Work"]
+
+_log = logging.getLogger("everstep")
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A piece of background work, and when it last got anywhere."""
+
+    what: str
+    step: int
+    last_progress_s: float
+    reported: bool = False
+
+
+class BackgroundChannel:
+    """Collects what goes wrong behind the training thread.
+
+    Args:
+        policy: what to do with an error: raise it at the next call, warn, or call a function.
+        progress_timeout_s: work without progress for so long counts as hung.
+    """
+
+    def __init__(self, policy: FailurePolicy, clock: Clock, *, progress_timeout_s: float) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._progress_timeout_s = progress_timeout_s
+        self._lock = threading.Lock()
+        self._errors: list[EverstepError] = []
+        self._under_way: list[Work] = []
+
+    def begin(self, what: str, step: int) -> Work:
+        """Registers a piece of work."""
+        work = Work(what, step, self._clock.monotonic_s())
+        with self._lock:
+            self._under_way.append(work)
+        return work
+
+    def progressed(self, work: Work) -> None:
+        """The work got somewhere: its deadline starts again."""
+        work.last_progress_s = self._clock.monotonic_s()
+
+    def end(self, work: Work) -> None:
+        """The work is over, well or badly."""
+        with self._lock:
+            if work in self._under_way:
+                self._under_way.remove(work)
+
+    def post(self, error: EverstepError) -> None:
+        """Reports an error from any thread; the training thread hears of it at its next call."""
+        with self._lock:
+            self._errors.append(error)
+
+    def check(self) -> None:
+        """Deals with what was reported, by the policy. Called from the training thread only.
+
+        Raises:
+            EverstepError: the oldest one, with the policy ``"raise"``; the others stay.
+        """
+        while (error := self._next()) is not None:
+            if callable(self._policy):
+                self._policy(error)
+            elif self._policy == "warn":
+                _log.warning("a background task failed: %s", error)
+                warnings.warn(f"everstep: {error}", RuntimeWarning, stacklevel=3)
+            else:
+                raise error
+
+    def _next(self) -> EverstepError | None:
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            for work in self._under_way:
+                if now_s - work.last_progress_s > self._progress_timeout_s and not work.reported:
+                    work.reported = True
+                    self._errors.append(
+                        DeadlineError(
+                            f"{work.what} has made no progress for "
+                            f"{now_s - work.last_progress_s:.0f} s: the storage hangs",
+                            step=work.step,
+                            hint="look at the disk or network file system (dmesg, df, iostat)",
+                        )
+                    )
+            return self._errors.pop(0) if self._errors else None

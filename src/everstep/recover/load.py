@@ -1,0 +1,307 @@
+"""Reads a base into live objects, verifying every byte on the way.
+
+Records, headers and objects are read and compared with the live state first; until then
+nothing is touched. Then the tensors are streamed straight into live memory where the live
+tensor has the saved dtype and shape. A damaged entry is noticed at its end: what has been
+overwritten by then is made good by the next older base, or the caller is told.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from everstep.errors import DamageError, FormatError, MismatchError, RecoveryError
+from everstep.format.digests import digest
+from everstep.format.header import ShardHeader
+from everstep.format.reader import read_body, read_header
+from everstep.format.records import FileRecord, Marker
+from everstep.format.writer import ChunkRing
+from everstep.recover.scan import BaseFound
+from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.progress import ProgressSink
+from everstep.state.entries import Entry, byte_view, empty_like_entry
+from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.layout import Placed
+from everstep.state.objects import decode
+from everstep.state.providers import RestorePlan
+from everstep.state.tree import join, references
+
+__all__ = ["LoadedBase", "OpenBase", "load_base"]
+
+OBJECT_BYTES_MAX = 1 << 30
+
+
+@dataclass(slots=True)
+class OpenBase:
+    """One rank's shards of a base, opened, headers verified."""
+
+    marker: Marker
+    shards: list[tuple[ReadFile, FileRecord, ShardHeader, PurePath]] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, filesystem: FileSystem, base: BaseFound, rank: int) -> OpenBase:
+        """Opens a base that has a manifest, or whose markers yield one.
+
+        Raises:
+            DamageError, FormatError: for what the headers say.
+            OSError: for a file that is missing or cannot be read.
+        """
+        assert base.manifest is not None
+        opened = cls(base.manifest.markers[rank])
+        try:
+            for record in opened.marker.files:
+                path = base.path / record.name
+                file = filesystem.open(path, direct=True)
+                opened.shards.append((file, record, None, path))  # type: ignore[arg-type]
+                header = read_header(file, record, path)
+                opened.shards[-1] = (file, record, header, path)
+                _check_identity(header, opened.marker, path)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(record.length for _, record, _, _ in self.shards)
+
+    def placed(self) -> list[Placed]:
+        """All entries of all shards."""
+        return [place for _, _, header, _ in self.shards for place in header.placed]
+
+    def entries(self) -> dict[str, Entry]:
+        """Entries by every name, aliases included."""
+        found: dict[str, Entry] = {}
+        for _, _, header, path in self.shards:
+            for place in header.placed:
+                if place.entry.name in found:
+                    raise FormatError(f"{path}: {place.entry.name!r} is in two shards", path=path)
+                found[place.entry.name] = place.entry
+        for _, _, header, _ in self.shards:
+            found.update({other: found[name] for other, name in header.aliases.items()})
+        return found
+
+    def objects(self) -> dict[str, Any]:
+        """The decoded object trees by section, each verified against its digest.
+
+        Raises:
+            DamageError: naming the entry.
+            FormatError: for bytes that are no objects.
+        """
+        trees: dict[str, Any] = {}
+        for file, _, header, path in self.shards:
+            for place, expected in zip(header.placed, header.digests, strict=True):
+                name = place.entry.name
+                if not name.startswith(OBJECT_PREFIX):
+                    continue
+                if place.end - place.begin > OBJECT_BYTES_MAX:
+                    raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
+                data = bytearray(place.end - place.begin)
+                got = file.read_into(memoryview(data), header.room_bytes + place.begin)
+                if got != len(data) or digest(memoryview(data)) != expected:
+                    raise DamageError(
+                        f"{path}: entry {name!r} is damaged: its digest does not match",
+                        entry=name,
+                        path=path,
+                        step=header.identity.step,
+                        rank=header.identity.rank,
+                    )
+                trees[name.removeprefix(OBJECT_PREFIX)] = decode(bytes(data))
+        return trees
+
+    def close(self) -> None:
+        for file, _, _, _ in self.shards:
+            file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBase:
+    """What was restored.
+
+    Attributes:
+        mismatches: what was left out, with ``strict=False``.
+        notes: what this machine could not take back, in words.
+    """
+
+    marker: Marker
+    size_bytes: int
+    entries: int
+    mismatches: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def load_base(
+    opened: OpenBase,
+    state: State,
+    ring: ChunkRing,
+    *,
+    strict: bool,
+    timeout_s: float,
+    progress: ProgressSink,
+    on_touch: Any = lambda: None,
+) -> LoadedBase:
+    """Restores ``state`` from an open base.
+
+    Args:
+        strict: refuse any difference in names, shapes or dtypes; otherwise the rest is loaded.
+        on_touch: called once, just before the first byte of live state is overwritten.
+
+    Raises:
+        MismatchError: listing every difference; nothing has been touched.
+        DamageError: naming file and entry; live state may be partly overwritten.
+    """
+    trees, entries = opened.objects(), opened.entries()
+    for tree in trees.values():
+        missing = [name for name in references(tree) if name not in entries]
+        if missing:
+            raise FormatError(f"entry {missing[0]!r} is referred to but not there")
+    plans = state.plan_restore(trees, entries)
+    mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
+    if mismatches and strict:
+        listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
+        raise MismatchError(
+            f"the checkpoint and the live state differ in {len(mismatches)} place(s):\n{listed}",
+            mismatches=mismatches,
+            step=opened.marker.step,
+            hint="build the same model and optimizer, or resume(strict=False) to load the rest",
+        )
+    tensors, copies = _targets(plans, entries)
+    targets = _by_entry(opened, tensors, copies)
+    on_touch()
+    for file, record, header, path in opened.shards:
+        scatter = _Scatter(header.placed, targets)
+        read_body(
+            file,
+            header,
+            record,
+            path,
+            ring,
+            timeout_s=timeout_s,
+            progress=progress,
+            sink=scatter.write,
+        )
+    for source, live in copies:
+        _write_into(live, source)
+    notes: list[str] = []
+    for section in state.restore_order():
+        plan = plans[section]
+        if plan.tree is not None:
+            tree = join(plan.tree, tensors)
+            notes += state.providers[section].restore(tree, strict=strict)
+    return LoadedBase(
+        opened.marker, opened.size_bytes, len(opened.placed()), mismatches, tuple(notes)
+    )
+
+
+def _check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None:
+    mine = header.identity
+    theirs = (marker.run, marker.timeline, marker.step, marker.lsn, marker.rank, marker.world)
+    if (mine.run, mine.timeline, mine.step, mine.lsn, mine.rank, mine.world) != theirs:
+        raise DamageError(f"{path}: it is a shard of another base than its marker says", path=path)
+
+
+def _targets(
+    plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]
+) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tensors by the name by which trees refer to them, and copies to make at the end.
+
+    A live tensor that can be read into as it lies is its own target. One that cannot (on a
+    device, not contiguous) gets a fresh contiguous one first and a copy at the end.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    fresh: list[str] = []
+    for plan in plans.values():
+        if plan.tree is None:
+            continue
+        for name in references(plan.tree):
+            live = plan.in_place.get(name)
+            if live is not None:
+                tensors[name] = live
+                if not _readable_in_place(live):
+                    copies.append((empty_like_entry(entries[name]), live))
+            else:
+                fresh.append(name)
+    claimed = sum(entries[name].size_bytes for name in fresh)
+    if claimed > memory_available_bytes():  # before any of it is taken
+        raise FormatError(
+            f"the checkpoint claims {claimed} bytes of state that is not here yet; this machine "
+            f"has {memory_available_bytes()} bytes of memory left"
+        )
+    tensors.update({name: empty_like_entry(entries[name]) for name in fresh})
+    return tensors, copies
+
+
+def _readable_in_place(tensor: torch.Tensor) -> bool:
+    plain = not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
+
+
+def _by_entry(
+    opened: OpenBase,
+    tensors: Mapping[str, torch.Tensor],
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> dict[str, list[torch.Tensor]]:
+    """Flat byte views to fill, by entry; an alias that is not tied here adds a second one."""
+    canonical: dict[str, str] = {}
+    digests: dict[str, str] = {}
+    for _, _, header, _ in opened.shards:
+        canonical.update(header.aliases)
+        digests.update(
+            {p.entry.name: d for p, d in zip(header.placed, header.digests, strict=True)}
+        )
+    staged = {id(live): source for source, live in copies}
+    targets: dict[str, list[torch.Tensor]] = {}
+    filled: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        entry = canonical.get(name, name)
+        target = staged.get(id(tensor), tensor)
+        if tensor.numel():
+            other = filled.setdefault(tensor.data_ptr(), entry)
+            if other != entry and digests[other] != digests[entry]:
+                raise RecoveryError(
+                    f"{name!r} and {other!r} share their memory here, but different values are "
+                    "saved for them",
+                    hint="build the model with the same tied weights as when it was saved",
+                )
+        targets.setdefault(entry, []).append(byte_view(target))
+    return targets
+
+
+class _Scatter:
+    """Puts the bytes of a body where they belong."""
+
+    def __init__(
+        self, placed: Sequence[Placed], targets: Mapping[str, Sequence[torch.Tensor]]
+    ) -> None:
+        self._placed = [place for place in placed if place.end > place.begin]
+        self._ends = [place.end for place in self._placed]
+        self._targets = targets
+
+    def write(self, begin: int, piece: torch.Tensor) -> None:
+        end = begin + piece.numel()
+        index = bisect.bisect_right(self._ends, begin)
+        while index < len(self._placed) and self._placed[index].begin < end:
+            place = self._placed[index]
+            start, stop = max(begin, place.begin), min(end, place.end)
+            for target in self._targets.get(place.entry.name, ()):
+                target[start - place.begin : stop - place.begin].copy_(
+                    piece[start - begin : stop - begin]
+                )
+            index += 1
+
+
+def _write_into(live: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies into a live tensor; of an expanded dimension only the one element there is."""
+    with torch.no_grad():
+        for dim, stride in enumerate(live.stride()):
+            if stride == 0 and live.shape[dim] > 1:
+                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        live.copy_(source)

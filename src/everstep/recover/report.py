@@ -1,0 +1,43 @@
+"""What a resume gives back: the state's step, where it came from, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.recover.decide import Skipped
+
+__all__ = ["Recovery"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """The outcome of :meth:`everstep.Checkpointer.resume`.
+
+    Attributes:
+        step: where to go on: number of completed steps; 0 on a fresh run.
+        exact: whether the state is bit for bit that of an uninterrupted run (I9); inherited
+            from the base and all that it descends from.
+        evidence: what that rests on, in words.
+        source: ``"disk"``, or ``"fresh"`` when there was nothing to restore.
+        base_step: step of the base that was read.
+        replayed: steps replayed from a log; 0 without one.
+        seconds: how long it took.
+        size_bytes: bytes read and verified.
+        timeline: the timeline that was opened; later bases are written to it.
+        skipped: bases that were passed over, with the reason.
+        mismatched: ``(name, what differs)`` that ``strict=False`` left out.
+        notes: what this machine could not take back, and damage to records that did no harm.
+    """
+
+    step: int
+    exact: bool
+    evidence: str
+    source: str
+    base_step: int | None
+    replayed: int
+    seconds: float
+    size_bytes: int
+    timeline: int
+    skipped: tuple[Skipped, ...] = ()
+    mismatched: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,210 @@
+"""Resuming: find the newest good base, restore it, take the run over with a new timeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import DamageError, FormatError, NewerFormatError, RecoveryError
+from everstep.format.names import MANIFEST, TIMELINE_RECORD, timeline_dir
+from everstep.format.records import TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.recover.decide import Skipped, candidates
+from everstep.recover.load import LoadedBase, OpenBase, load_base
+from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
+from everstep.seams import Seams
+from everstep.seams.failpoints import failpoint
+from everstep.seams.machine import fingerprint
+from everstep.seams.progress import progress
+from everstep.state.image import State
+from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
+
+__all__ = ["Resumed", "open_timeline", "resume"]
+
+_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A state restored (or fresh) and the timeline opened for it.
+
+    Attributes:
+        base: the base that was restored; None on a fresh start.
+        loaded: what was restored from it.
+        exact: by lineage, and nothing left out now.
+    """
+
+    timeline: int
+    base: BaseId | None
+    loaded: LoadedBase | None
+    exact: bool
+    skipped: tuple[Skipped, ...]
+    problems: tuple[str, ...]
+
+
+def resume(
+    seams: Seams,
+    run: PurePath,
+    state: State,
+    ring: ChunkRing,
+    *,
+    step: int | None,
+    strict: bool,
+    timeout_s: float,
+    on_touch: Callable[[], None],
+) -> Resumed:
+    """Restores the newest base whose bytes all verify, and opens a new timeline.
+
+    Args:
+        step: restore the base of this step; 0 with no such base: start afresh.
+        on_touch: called before live state is overwritten.
+
+    Raises:
+        RecoveryError: when there are bases and none can be used, or none of ``step``.
+        MismatchError: when the newest one is of another model.
+    """
+    with storage_errors("resume", run):
+        for _ in range(_ATTEMPTS):
+            inventory = scan_run(seams.filesystem, run)
+            fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
+            found, loaded, skipped = (
+                (None, None, ())
+                if fresh
+                else _restore_newest(
+                    seams, inventory, state, ring, step, strict, timeout_s, on_touch
+                )
+            )
+            exact = loaded is None or (
+                loaded.marker.exact and not loaded.mismatches and not loaded.notes
+            )
+            failpoint("resume.before_timeline")
+            timeline = open_timeline(
+                seams, run, inventory, parent=found.id if found else None, exact=exact
+            )
+            if found is None or _still_there(seams, run, found.id):
+                problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
+                base = found.id if found else None
+                return Resumed(timeline, base, loaded, exact, skipped, problems)
+        raise RecoveryError(
+            "another process keeps deleting the bases that this one chooses",
+            path=run,
+            hint="end the other process that works on this run",
+        )
+
+
+def open_timeline(
+    seams: Seams,
+    run: PurePath,
+    inventory: Inventory,
+    *,
+    parent: BaseId | None,
+    exact: bool,
+    world: int = 1,
+) -> int:
+    """Takes the run over: from now on every process of an older timeline is fenced off."""
+    filesystem = seams.filesystem
+    assert inventory.run is not None
+    number = inventory.next_timeline
+    while True:
+        record = TimelineRecord(
+            run=inventory.run,
+            timeline=number,
+            parent=None if parent is None else parent.timeline,
+            fork_step=0 if parent is None else parent.step,
+            exact=exact,
+            world=world,
+            fingerprint=fingerprint(),
+            created_unix_s=seams.clock.unix_s(),
+        )
+        directory = timeline_dir(run, number)
+        ensure_dir(filesystem, directory)
+        path = directory / TIMELINE_RECORD
+        if create_exclusive(filesystem, path, record.encode(), unique=str(os.getpid())):
+            return number
+        number += 1  # somebody else resumed at the same moment: the later one wins
+
+
+def _restore_newest(
+    seams: Seams,
+    inventory: Inventory,
+    state: State,
+    ring: ChunkRing,
+    step: int | None,
+    strict: bool,
+    timeout_s: float,
+    on_touch: Callable[[], None],
+) -> tuple[BaseFound | None, LoadedBase | None, tuple[Skipped, ...]]:
+    chosen = candidates(inventory, step=step)
+    skipped = list(chosen.skipped)
+    for base in chosen.ordered:
+        try:
+            loaded = _restore(seams, inventory, base, state, ring, strict, timeout_s, on_touch)
+        except NewerFormatError:
+            raise
+        except (DamageError, FormatError) as error:
+            skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+            continue
+        except OSError as error:
+            reason = f"{error.filename or base.path}: {error.strerror or error}"
+            skipped.append(Skipped(base.id.timeline, base.id.step, reason))
+            continue
+        if base.status == "complete":  # its process died between the last marker and the manifest
+            assert base.manifest is not None
+            write_durably(seams.filesystem, base.path / MANIFEST, base.manifest.encode())
+        return base, loaded, tuple(skipped)
+    if chosen.ordered:
+        reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
+        raise RecoveryError(
+            f"none of {len(chosen.ordered)} base(s) can be used:\n{reasons}",
+            path=inventory.path,
+            hint="everstep verify names what is damaged; resume(step=0) starts from scratch",
+        )
+    return None, None, tuple(skipped)
+
+
+def _restore(
+    seams: Seams,
+    inventory: Inventory,
+    base: BaseFound,
+    state: State,
+    ring: ChunkRing,
+    strict: bool,
+    timeout_s: float,
+    on_touch: Callable[[], None],
+) -> LoadedBase:
+    assert base.manifest is not None
+    marker = base.manifest.markers[0]
+    if marker.run != inventory.run:
+        raise FormatError(f"{base.path} belongs to another run", path=base.path)
+    if marker.world != 1:
+        raise RecoveryError(
+            f"it was saved by {marker.world} ranks, this job has one",
+            step=marker.step,
+            path=base.path,
+            hint="resharding is not in this version",
+        )
+    opened = OpenBase.open(seams.filesystem, base, rank=0)
+    try:
+        with progress(f"resume from step {base.id.step}", opened.size_bytes) as bar:
+            return load_base(
+                opened,
+                state,
+                ring,
+                strict=strict,
+                timeout_s=timeout_s,
+                progress=bar,
+                on_touch=on_touch,
+            )
+    finally:
+        opened.close()
+
+
+def _still_there(seams: Seams, run: PurePath, base: BaseId) -> bool:
+    """Whether the base was not condemned before our timeline fenced its deleter off."""
+    try:
+        return scan_base(seams.filesystem, run, base).status in ("committed", "complete")
+    except FileNotFoundError:
+        return False

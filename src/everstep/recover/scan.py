@@ -1,0 +1,273 @@
+"""Reads what a run folder holds: names and records, no data.
+
+A run folder is not trusted: symbolic links are not followed, names that are not ours are
+left alone, records are bounded in size and checked by digest, and nothing is allocated by
+what they claim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal, TypeVar
+
+from everstep.commit.lineage import BaseId, Branch
+from everstep.errors import (
+    DamageError,
+    EverstepError,
+    ForeignDirectoryError,
+    NewerFormatError,
+)
+from everstep.format.names import (
+    BASE_DIR,
+    CONDEMNED,
+    MANIFEST,
+    RUN_RECORD,
+    TEMPORARY_SUFFIX,
+    TIMELINE_RECORD,
+    base_dir,
+    parse_base,
+    parse_marker,
+    parse_timeline,
+    timeline_dir,
+)
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord, manifest_of
+from everstep.seams.filesystem import DirEntry, FileSystem
+
+__all__ = ["BaseFound", "Inventory", "newest_timeline", "scan_base", "scan_run"]
+
+_Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest)
+BaseStatus = Literal["committed", "complete", "incomplete", "condemned"]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFound:
+    """A base directory.
+
+    Attributes:
+        status: ``committed``: has its manifest. ``complete``: has not, but its markers yield
+            one, so it can be rolled forward. ``incomplete``: neither; it does not exist.
+            ``condemned``: being deleted.
+        manifest: for ``committed`` and ``complete``.
+        problem: damage to its records, in words.
+        files: everything in the directory.
+    """
+
+    id: BaseId
+    path: PurePath
+    status: BaseStatus
+    manifest: Manifest | None
+    problem: str | None
+    files: tuple[DirEntry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(slots=True)
+class Inventory:
+    """All that a run folder holds.
+
+    Attributes:
+        run: the run's id; None in a folder that is empty or not there.
+        timelines: records by number; None where the record is damaged.
+        abandoned: numbers of timeline directories without a record: taken, but never opened.
+        problems: ``(path, what is wrong)`` of records other than those of bases.
+    """
+
+    path: PurePath
+    run: str | None = None
+    timelines: dict[int, TimelineRecord | None] = field(default_factory=dict)
+    abandoned: list[int] = field(default_factory=list)
+    bases: list[BaseFound] = field(default_factory=list)
+    problems: list[tuple[PurePath, str]] = field(default_factory=list)
+
+    @property
+    def branches(self) -> dict[int, Branch]:
+        """Where each timeline forked from. With a damaged record: from the one before it."""
+        found: dict[int, Branch] = {}
+        for number in sorted(self.timelines):
+            record = self.timelines[number]
+            if record is None:
+                found[number] = Branch(number, max(found, default=None), None)
+            else:
+                found[number] = Branch(number, record.parent, record.fork_step)
+        return found
+
+    @property
+    def next_timeline(self) -> int:
+        """The smallest number that nobody has taken."""
+        return max([*self.timelines, *self.abandoned], default=0) + 1
+
+
+def scan_run(filesystem: FileSystem, path: PurePath) -> Inventory:
+    """Takes the inventory of a run folder.
+
+    Raises:
+        ForeignDirectoryError: for a directory with other people's files.
+        NewerFormatError: when any part was written by a newer everstep.
+        OSError: when the directory cannot be read.
+    """
+    inventory = Inventory(path)
+    try:
+        entries = filesystem.scan(path)
+    except FileNotFoundError:
+        return inventory
+    names = {entry.name: entry for entry in entries}
+    numbers = [n for entry in entries if (n := parse_timeline(entry.name)) is not None]
+    ours = [name for name in names if name.endswith(TEMPORARY_SUFFIX) and name.startswith("run.")]
+    if RUN_RECORD not in names and not numbers:
+        foreign = [name for name in names if name not in ours]
+        if foreign:
+            raise ForeignDirectoryError(
+                f"{path} is not a run of everstep: it holds {foreign[0]!r}"
+                + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""),
+                path=path,
+                hint="choose a new or empty directory",
+            )
+        return inventory
+    if RUN_RECORD in names:
+        record = _record(filesystem, path / RUN_RECORD, RunRecord, inventory)
+        inventory.run = record.run if record else None
+    else:
+        inventory.problems.append((path / RUN_RECORD, "it is missing"))
+    for number in sorted(numbers):
+        directory = timeline_dir(path, number)
+        if names[directory.name].kind != "dir":
+            inventory.problems.append((directory, f"is a {names[directory.name].kind}: ignored"))
+            continue
+        _scan_timeline(filesystem, inventory, number, directory)
+    if inventory.run is None:  # a damaged run.json loses nothing: every record has the id
+        ids = [record.run for record in inventory.timelines.values() if record is not None]
+        ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
+        inventory.run = ids[0] if ids else None
+    return inventory
+
+
+def newest_timeline(filesystem: FileSystem, path: PurePath) -> int:
+    """The newest timeline that has been opened; 0 if there is none. The fence (I11)."""
+    newest = 0
+    for entry in filesystem.scan(path):
+        number = parse_timeline(entry.name)
+        if number is not None and entry.kind == "dir" and number > newest:
+            inside = filesystem.scan(path / entry.name)
+            if any(item.name == TIMELINE_RECORD for item in inside):
+                newest = number
+    return newest
+
+
+def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
+    """What there is of one base.
+
+    Raises:
+        OSError: when the directory is not there or cannot be read.
+        NewerFormatError: when it was written by a newer everstep.
+    """
+    path = base_dir(run, base.timeline, base.step)
+    files = tuple(filesystem.scan(path))
+    names = {entry.name for entry in files if entry.kind == "file"}
+    if CONDEMNED in names:
+        return BaseFound(base, path, "condemned", None, None, files)
+    problems: list[str] = [
+        f"{entry.name} is a {entry.kind}" for entry in files if entry.kind != "file"
+    ]
+    manifest: Manifest | None = None
+    if MANIFEST in names:
+        manifest = _try(filesystem, path / MANIFEST, Manifest, problems)
+        if manifest is not None and _claims(manifest.markers[0]) != base:
+            problems.append(f"{MANIFEST} is of another base")
+            manifest = None
+    status: BaseStatus = "committed"
+    if manifest is None:
+        status = "complete"
+        manifest = _from_markers(filesystem, path, names, base, problems)
+    if manifest is None:
+        status = "incomplete"
+    problem = "; ".join(problems) or None
+    return BaseFound(base, path, status, manifest, problem, files)
+
+
+def _scan_timeline(
+    filesystem: FileSystem, inventory: Inventory, number: int, directory: PurePath
+) -> None:
+    names = {entry.name: entry.kind for entry in filesystem.scan(directory)}
+    if TIMELINE_RECORD in names:
+        record = _record(filesystem, directory / TIMELINE_RECORD, TimelineRecord, inventory)
+        if record is not None and not _plausible(record, number):
+            inventory.problems.append((directory / TIMELINE_RECORD, "is of another timeline"))
+            record = None
+        inventory.timelines[number] = record
+    else:
+        inventory.abandoned.append(number)
+    if names.get(BASE_DIR) != "dir":
+        if BASE_DIR in names:
+            inventory.problems.append((directory / BASE_DIR, "is no directory: ignored"))
+        return
+    for entry in filesystem.scan(directory / BASE_DIR):
+        step = parse_base(entry.name)
+        if step is None:
+            continue
+        if entry.kind != "dir":
+            inventory.problems.append((directory / BASE_DIR / entry.name, f"is a {entry.kind}"))
+            continue
+        inventory.bases.append(scan_base(filesystem, inventory.path, BaseId(number, step)))
+
+
+def _from_markers(
+    filesystem: FileSystem, path: PurePath, names: set[str], base: BaseId, problems: list[str]
+) -> Manifest | None:
+    markers: dict[int, Marker] = {}
+    for name in sorted(names):
+        rank = parse_marker(name)
+        if rank is None:
+            continue
+        marker = _try(filesystem, path / name, Marker, problems)
+        if marker is not None and _claims(marker) == base and marker.rank == rank:
+            markers[rank] = marker
+        elif marker is not None:
+            problems.append(f"{name} is of another base or rank")
+    manifest = manifest_of(markers)
+    if manifest is None:
+        world = max((marker.world for marker in markers.values()), default=None)
+        problems.append(
+            "no manifest, and no marker"
+            if world is None
+            else f"no manifest, and {len(markers)} of {world} markers"
+        )
+    return manifest
+
+
+def _claims(marker: Marker) -> BaseId:
+    return BaseId(marker.timeline, marker.step)
+
+
+def _plausible(record: TimelineRecord, number: int) -> bool:
+    return record.timeline == number and (record.parent is None or record.parent < number)
+
+
+def _record(
+    filesystem: FileSystem, path: PurePath, kind: type[_Record], inventory: Inventory
+) -> _Record | None:
+    problems: list[str] = []
+    record = _try(filesystem, path, kind, problems)
+    inventory.problems += [(path, problem) for problem in problems]
+    return record
+
+
+def _try(
+    filesystem: FileSystem, path: PurePath, kind: type[_Record], problems: list[str]
+) -> _Record | None:
+    """Decodes a record; damage becomes a line in ``problems``."""
+    try:
+        return kind.decode(read_record_bytes(filesystem, path), path)
+    except NewerFormatError:
+        raise
+    except DamageError:
+        problems.append(f"{path.name} is damaged: its digest does not match")
+    except EverstepError as error:
+        problems.append(f"{path.name}: {error.message}")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+    return None

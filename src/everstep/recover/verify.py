@@ -1,0 +1,91 @@
+"""Reads bases back and believes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.errors import DamageError, FormatError
+from everstep.format.reader import read_body
+from everstep.format.writer import ChunkRing
+from everstep.recover.load import OpenBase
+from everstep.recover.scan import BaseFound
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import ProgressSink
+
+__all__ = ["Damage", "Verdict", "verify_base"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong.
+
+    Attributes:
+        path: the file.
+        entry: the entry in it, if it is one.
+    """
+
+    path: str
+    entry: str | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What reading a base back has shown; good if ``damages`` is empty."""
+
+    entries: int
+    size_bytes: int
+    damages: tuple[Damage, ...]
+
+
+def verify_base(
+    filesystem: FileSystem,
+    base: BaseFound,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> Verdict:
+    """Reads every byte of a base that has a manifest (or whose markers yield one)."""
+    assert base.manifest is not None
+    damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
+    entries = size_bytes = 0
+
+    def note(path: str, error: Exception) -> None:
+        entry = error.entry if isinstance(error, DamageError) else None
+        message = error.message if isinstance(error, FormatError | DamageError) else str(error)
+        damages.append(Damage(path, entry, message))
+
+    for marker in base.manifest.markers:
+        try:
+            opened = OpenBase.open(filesystem, base, marker.rank)
+        except (DamageError, FormatError, OSError) as error:
+            note(str(getattr(error, "path", None) or base.path), error)
+            continue
+        try:
+            for file, record, header, path in opened.shards:
+                entries += len(header.placed)
+                size_bytes += record.length
+                found: list[DamageError] = []
+                try:
+                    read_body(
+                        file,
+                        header,
+                        record,
+                        path,
+                        ring,
+                        timeout_s=timeout_s,
+                        progress=progress,
+                        on_damage=found.append,
+                    )
+                except (DamageError, FormatError, OSError) as error:
+                    note(str(path), error)
+                for damage in found:
+                    note(str(path), damage)
+            if not damages:
+                opened.objects()
+        except (DamageError, FormatError) as error:
+            note(str(base.path), error)
+        finally:
+            opened.close()
+    return Verdict(entries, size_bytes, tuple(damages))

@@ -1,0 +1,78 @@
+"""Where each entry lies in a rank's files: no holes, every entry naturally aligned.
+
+Entries are ordered widest dtype first. As the data begins at a multiple of 4096 and every
+group of equal width is a multiple of that width long, each entry is aligned to its own
+element size without a byte of padding. Objects, whose size is known only once they are
+encoded, follow the tensors (DataStates-LLM section V: fixed offsets for tensors,
+log-structured append for the rest). The memory that a base is captured into mirrors the
+file: offset for offset the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from everstep.state.entries import DTYPE_BYTES, Entry
+
+__all__ = ["HEADER_BYTES_MAX", "Placed", "ShardLayout", "append_objects", "plan_shards"]
+
+HEADER_BYTES_MAX = 8 << 20
+"""A rank's entries are split over several files long before safetensors' limit of 100 MB."""
+
+_ENTRY_HEADER_BYTES = 512  # generous: what one entry adds to a header besides its name and shape
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An entry and its half-open byte range ``[begin, end)``, counted from the first data byte."""
+
+    entry: Entry
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One file of one rank: its entries in file order."""
+
+    placed: tuple[Placed, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of data, without the header."""
+        return self.placed[-1].end if self.placed else 0
+
+
+def plan_shards(
+    entries: Sequence[Entry], *, header_bytes_max: int = HEADER_BYTES_MAX
+) -> tuple[ShardLayout, ...]:
+    """Lays ``entries`` out in as few files as the header limit allows; at least one."""
+    groups: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        cost = _ENTRY_HEADER_BYTES + 4 * len(entry.name) + 100 * len(entry.shape)
+        if groups[-1] and used + cost > header_bytes_max:
+            groups.append([])
+            used = 0
+        groups[-1].append(entry)
+        used += cost
+    return tuple(_lay_out(group) for group in groups)
+
+
+def append_objects(layout: ShardLayout, objects: Mapping[str, bytes]) -> ShardLayout:
+    """The layout with one ``U8`` entry per object after the tensors."""
+    placed, position = list(layout.placed), layout.size_bytes
+    for name, data in objects.items():
+        entry = Entry.whole(name, "U8", (len(data),))
+        placed.append(Placed(entry, position, position + len(data)))
+        position += len(data)
+    return ShardLayout(tuple(placed))
+
+
+def _lay_out(entries: Sequence[Entry]) -> ShardLayout:
+    placed, position = [], 0
+    for entry in sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]):
+        placed.append(Placed(entry, position, position + entry.size_bytes))
+        position += entry.size_bytes
+    return ShardLayout(tuple(placed))

@@ -1,0 +1,519 @@
+"""Plain Python objects as bytes: tagged msgpack, and never pickle.
+
+Everything of a training state that is not a tensor goes through :func:`encode` and comes back
+from :func:`decode` with the same types and values, or is refused by name. Where a tensor stood,
+the caller puts a :class:`TensorRef`.
+
+Wire format
+    One msgpack value; nothing follows it. None, bool, float (always float 64), str (UTF-8),
+    bytes, list and dict (order kept, any hashable storable keys) are msgpack's own nil, bool,
+    float, str, bin, array and map; int is msgpack's int from -2**63 up to 2**64 (exclusive).
+    Anything else is *tagged*: an array whose first element is a marker, an ext of length 0
+    (bytes ``c7 00 tag``) whose ext code is the tag; the other elements are the parts. An ext
+    anywhere else, or with a payload, is an error.
+
+    === =================== =====================================================
+    tag type                parts
+    === =================== =====================================================
+      1 tuple               the items
+      2 set                 the members, in ascending order of their encodings
+      3 frozenset           as for set
+      4 OrderedDict         key, value, key, value, ...
+      5 Counter             as for OrderedDict
+      6 deque               maxlen or nil, then the items
+      7 range               start, stop, step
+      8 slice               start, stop, step
+      9 torch.Size          the lengths
+     32 int                 bin: two's complement, little endian, as short as can be
+     33 complex             float: real part, float: imaginary part
+     34 bytearray           bin
+     35 numpy.ndarray       str: dtype, bin: elements in C order, then the shape
+     36 numpy.generic       str: dtype, bin: the element
+     37 numpy.str_          str
+     38 numpy.bytes_        bin
+     39 torch.dtype         str: name without "torch."
+     40 torch.device        str: type, index or nil
+     41 torch.memory_format str: name without "torch."
+     42 torch.layout        str: name without "torch."
+     43 TensorRef           str: name of the entry
+    === =================== =====================================================
+
+    Tags below 32 are containers, as are list and dict: their parts are any values, and at most
+    ``MAX_DEPTH`` containers may lie inside each other (keys and members count too). The parts
+    of other tags are untagged scalars. Equal values with equal order of keys have equal
+    bytes. An object that is referred to twice is written twice.
+
+Refused, though they look plain: subclasses of these types (they would come back as another
+type) and numpy arrays of objects, structures and ``longdouble`` (no two machines agree on it).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import numpy as np
+import torch
+
+from everstep.errors import FormatError, UnsupportedStateError
+
+__all__ = ["MAX_DEPTH", "TAGS", "TensorRef", "decode", "encode", "join_path", "unsupported_leaves"]
+
+MAX_DEPTH: Final = 100
+"""How many containers may lie inside each other, on the way in and on the way out."""
+
+_BIN_BYTES_MAX = 2**32 - 1  # msgpack's longest bin and str
+_FIXED = frozenset((type(None), bool, int, float))
+_NATIVE = _FIXED | {str, bytes}
+_HOSTILE = (ValueError, TypeError, OverflowError, RuntimeError, IndexError, msgpack.OutOfData)
+_NUMPY_DTYPE = re.compile(  # strings are bounded because even an empty array allocates one item
+    r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(8|16)"
+    r"|[<>][Mm]8(\[([1-9][0-9]{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+    r"|\|S[1-9][0-9]{0,5}|[<>]U[1-9][0-9]{0,5}"
+)
+_NUMPY_SCALARS = frozenset(np.dtype(code).type for code in "?bhilBHILefdFDmM")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands in an object tree where a tensor was; ``name`` is the name of its entry."""
+
+    name: str
+
+
+def encode(value: object, name: str = "object") -> bytes:
+    """The bytes of ``value``; the same value always gives the same bytes.
+
+    Args:
+        value: plain data, as the module's docstring lists it.
+        name: what errors call it.
+
+    Raises:
+        UnsupportedStateError: listing every leaf that cannot be stored.
+    """
+    leaves = unsupported_leaves(value, name)
+    if leaves:
+        listed = "\n".join(f"  {path}: {reason}" for path, reason in leaves)
+        raise UnsupportedStateError(
+            f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}", leaves=tuple(leaves)
+        )
+    return _Writer(msgpack.Packer(strict_types=True)).encoded(value)
+
+
+def decode(data: bytes | memoryview) -> object:
+    """The value that :func:`encode` was given.
+
+    Nothing is allocated on the word of a length field. No bytes, however made, run code, or
+    raise anything else than this:
+
+    Raises:
+        FormatError: for bytes that :func:`encode` did not write.
+    """
+    try:
+        return _Reader(memoryview(data if len(data) else b"\xc1").cast("B")).read()
+    except _HOSTILE as error:
+        ends = isinstance(error, (IndexError, msgpack.OutOfData))
+        reason = "they end too early" if ends else str(error)
+        raise FormatError(f"an object's bytes are not what they claim to be: {reason}") from error
+
+
+def unsupported_leaves(value: object, name: str) -> list[tuple[str, str]]:
+    """Every leaf of ``value`` that cannot be stored, as ``(path, reason)``; empty if all can.
+
+    Args:
+        value: any object.
+        name: path of ``value`` itself, the front of all the paths.
+    """
+    walker = _Walker()
+    walker.walk(value, name, "", 0)
+    return walker.found
+
+
+def join_path(parent: str, key: object) -> str:
+    """The path of ``key`` (of a dict, or an index) in ``parent``: ``section/key/3``.
+
+    In a key, ``~`` is written ``~0`` and ``/`` is written ``~1``. The result is valid UTF-8
+    whatever the key is. Keys of different types may share a path (0 and "0"). An empty
+    ``parent`` is no parent.
+    """
+    try:
+        text = str(key)
+    except Exception:  # an int of more digits than Python prints, or a foreign __str__
+        text = hex(key) if type(key) is int else f"<{type(key).__name__}>"
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = text.replace("~", "~0").replace("/", "~1")
+    return f"{parent}/{text}" if parent else text
+
+
+class _Form(NamedTuple):
+    """A tagged type: how it is taken into parts, and built from parts that nobody has checked."""
+
+    tag: int
+    name: str
+    kind: type
+    parts: Callable[[Any], list[Any]]
+    build: Callable[[list[Any]], object]  # raises only what _HOSTILE lists
+
+
+def _take(parts: list[Any], *kinds: type) -> list[Any]:
+    """``parts``, if they have exactly these types; ``object`` stands for any."""
+    for part, kind in zip(parts, kinds, strict=True):
+        if kind not in (object, type(part)):
+            raise ValueError(f"{kind.__name__} was expected, not {type(part).__name__}")
+    return parts
+
+
+def _simple(tag: int, kind: type, parts: Callable[[Any], list[Any]], *kinds: type) -> _Form:
+    """A type whose constructor takes its parts, which have these types."""
+    name = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
+    return _Form(tag, name, kind, parts, lambda got: kind(*_take(got, *kinds)))
+
+
+def _torch_enum(tag: int, kind: type) -> _Form:
+    """A type whose instances are attributes of ``torch``, and print as such."""
+    known = {str(item)[6:]: item for item in vars(torch).values() if isinstance(item, kind)}
+    name = f"torch.{kind.__name__}"
+    return _Form(tag, name, kind, lambda item: [str(item)[6:]], partial(_look_up, known))
+
+
+def _look_up(known: Mapping[str, object], parts: list[Any]) -> object:
+    (name,) = _take(parts, str)
+    if name not in known:
+        raise ValueError("this build of torch has nothing of that name")
+    return known[name]
+
+
+def _bounds(value: Any) -> list[Any]:
+    return [value.start, value.stop, value.step]
+
+
+def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+    return [part for pair in value.items() for part in pair]
+
+
+def _build_unique(kind: Any, parts: list[Any]) -> object:
+    """A set from members, or a dict from alternating keys and values; none of them twice."""
+    of_pairs = issubclass(kind, dict)
+    unique = dict(zip(parts[::2], parts[1::2], strict=True)) if of_pairs else set(parts)
+    if len(unique) * (2 if of_pairs else 1) != len(parts):
+        raise ValueError("a key or member is there twice")
+    return kind(unique)
+
+
+def _build_deque(parts: list[Any]) -> object:
+    maxlen, *items = parts
+    if type(maxlen) not in (int, type(None)) or (maxlen is not None and maxlen < len(items)):
+        raise ValueError("a deque holds more than its maxlen")
+    return deque(items, maxlen)
+
+
+def _int_parts(value: int) -> list[Any]:
+    length = (value if value >= 0 else ~value).bit_length() // 8 + 1
+    return [value.to_bytes(length, "little", signed=True)]
+
+
+def _build_int(parts: list[Any]) -> object:
+    (data,) = _take(parts, bytes)
+    value = int.from_bytes(data, "little", signed=True)
+    if -(2**63) <= value < 2**64 or _int_parts(value) != parts:
+        raise ValueError("an int takes more bytes than it needs")
+    return value
+
+
+def _numpy_parts(value: Any) -> list[Any]:
+    return [value.dtype.str, value.tobytes(), *value.shape]
+
+
+def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    name, data, *shape = _take(parts, str, bytes, *[int] * (len(parts) - 2))
+    dtype = np.dtype(name) if _NUMPY_DTYPE.fullmatch(name) else None
+    if dtype is None or dtype.str != name:
+        raise ValueError("not a dtype that is stored")
+    size_bytes = dtype.itemsize
+    for length in shape:
+        size_bytes *= length
+    if size_bytes != len(data) or min(shape, default=0) < 0:
+        raise ValueError("an array has another length than its shape and dtype say")
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data).copy()
+    if reason := _why_not_array(array):
+        raise ValueError(reason)
+    return array
+
+
+def _build_scalar(parts: list[Any]) -> object:
+    return _build_array(_take(parts, str, bytes))[()]
+
+
+def _build_device(parts: list[Any]) -> object:
+    kind, index = _take(parts, str, object)
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    if type(index) not in (int, type(None)) or [device.type, device.index] != parts:
+        raise ValueError("not a torch device")  # torch keeps 8 bits of an index
+    return device
+
+
+_FORMS = (
+    _Form(1, "tuple", tuple, list, tuple),
+    _Form(2, "set", set, list, partial(_build_unique, set)),
+    _Form(3, "frozenset", frozenset, list, partial(_build_unique, frozenset)),
+    _Form(4, "OrderedDict", OrderedDict, _pairs, partial(_build_unique, OrderedDict)),
+    _Form(5, "Counter", Counter, _pairs, partial(_build_unique, Counter)),
+    _Form(6, "deque", deque, lambda value: [value.maxlen, *value], _build_deque),
+    _simple(7, range, _bounds, int, int, int),
+    _simple(8, slice, _bounds, object, object, object),
+    _Form(9, "torch.Size", torch.Size, list, torch.Size),
+    _Form(32, "int", int, _int_parts, _build_int),
+    _simple(33, complex, lambda value: [value.real, value.imag], float, float),
+    _simple(34, bytearray, lambda value: [bytes(value)], bytes),
+    _Form(35, "numpy.ndarray", np.ndarray, _numpy_parts, _build_array),
+    _Form(36, "numpy.generic", np.generic, _numpy_parts, _build_scalar),
+    _simple(37, np.str_, lambda value: [str.__str__(value)], str),
+    _simple(38, np.bytes_, lambda value: [bytes.__getitem__(value, slice(None))], bytes),
+    _torch_enum(39, torch.dtype),
+    _Form(40, "torch.device", torch.device, lambda value: [value.type, value.index], _build_device),
+    _torch_enum(41, torch.memory_format),
+    _torch_enum(42, torch.layout),
+    _simple(43, TensorRef, lambda value: [value.name], str),
+)
+_BY_TAG = {form.tag: form for form in _FORMS}
+_BY_TYPE = {form.kind: form for form in _FORMS} | dict.fromkeys(_NUMPY_SCALARS, _BY_TAG[36])
+_CONTAINERS = {form.kind for form in _FORMS if form.tag < 32} | {list, dict}
+
+TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FORMS})
+"""Ext code of each tagged type, as in the table above."""
+
+
+class _Writer:
+    """Writes one value that the walker has found nothing wrong with."""
+
+    def __init__(self, packer: Any) -> None:
+        self._packer = packer
+        self._out: list[bytes] = []
+
+    def encoded(self, value: object) -> bytes:
+        self._value(value)
+        return b"".join(self._out)
+
+    def _value(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _NATIVE:
+            try:
+                self._out.append(self._packer.pack(value))
+            except OverflowError:  # an int of more than 64 bits
+                self._array(_int_parts(value), msgpack.ExtType(TAGS["int"], b""))
+        elif kind is list:
+            self._array(value)
+        elif kind is dict:
+            self._out.append(self._packer.pack_map_header(len(value)))
+            for part in _pairs(value):
+                self._value(part)
+        elif kind in (set, frozenset):
+            members = sorted(_Writer(self._packer).encoded(part) for part in value)
+            marker = self._packer.pack(msgpack.ExtType(_BY_TYPE[kind].tag, b""))
+            self._out += [self._packer.pack_array_header(1 + len(members)), marker, *members]
+        else:
+            form = _BY_TYPE[kind]
+            self._array(form.parts(value), msgpack.ExtType(form.tag, b""))
+
+    def _array(self, parts: list[Any], *marker: Any) -> None:
+        if set(map(type, parts)) <= _NATIVE:
+            with suppress(OverflowError):
+                self._out.append(self._packer.pack([*marker, *parts]))  # as a whole: fast
+                return
+        self._out.append(self._packer.pack_array_header(len(marker) + len(parts)))
+        self._out += map(self._packer.pack, marker)
+        for part in parts:
+            self._value(part)
+
+
+_ARRAY_BYTES = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
+_MAP_BYTES = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
+_EXT8_BYTE = 0xC7
+_NOT_SCALAR = _ARRAY_BYTES | _MAP_BYTES | {0xC1, 0xC7, 0xC8, 0xC9, 0xCA, *range(0xD4, 0xD9)}
+
+
+class _Reader:
+    """Reads one value from untrusted bytes: structure here, scalars by msgpack.
+
+    msgpack would allocate a list as long as an array claims to be, and knows no depth of ours.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        sizes = {f"max_{what}_len": len(data) for what in ("str", "bin", "array", "map")}
+        self._tokens = msgpack.Unpacker(max_buffer_size=len(data), max_ext_len=0, **sizes)
+        self._tokens.feed(data)
+
+    def read(self) -> object:
+        value = self._value(0)
+        if self._tokens.tell() != len(self._data):
+            raise ValueError("bytes follow the end")
+        return value
+
+    def _value(self, depth: int) -> object:
+        first = self._first()
+        if first in _MAP_BYTES:
+            return _build_unique(dict, self._values(2 * self._tokens.read_map_header(), depth))
+        if first not in _ARRAY_BYTES:
+            return self._scalar()
+        count = self._tokens.read_array_header()
+        if count == 0 or self._first() != _EXT8_BYTE:
+            return self._values(count, depth)
+        marker = self._tokens.unpack()
+        if marker.code not in _BY_TAG:
+            raise ValueError(f"tag {marker.code} is unknown")
+        form = _BY_TAG[marker.code]
+        if form.kind in _CONTAINERS:
+            return form.build(self._values(count - 1, depth))
+        return form.build([self._scalar() for _ in range(count - 1)])
+
+    def _values(self, count: int, depth: int) -> list[Any]:
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+        return [self._value(depth + 1) for _ in range(count)]
+
+    def _scalar(self) -> object:
+        first = self._first()
+        if first in _NOT_SCALAR:
+            raise ValueError(f"byte 0x{first:02x} is not expected where it stands")
+        value: object = self._tokens.unpack()
+        return value
+
+    def _first(self) -> int:
+        return self._data[self._tokens.tell()]
+
+
+_INSIDE = MAX_DEPTH + 1  # height of a container while we are in it
+
+
+class _Walker:
+    """Finds everything that cannot be stored, without writing or copying."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+        self._heights: dict[int, int] = {}  # of flawless containers, by id: each is walked once
+
+    def walk(self, value: Any, path: str, role: str, depth: int) -> int:
+        """Adds to ``found``; returns how many levels of containers ``value`` is high.
+
+        ``role`` ("key: ") leads the reasons where the path alone would mislead.
+        """
+        if type(value) not in _CONTAINERS:
+            if reason := _why_not_leaf(value):
+                self.found.append((path, role + reason))
+            return 0
+        known = self._heights.get(id(value), 0)
+        if known and depth + known <= MAX_DEPTH:
+            return known
+        if known == _INSIDE or depth >= MAX_DEPTH:
+            reason = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
+            self.found.append((path, role + reason))
+            return 0
+        found_before, height = len(self.found), 1
+        self._heights[id(value)] = _INSIDE
+        for key, part, part_role in _children(value):
+            if type(part) not in _NATIVE:
+                part_height = self.walk(part, join_path(path, key), role + part_role, depth + 1)
+                height = max(height, 1 + part_height)
+            elif reason := _why_not_native(part):
+                self.found.append((join_path(path, key), role + part_role + reason))
+        self._heights[id(value)] = height if len(self.found) == found_before else 0
+        return height
+
+
+def _children(value: Any) -> Iterator[tuple[object, object, str]]:
+    """``(key in the path, part, role)`` of those parts of a container that may be refused."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        for key, item in value.items():
+            yield key, key, "key: "
+            yield key, item, ""
+    elif kind in (range, slice):
+        yield from zip(("start", "stop", "step"), _bounds(value), ("", "", ""), strict=True)
+    elif not set(map(type, value)) <= _FIXED:
+        role = "member: " if kind in (set, frozenset) else ""
+        yield from ((index, part, role) for index, part in enumerate(value))
+
+
+def _why_not_leaf(value: Any) -> str | None:
+    kind = type(value)
+    if kind not in _BY_TYPE and kind not in _NATIVE:
+        return _why_not(value)
+    if kind is np.ndarray:
+        return _why_not_array(value)
+    if kind in _NATIVE or kind is bytearray:
+        return _why_not_native(value)
+    form = _BY_TYPE[kind]
+    parts = form.parts(value)
+    try:
+        form.build(parts)
+    except _HOSTILE as error:
+        return f"{value!r} would not come back: {error}"
+    return next(filter(None, map(_why_not_native, parts)), None)
+
+
+def _why_not_native(value: Any) -> str | None:
+    kind = type(value)
+    if kind in _FIXED:
+        return None
+    try:
+        size_bytes = len(value.encode()) if kind is str and not value.isascii() else len(value)
+    except UnicodeEncodeError:
+        return "a str with lone surrogates, which UTF-8 cannot hold"
+    return f"a {kind.__name__} of 4 GiB or more" if size_bytes > _BIN_BYTES_MAX else None
+
+
+def _why_not_array(array: np.ndarray[Any, Any]) -> str | None:
+    dtype = array.dtype
+    if not _NUMPY_DTYPE.fullmatch(dtype.str) or np.dtype(dtype.str) != dtype or dtype.metadata:
+        return f"a numpy array of {dtype!r}; convert it with astype(), or store its tolist()"
+    if array.nbytes > _BIN_BYTES_MAX:
+        return "a numpy array of 4 GiB or more; make it a torch.Tensor"
+    if array.size and dtype.kind in "bU":
+        unit, limit = (np.uint8, 1) if dtype.kind == "b" else (np.uint32, sys.maxunicode)
+        units = np.dtype(unit).newbyteorder(dtype.byteorder)
+        if np.ascontiguousarray(array).reshape(-1).view(units).max() > limit:
+            return f"a numpy array with elements that {dtype!r} does not allow"
+    return None
+
+
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
+_BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
+_ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for types with an attribute
+    (Enum, "an enum member; store its .name or .value"),
+    (torch.Tensor, "a tensor is not looked for here; put it in a dict, list or tuple"),
+    (np.ndarray, "a subclass of numpy.ndarray; store numpy.array(value)"),
+    (np.generic, "not the same on every machine, or not plain; store its item()"),
+    ("_fields", "a namedtuple would come back as a tuple; store its _asdict()"),
+    *((base, f"a subclass of {base.__name__}; store {base.__name__}(value)") for base in _BASES),
+    ((int, float, complex, str), "a subclass of a plain type; convert it to that type"),
+    (_CODE, "code cannot be stored; store the data that it depends on"),
+    (type, "a class cannot be stored; store its name"),
+    ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
+    ("bit_generator", "store its bit_generator.state"),
+    ("get_state", "store its get_state()"),
+    ("getstate", "store its getstate()"),
+    ("isoformat", "store its isoformat()"),
+    ("__fspath__", "store str(value)"),
+    ("__dataclass_fields__", "store dataclasses.asdict(value)"),
+    ("__next__", "an iterator's position cannot be stored; store what it counts"),
+)
+
+
+def _why_not(value: object) -> str:
+    """What ``value``, of no type that can be stored, is, and what to store instead."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    for mark, advice in _ADVICE:
+        if hasattr(kind, mark) if isinstance(mark, str) else isinstance(value, mark):
+            return f"{name}: {advice}"
+    return f"{name}: only plain data can be stored; store what it is made of"

@@ -1,0 +1,150 @@
+"""Optimizers: state named by parameter, restored into an optimizer that has none yet.
+
+torch numbers an optimizer's parameters; everstep stores their names, so a base tells what
+it holds and a changed parameter list is noticed instead of being loaded crosswise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import UnsupportedStateError
+from everstep.state.objects import join_path
+from everstep.state.providers import RestorePlan, Saved, describe, difference
+
+__all__ = ["OptimizerProvider"]
+
+Named = tuple[str, tuple[int, ...]]
+
+
+class OptimizerProvider:
+    """A ``torch.optim.Optimizer``.
+
+    The tree is ``state_dict()`` with two changes: ``state`` is keyed by parameter name, and
+    each group's ``params`` lists ``(name, shape)``. Lazy state (Adam before its first step) is
+    simply absent, on save and in the optimizer that is restored.
+
+    Args:
+        section: key in the state dict.
+        optimizer: the optimizer.
+        names: current ``id(parameter) -> name``; parameters outside of every module of the
+            state are named by their position.
+    """
+
+    def __init__(
+        self, section: str, optimizer: Optimizer, names: Callable[[], Mapping[int, str]]
+    ) -> None:
+        self.section = section
+        self._optimizer = optimizer
+        self._names_of_modules = names
+
+    def collect(self) -> dict[str, Any]:
+        state_dict = self._optimizer.state_dict()
+        try:
+            saved_state, saved_groups = state_dict["state"], state_dict["param_groups"]
+            indices = [index for group in saved_groups for index in group["params"]]
+        except (KeyError, TypeError) as error:
+            reason = f"{type(self._optimizer).__name__}.state_dict() is not torch.optim's"
+            raise UnsupportedStateError(
+                f"{self.section}: {reason}", leaves=((self.section, reason),)
+            ) from error
+        named = dict(zip(indices, self._parameters(), strict=True))
+        state = {
+            named[key][0] if isinstance(key, int) and key in named else key: value
+            for key, value in saved_state.items()
+        }
+        groups = [
+            {**group, "params": [named[index] for index in group["params"]]}
+            for group in saved_groups
+        ]
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        plan = RestorePlan(tree=dict(saved.tree))
+        saved_groups = [group["params"] for group in saved.tree["param_groups"]]
+        live_groups = [group["params"] for group in self.collect()["param_groups"]]
+        if len(saved_groups) != len(live_groups):
+            plan.mismatches.append(
+                (
+                    f"{self.section}/param_groups",
+                    f"saved {len(saved_groups)} groups, live {len(live_groups)}",
+                )
+            )
+        for number, (theirs, mine) in enumerate(zip(saved_groups, live_groups, strict=False)):
+            plan.mismatches += self._compare_group(number, theirs, mine)
+        if plan.mismatches:  # a partial optimizer is no optimizer: all of it or nothing
+            return RestorePlan(tree=None, mismatches=plan.mismatches)
+        for name, entry in saved.entries.items():
+            tensor = live.get(name)
+            if tensor is not None and difference(entry, tensor) is None:
+                plan.in_place[name] = tensor
+        self._check_state_sizes(saved, plan)
+        return plan
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        if tree is None:
+            return []
+        numbers = {name: index for index, (name, _) in enumerate(self._parameters())}
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = {numbers.get(key, key): value for key, value in tree["state"].items()}
+        groups = [
+            {**group, "params": [numbers[name] for name, _ in group["params"]]}
+            for group in tree["param_groups"]
+        ]
+        self._optimizer.load_state_dict({**tree, "state": state, "param_groups": groups})
+        for key, values in state.items():
+            if isinstance(key, int) and isinstance(values, dict):
+                self._undo_casts(parameters[key], values)
+        return []
+
+    def _undo_casts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """``load_state_dict`` casts state to the parameter's dtype, which loses bits (fp32
+        moments of bf16 parameters): puts the loaded bits back."""
+        held = self._optimizer.state[parameter]
+        for name, value in values.items():
+            got = held.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(got, torch.Tensor)
+                and got.dtype != value.dtype
+            ):
+                held[name] = value.to(got.device)
+
+    def _parameters(self) -> list[Named]:
+        """``(name, shape)`` of all parameters in the order in which torch numbers them."""
+        names = self._names_of_modules()
+        found: list[Named] = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"group{number}.{position}")
+                found.append((name, tuple(parameter.shape)))
+        return found
+
+    def _compare_group(
+        self, number: int, theirs: list[Named], mine: list[Named]
+    ) -> list[tuple[str, str]]:
+        where = f"{self.section}/param_groups/{number}"
+        live, saved = dict(mine), dict(theirs)
+        problems = [
+            (join_path(where, name), "not in the checkpoint") for name in live if name not in saved
+        ]
+        for name, shape in saved.items():
+            if name not in live:
+                problems.append((join_path(where, name), "in the checkpoint, not in the optimizer"))
+            elif tuple(shape) != tuple(live[name]):
+                problems.append(
+                    (join_path(where, name), f"saved {list(shape)}, live {list(live[name])}")
+                )
+        return problems
+
+    def _check_state_sizes(self, saved: Saved, plan: RestorePlan) -> None:
+        """State that is to be created is of the order of the parameters; nothing else bounds
+        what a hostile file could make this process allocate."""
+        limit = 64 + 2 * sum(torch.Size(shape).numel() for _, shape in self._parameters())
+        for name, entry in saved.entries.items():
+            if name not in plan.in_place and torch.Size(entry.shape).numel() > limit:
+                plan.mismatches.append((name, f"saved {describe(entry)}: larger than the model"))

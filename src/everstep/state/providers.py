@@ -1,0 +1,258 @@
+"""State providers: one per value of the state dict; each knows how to collect and restore it.
+
+A provider collects a tree with live tensors in it, says which saved entries may be read
+straight into live memory and what does not match, and takes the loaded tree back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+
+from everstep.state.entries import Entry, stored_form
+from everstep.state.objects import TensorRef
+
+__all__ = [
+    "ModuleProvider",
+    "PlainProvider",
+    "Provider",
+    "RestorePlan",
+    "Saved",
+    "Stateful",
+    "StatefulProvider",
+    "describe",
+    "difference",
+    "named_parameters",
+    "unwrap",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a base holds for one section: the object tree, and its tensors' entries by name."""
+
+    tree: Any
+    entries: Mapping[str, Entry]
+
+
+@dataclass(slots=True)
+class RestorePlan:
+    """What a provider makes of a saved section, before anything is touched.
+
+    Attributes:
+        tree: the part of the saved tree that will be restored.
+        in_place: live tensors to read straight into, by entry name.
+        mismatches: ``(name, what differs)``.
+    """
+
+    tree: Any
+    in_place: dict[str, torch.Tensor] = field(default_factory=dict)
+    mismatches: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Provider(Protocol):
+    """One section of the state."""
+
+    section: str
+
+    def collect(self) -> Any:
+        """The section as a tree, with live tensors in it; nothing is copied."""
+        ...
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        """Compares with what is saved. ``live`` are the section's live tensors by entry name."""
+        ...
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        """Takes the loaded tree; returns what could not be restored, in words."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """torch.distributed.checkpoint's protocol: anything that can hand out and take its state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def describe(entry: Entry) -> str:
+    """``F32 [2, 3]``: an entry's dtype and shape for messages."""
+    return f"{entry.logical_dtype or entry.dtype} {list(entry.shape)}"
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel and ``torch.compile`` wrappers."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def _canonical(key: str) -> str:
+    """A state-dict key without what ``torch.compile`` puts into it."""
+    return key.replace("_orig_mod.", "")
+
+
+def named_parameters(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """``id(parameter) -> "section.name"`` over all modules of the state; ties keep the first."""
+    names: dict[int, str] = {}
+    for section, module in modules.items():
+        for key, parameter in unwrap(module).named_parameters():
+            names.setdefault(id(parameter), f"{section}.{_canonical(key)}")
+    return names
+
+
+class ModuleProvider:
+    """An ``nn.Module``, through its ``state_dict``."""
+
+    def __init__(self, section: str, module: nn.Module) -> None:
+        self.section = section
+        self._module = unwrap(module)
+
+    def collect(self) -> dict[str, Any]:
+        return {_canonical(key): value for key, value in self._state_dict().items()}
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        plan = RestorePlan(tree={})
+        mine = self.collect()
+        memory = dict(self._memory())
+        for key in mine:
+            if key not in saved.tree:
+                plan.mismatches.append((f"{self.section}/{key}", "not in the checkpoint"))
+        for key, value in saved.tree.items():
+            name = f"{self.section}/{key}"
+            if key not in mine:
+                plan.mismatches.append((name, "in the checkpoint, not in the model"))
+                continue
+            if isinstance(value, TensorRef) and isinstance(mine[key], torch.Tensor):
+                entry, tensor = saved.entries[value.name], mine[key]
+                problem = difference(entry, tensor)
+                if problem:
+                    plan.mismatches.append((name, problem))
+                    continue
+                if _same_memory(memory.get(key), tensor):
+                    plan.in_place[value.name] = tensor
+            plan.tree[key] = value
+        return plan
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        if not self._needs_load(tree):
+            return []  # every tensor was read into the module's own memory
+        keys = {_canonical(key): key for key in self._state_dict()}
+        state = OrderedDict((keys.get(key, key), value) for key, value in tree.items())
+        self._module.load_state_dict(state, strict=strict)
+        return []
+
+    def _state_dict(self) -> dict[str, Any]:
+        return self._module.state_dict()
+
+    def _memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own parameters and buffers, by canonical key."""
+        for key, parameter in self._module.named_parameters(remove_duplicate=False):
+            yield _canonical(key), parameter
+        for key, buffer in self._module.named_buffers(remove_duplicate=False):
+            yield _canonical(key), buffer
+
+    def _needs_load(self, tree: Mapping[str, Any]) -> bool:
+        """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
+        memory = dict(self._memory())
+        if any(not _same_memory(memory.get(key), value) for key, value in tree.items()):
+            return True
+        return any(
+            module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+            for module in self._module.modules()
+        )
+
+
+class StatefulProvider:
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, loaders, scalers."""
+
+    def __init__(self, section: str, value: Stateful) -> None:
+        self.section = section
+        self._value = value
+
+    def collect(self) -> Any:
+        return self._value.state_dict()
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        return RestorePlan(saved.tree)
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        self._value.load_state_dict(tree)
+        return []
+
+
+class PlainProvider:
+    """Plain data: read from the user's mapping at each save, put back into it on resume."""
+
+    def __init__(self, section: str, state: MutableMapping[str, Any]) -> None:
+        self.section = section
+        self._state = state
+
+    def collect(self) -> Any:
+        return self._state[self.section]
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        value = self._state[self.section]
+        plan = RestorePlan(saved.tree)
+        if isinstance(value, torch.Tensor) and isinstance(saved.tree, TensorRef):
+            problem = difference(saved.entries[saved.tree.name], value)
+            if problem:
+                plan.mismatches.append((self.section, problem))
+            else:
+                plan.in_place[saved.tree.name] = value.detach()
+        return plan
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        """Containers keep their identity, so other references to them see the restored data."""
+        value = self._state[self.section]
+        if isinstance(value, torch.Tensor) and isinstance(tree, torch.Tensor):
+            if value.shape == tree.shape:
+                return []  # was read in place
+        elif isinstance(value, dict) and isinstance(tree, dict):
+            value.clear()
+            value.update(tree)
+            return []
+        elif isinstance(value, list) and isinstance(tree, list):
+            value[:] = tree
+            return []
+        elif isinstance(value, np.ndarray) and isinstance(tree, np.ndarray):
+            if (value.shape, value.dtype) == (tree.shape, tree.dtype) and value.flags.writeable:
+                value[...] = tree
+                return []
+        self._state[self.section] = tree
+        return []
+
+
+def difference(entry: Entry, tensor: torch.Tensor) -> str | None:
+    """How the saved entry and the live tensor differ in dtype or shape; None if they do not."""
+    live = stored_form("", tensor)
+    if (live.dtype, live.shape, live.logical_dtype) == (
+        entry.dtype,
+        entry.shape,
+        entry.logical_dtype,
+    ):
+        return None
+    return f"saved {describe(entry)}, live {describe(live)}"
+
+
+def _same_memory(owner: Any, tensor: Any) -> bool:
+    return (
+        isinstance(owner, torch.Tensor)
+        and isinstance(tensor, torch.Tensor)
+        and owner.data_ptr() == tensor.data_ptr()
+        and owner.shape == tensor.shape
+        and owner.dtype == tensor.dtype
+        and owner.stride() == tensor.stride()
+    )

@@ -1,0 +1,41 @@
+"""The random number generators of the process: always part of the state."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["collect_rng", "restore_rng"]
+
+
+def collect_rng() -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's generators, and of every CUDA device in use."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> list[str]:
+    """Puts the generators back.
+
+    Returns:
+        What could not be restored on this machine, in words; such a resume is not exact.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    saved = state.get("cuda", [])
+    here = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
+    for device in range(min(len(saved), here)):
+        torch.cuda.set_rng_state(saved[device], device)
+    if here < len(saved):
+        return [f"RNG of {len(saved) - here} CUDA device(s) that are not here"]
+    return []

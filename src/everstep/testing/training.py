@@ -1,0 +1,208 @@
+"""Tiny trainings for crash enumeration: every bit of them is known beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
+from pathlib import PurePath
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from everstep.checkpointer import Checkpointer
+from everstep.format.names import TEMPORARY_SUFFIX
+from everstep.seams import FileSystem, ManualClock, Seams
+from everstep.testing.crashes import Scenario
+from everstep.testing.simfs import SimFileSystem
+
+__all__ = ["TinyTraining", "TrainingScenario", "freeze"]
+
+_TIMEOUT_S = 30.0
+
+
+def freeze(value: Any) -> Any:
+    """Plain, comparable data that is equal only where ``value`` is, bit for bit."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return (str(value.dtype), tuple(value.shape), bytes(flat.view(torch.uint8).tolist()))
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, dict):
+        return {key: freeze(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, [freeze(item) for item in value])
+    return (type(value).__name__, value)
+
+
+class TinyTraining:
+    """A model of two layers, AdamW and some plain data.
+
+    Every step depends on all of it and on the RNGs of torch, NumPy and Python: a part that
+    came back wrong shows, if not at once, then a step later.
+    """
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 + seed / 1000)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "data": {"steps": 0, "losses": [], "shape": (3, 5), 7: f"seed {seed}"},
+        }
+
+    def train_step(self) -> None:
+        """One step of training."""
+        self.optimizer.zero_grad()
+        noise = float(np.random.rand()) + random.random()
+        loss = (self.model(torch.randn(4, 3)) * noise).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.state["data"]["steps"] += 1
+        self.state["data"]["losses"].append(loss.item())
+
+    def snapshot(self) -> Any:
+        """Everything that a checkpoint must bring back, as comparable data."""
+        return freeze(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "data": self.state["data"],
+                "torch": torch.get_rng_state(),
+                "numpy": np.random.get_state(),
+                "python": random.getstate(),
+            }
+        )
+
+
+class TrainingScenario(Scenario):
+    """A training that is resumed and saves; resuming must give the last base or the new one.
+
+    Args:
+        done: bases taken durably before the act, one per step.
+        saves: steps and bases that the act adds after resuming; 0: it only resumes.
+        method, keep: of the :class:`Checkpointer`.
+        wrap: puts something between the simulated file system and the act, e.g. a planted bug.
+    """
+
+    run = PurePath("/work/run")
+
+    def __init__(
+        self,
+        *,
+        done: int,
+        saves: int = 1,
+        method: Literal["sync", "async"] = "sync",
+        keep: int = 3,
+        wrap: Callable[[SimFileSystem], FileSystem] | None = None,
+    ) -> None:
+        self._done, self._saves = done, saves
+        self._method, self._keep = method, keep
+        self._wrap: Callable[[SimFileSystem], FileSystem] = wrap or (lambda fs: fs)
+        self._durable = self._begun = done
+        self._live: tuple[TinyTraining, Checkpointer] | None = None
+        training = TinyTraining(1)
+        self._expected = [training.snapshot()]
+        for _ in range(done + saves + 1):
+            training.train_step()
+            self._expected.append(training.snapshot())
+
+    def prepare(self, fs: SimFileSystem) -> None:
+        fs.make_dir(self.run.parent)
+        fs.sync_dir(self.run.parent.parent)
+        if self._done:
+            training, checkpointer = self._start(fs, seed=1)
+            self._resume(training, checkpointer, {0: self._expected[0]})
+            for _ in range(self._done):
+                training.train_step()
+                checkpointer.save().durable.result(_TIMEOUT_S)
+            checkpointer.close()
+
+    def act(self, fs: SimFileSystem) -> None:
+        self._durable = self._begun = self._done
+        training, checkpointer = self._start(self._wrap(fs), seed=1)
+        self._live = training, checkpointer
+        self._resume(training, checkpointer, {self._done: self._expected[self._done]})
+        for _ in range(self._saves):
+            self._train_and_save(training, checkpointer)
+        self._live = None
+        checkpointer.close()
+
+    def go_on(self, fs: SimFileSystem) -> None:
+        if self._live is None:
+            return
+        (training, checkpointer), self._live = self._live, None
+        if training.state["data"]["steps"] < self._done:  # it was the resuming that failed
+            return
+        self._train_and_save(training, checkpointer)
+        checkpointer.close()
+        assert self._durable == training.state["data"]["steps"], "a save did not become durable"
+        self._assert_tidy(fs)
+
+    def check(self, fs: SimFileSystem) -> None:
+        allowed = {n: self._expected[n] for n in range(self._durable, self._begun + 1)}
+        first, checkpointer = self._start(fs, seed=2)
+        if self._durable == 0:
+            allowed[0] = first.snapshot()  # nothing to resume: untouched
+        step = self._resume(first, checkpointer, allowed)
+        checkpointer.close()
+
+        second, checkpointer = self._start(fs, seed=2)
+        self._resume(second, checkpointer, {step: allowed[step]})
+        second.train_step()
+        checkpointer.save().durable.result(_TIMEOUT_S)
+        checkpointer.close()
+        self._assert_tidy(fs)
+
+        third, checkpointer = self._start(fs, seed=4)
+        self._resume(third, checkpointer, {step + 1: second.snapshot()})
+        checkpointer.close()
+
+    def promised(self) -> Hashable:
+        return self._durable, self._begun
+
+    def _start(self, fs: FileSystem, *, seed: int) -> tuple[TinyTraining, Checkpointer]:
+        training = TinyTraining(seed)
+        checkpointer = Checkpointer(
+            str(self.run),
+            training.state,
+            method=self._method,
+            every=None,
+            keep=self._keep,
+            seams=Seams(filesystem=fs, clock=ManualClock()),
+        )
+        return training, checkpointer
+
+    def _resume(
+        self, training: TinyTraining, checkpointer: Checkpointer, allowed: Mapping[int, Any]
+    ) -> int:
+        """Resumes; what comes back must be exactly what is allowed at the step it claims."""
+        recovery = checkpointer.resume()
+        step = recovery.step
+        skipped = f"; passed over: {recovery.skipped}" if recovery.skipped else ""
+        assert step in allowed, f"resumed at step {step}, not at one of {sorted(allowed)}{skipped}"
+        found, wanted = training.snapshot(), allowed[step]
+        wrong = [part for part in wanted if found[part] != wanted[part]]
+        assert not wrong, f"resumed at step {step}, but {', '.join(wrong)} came back changed"
+        return step
+
+    def _train_and_save(self, training: TinyTraining, checkpointer: Checkpointer) -> None:
+        training.train_step()
+        step = self._begun = training.state["data"]["steps"]
+
+        def promise(durable: Future[Any]) -> None:
+            if durable.exception() is None:
+                self._durable = step
+
+        save = checkpointer.save()
+        save.durable.add_done_callback(promise)
+        save.durable.result(_TIMEOUT_S)
+
+    def _assert_tidy(self, fs: SimFileSystem) -> None:
+        left = [path for path in fs.paths() if path.endswith(TEMPORARY_SUFFIX)]
+        assert not left, f"left behind by a save that succeeded: {', '.join(left)}"

@@ -1,0 +1,122 @@
+"""The disk tier: durable files in a directory, and errors in words.
+
+The order is always the same: temporary name, bytes, sync, rename, sync of the directory.
+Only then has anything happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from everstep.errors import OutOfSpaceError, PermissionDeniedError, StorageError
+from everstep.format.names import TEMPORARY_SUFFIX
+from everstep.seams.filesystem import FileSystem
+
+__all__ = [
+    "create_exclusive",
+    "ensure_dir",
+    "remove_if_there",
+    "storage_errors",
+    "temporary",
+    "write_durably",
+]
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def temporary(path: PurePath) -> PurePath:
+    """The name that a file has until it is whole."""
+    return path.with_name(path.name + TEMPORARY_SUFFIX)
+
+
+@contextlib.contextmanager
+def storage_errors(
+    what: str, path: PurePath, *, step: int | None = None, rank: int | None = None
+) -> Iterator[None]:
+    """Turns an ``OSError`` in the block into the :class:`StorageError` that says what to do.
+
+    Args:
+        what: what was being done, e.g. ``"write the base"``.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind: type[StorageError] = StorageError
+        hint = "look at the disk or the network file system (dmesg, df, mount)"
+        if error.errno in _NO_SPACE:
+            kind, hint = OutOfSpaceError, "free some space, or keep fewer bases (keep=, everstep rm)"
+        elif error.errno in _NO_PERMISSION:
+            kind, hint = PermissionDeniedError, "choose a directory that this user may write"
+        reason = error.strerror or str(error)
+        raise kind(
+            f"could not {what}: {reason}", step=step, rank=rank, tier="disk", path=path, hint=hint
+        ) from error
+
+
+def write_durably(filesystem: FileSystem, path: PurePath, data: bytes) -> None:
+    """Writes a small file so that it is there whole, or not at all, after any crash."""
+    staged = temporary(path)
+    _write_new(filesystem, staged, data)
+    filesystem.rename(staged, path)
+    filesystem.sync_dir(path.parent)
+
+
+def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique: str) -> bool:
+    """Writes a small file durably, unless there is one already.
+
+    Args:
+        unique: makes the temporary name this process's own.
+
+    Returns:
+        False, having changed nothing, when somebody else was first.
+    """
+    staged = path.with_name(f"{path.name}.{unique}{TEMPORARY_SUFFIX}")
+    _write_new(filesystem, staged, data)
+    try:
+        filesystem.link(staged, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links here: an exclusive create is the next best; if this process dies
+        # within it, recovery sees a torn record and passes over it.
+        try:
+            _write_new(filesystem, path, data, replace=False)
+        except FileExistsError:
+            return False
+    finally:
+        remove_if_there(filesystem, staged)
+    filesystem.sync_dir(path.parent)
+    return True
+
+
+def ensure_dir(filesystem: FileSystem, path: PurePath) -> None:
+    """Makes a directory if it is not there, and its name durable either way."""
+    with contextlib.suppress(FileExistsError):
+        filesystem.make_dir(path)
+    filesystem.sync_dir(path.parent)
+
+
+def remove_if_there(filesystem: FileSystem, path: PurePath) -> None:
+    """Removes a file that may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.unlink(path)
+
+
+def _write_new(
+    filesystem: FileSystem, path: PurePath, data: bytes, *, replace: bool = True
+) -> None:
+    if replace:
+        remove_if_there(filesystem, path)
+    file = filesystem.create(path)
+    try:
+        file.write(memoryview(data), 0)
+        file.sync()
+    finally:
+        file.close()
