@@ -102,7 +102,9 @@ class Budget:
         for name in ("host_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value <= 0):
-                raise OptionError(f"Budget.{name} must be a positive number of bytes, not {value!r}")
+                raise OptionError(
+                    f"Budget.{name} must be a positive number of bytes, not {value!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,42 @@
 """Base captures: how a base's bytes get from live tensors into the file's order.
 
-Both hand out the body of a shard in pieces, in file order. :class:`LiveBody` (``sync``)
-copies each piece from the live tensors when it is asked for: training stands still until
-the last piece is taken, and host memory is a few chunks. :func:`stage` (``async``) copies
-everything first, into a block that mirrors the file, and :class:`StagedBody` hands out
-slices of it while training goes on (CheckFreq's two phases, snapshot and persist).
+:class:`LiveBody` (``sync``) copies each chunk of the file from the live tensors when it is
+asked for: training stands still until the last one is taken, and host memory is a few
+chunks. :func:`stage` (``async``) copies everything first, into a block that mirrors the
+file, and :class:`StagedBody` hands out slices of it while training goes on (CheckFreq's two
+phases, snapshot and persist).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from everstep.capture.lane import Copy, Lane
 from everstep.errors import DeadlineError
 from everstep.state.layout import Placed
 
-__all__ = ["Body", "LiveBody", "StagedBody", "stage"]
+__all__ = ["PIECE_BYTES", "Body", "LiveBody", "Seen", "StagedBody", "overlaps", "pieces", "stage"]
 
-_PIECE_BYTES = 16 << 20  # staged in pieces, so that a hung copy is noticed by its deadline
+PIECE_BYTES = 256 << 10
+"""Bytes that are copied and digested in one go: source and copy together stay in the
+second-level cache (measured: 0.15 CPU seconds per GB for both, 0.23 with 1 MiB)."""
+
+_STAGE_BYTES = 16 << 20
+
+Seen = Callable[[memoryview], None]
 
 
 class Body(Protocol):
     """The data bytes of one shard."""
 
-    def read(self, begin: int, into: torch.Tensor) -> None:
-        """Puts data bytes ``[begin, begin + len(into))`` into a flat ``uint8`` tensor."""
+    def fill(self, begin: int, chunk: torch.Tensor, seen: Seen) -> None:
+        """Puts data bytes ``[begin, begin + len(chunk))`` into ``chunk`` (flat ``uint8``), and
+        shows them to ``seen`` in order, while they are in the cache."""
         ...
 
     def held(self, begin: int, end: int) -> torch.Tensor | None:
@@ -62,24 +70,30 @@ class LiveBody:
         self._timeout_s = timeout_s
         self._flat: tuple[str, torch.Tensor] | None = None
 
-    def read(self, begin: int, into: torch.Tensor) -> None:
-        end = begin + into.numel()
-        copies = []
-        index = bisect.bisect_right(self._ends, begin)
-        while index < len(self._placed) and self._placed[index].begin < end:
-            place = self._placed[index]
-            start, stop = max(begin, place.begin), min(end, place.end)
+    def fill(self, begin: int, chunk: torch.Tensor, seen: Seen) -> None:
+        target = chunk.numpy()
+        for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.numel()):
             source = self._contiguous(place.entry.name)
-            copies.append(Copy(source, start - place.begin, into[start - begin : stop - begin]))
-            index += 1
-        if not self._lane.submit(copies).wait(self._timeout_s):
-            raise DeadlineError(f"a copy off the device took longer than {self._timeout_s} s")
+            part = target[start - begin : stop - begin]
+            host = self._lane.host_bytes(source)
+            if host is None:
+                copy = Copy(source, start - place.begin, chunk[start - begin : stop - begin])
+                if not self._lane.submit([copy]).wait(self._timeout_s):
+                    raise DeadlineError(f"a copy of {place.entry.name!r} off the device hangs")
+                for piece in pieces(memoryview(part)):
+                    seen(piece)
+                continue
+            host = host[start - place.begin : stop - place.begin]
+            for at in range(0, stop - start, PIECE_BYTES):
+                piece_of_target = part[at : at + PIECE_BYTES]
+                np.copyto(piece_of_target, host[at : at + PIECE_BYTES])
+                seen(memoryview(piece_of_target))
 
     def held(self, begin: int, end: int) -> torch.Tensor | None:
         return None
 
     def _contiguous(self, name: str) -> torch.Tensor:
-        """The tensor in row-major order; the last rearranged one is kept for the next piece."""
+        """The tensor in row-major order; the last rearranged one is kept for the next chunk."""
         tensor = self._tensors[name]
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor
@@ -94,8 +108,10 @@ class StagedBody:
     def __init__(self, block: torch.Tensor) -> None:
         self._block = block
 
-    def read(self, begin: int, into: torch.Tensor) -> None:
-        into.copy_(self._block[begin : begin + into.numel()])
+    def fill(self, begin: int, chunk: torch.Tensor, seen: Seen) -> None:
+        chunk.copy_(self._block[begin : begin + chunk.numel()])
+        for piece in pieces(memoryview(chunk.numpy())):
+            seen(piece)
 
     def held(self, begin: int, end: int) -> torch.Tensor | None:
         return self._block[begin:end]
@@ -103,6 +119,28 @@ class StagedBody:
 
 def stage(body: Body, size_bytes: int, block: torch.Tensor) -> StagedBody:
     """Copies a whole body of ``size_bytes`` into ``block`` (flat ``uint8``, page-aligned)."""
-    for begin in range(0, size_bytes, _PIECE_BYTES):
-        body.read(begin, block[begin : min(size_bytes, begin + _PIECE_BYTES)])
+    for begin in range(0, size_bytes, _STAGE_BYTES):
+        body.fill(begin, block[begin : min(size_bytes, begin + _STAGE_BYTES)], lambda _: None)
     return StagedBody(block)
+
+
+def overlaps(
+    placed: Sequence[Placed], ends: Sequence[int], begin: int, size: int
+) -> Iterator[tuple[Placed, int, int]]:
+    """Entries that have bytes in ``[begin, begin + size)``, each with the range of those bytes.
+
+    Args:
+        placed: entries that are not empty, in file order; ``ends`` are their ends.
+    """
+    end = begin + size
+    for index in range(bisect.bisect_right(ends, begin), len(placed)):
+        place = placed[index]
+        if place.begin >= end:
+            return
+        yield place, max(begin, place.begin), min(end, place.end)
+
+
+def pieces(memory: memoryview) -> Iterator[memoryview]:
+    """``memory`` in pieces of at most :data:`PIECE_BYTES`."""
+    for begin in range(0, memory.nbytes, PIECE_BYTES):
+        yield memory[begin : begin + PIECE_BYTES]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from everstep.state.entries import byte_view
@@ -49,6 +51,11 @@ class Lane(Protocol):
         """Queues ``copies``. Sources may not change until the ticket is done (I1)."""
         ...
 
+    def host_bytes(self, source: torch.Tensor) -> npt.NDArray[np.uint8] | None:
+        """The bytes of a contiguous tensor that lies in host memory already: whoever copies
+        them may do so himself, piece by piece. None for a tensor on a device."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -69,6 +76,9 @@ class HostLane:
             size = copy.target.numel()
             copy.target.copy_(byte_view(copy.source)[copy.begin : copy.begin + size])
         return _Done()
+
+    def host_bytes(self, source: torch.Tensor) -> npt.NDArray[np.uint8] | None:
+        return byte_view(source).numpy() if source.device.type == "cpu" else None
 
     def close(self) -> None:
         pass

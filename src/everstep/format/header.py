@@ -191,9 +191,13 @@ def _decode(
         )
     _require(isinstance(metadata["exact"], bool), "'exact' is neither true nor false")
     identity = ShardIdentity(
-        _text(metadata["run"]),
-        *(_size(metadata[name]) for name in ("timeline", "step", "lsn", "rank", "world")),
-        metadata["exact"],
+        run=_text(metadata["run"]),
+        timeline=_size(metadata["timeline"]),
+        step=_size(metadata["step"]),
+        lsn=_size(metadata["lsn"]),
+        rank=_size(metadata["rank"]),
+        world=_size(metadata["world"]),
+        exact=metadata["exact"],
     )
     described = metadata["entries"]
     _require(set(described) == set(fields), "header and metadata list different entries")

@@ -14,9 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_futures
 from pathlib import PurePath
 
-import torch
-
 from everstep.arena import Block
+from everstep.capture.base import PIECE_BYTES
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import (
@@ -32,7 +31,6 @@ from everstep.seams.progress import ProgressSink
 
 __all__ = ["read_body", "read_header", "read_record_bytes"]
 
-_PIECE_BYTES = 1 << 20
 _READ_AHEAD_CHUNKS = 3
 
 
@@ -86,13 +84,13 @@ def read_body(
     *,
     timeout_s: float,
     progress: ProgressSink,
-    sink: Callable[[int, torch.Tensor], None] | None = None,
+    sink: Callable[[int, memoryview], None] | None = None,
     on_damage: Callable[[DamageError], None] | None = None,
 ) -> None:
     """Reads and verifies all entries; a few threads read ahead, the caller's verifies.
 
     Args:
-        sink: gets ``(offset in the body, flat uint8 piece)`` in order; the piece is only
+        sink: gets ``(offset in the body, bytes)`` in order; the piece is only
             valid during the call. It sees bytes before their entry's digest is known: what
             it made of them is worth nothing if this function raises.
         on_damage: called for each damaged entry instead of raising at the first.
@@ -136,7 +134,11 @@ def read_body(
             if got < want:
                 raise DamageError(f"{path}: ends at byte {begin + got} of its body", path=path)
             try:
-                _consume(block.tensor[:want], begin, digester, sink)
+                for at in range(0, want, PIECE_BYTES):
+                    piece = block.view[at : min(want, at + PIECE_BYTES)]
+                    digester.update(piece)
+                    if sink is not None:
+                        sink(begin + at, piece)
             finally:
                 ring.give(block)
             progress.advance(want)
@@ -151,19 +153,6 @@ def read_body(
         if on_damage is None:
             raise damage
         on_damage(damage)
-
-
-def _consume(
-    chunk: torch.Tensor,
-    begin: int,
-    digester: Digester,
-    sink: Callable[[int, torch.Tensor], None] | None,
-) -> None:
-    for start in range(0, chunk.numel(), _PIECE_BYTES):
-        piece = chunk[start : start + _PIECE_BYTES]
-        digester.update(memoryview(piece.numpy()))
-        if sink is not None:
-            sink(begin + start, piece)
 
 
 def _read(file: ReadFile, block: Block, want: int, offset: int) -> int:

@@ -17,7 +17,8 @@ from concurrent.futures import wait as wait_futures
 import torch
 
 from everstep.arena import Block
-from everstep.capture.base import Body
+from everstep.arena.buffers import host_memory
+from everstep.capture.base import Body, pieces
 from everstep.errors import DeadlineError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, encode_header
@@ -31,7 +32,6 @@ from everstep.state.layout import Placed
 __all__ = ["CHUNK_BYTES", "ChunkRing", "write_shard"]
 
 CHUNK_BYTES = 8 << 20
-_PIECE_BYTES = 1 << 20  # small enough to be digested while still in the cache
 
 
 class ChunkRing:
@@ -108,7 +108,11 @@ def write_shard(
             block = None if held is not None else ring.take(timeout_s)
             chunk = held if block is None else block.tensor[: stop - begin]
             assert chunk is not None
-            _fill(body, begin, chunk, digester, copy=block is not None)
+            if block is None:
+                for piece in pieces(host_memory(chunk)):
+                    digester.update(piece)
+            else:
+                body.fill(begin, chunk, digester.update)
             data = _padded(chunk)
             transfers.append(
                 ring.threads.submit(_write, file, data, room_bytes + begin, block, ring)
@@ -134,14 +138,6 @@ def write_shard(
     )
 
 
-def _fill(body: Body, begin: int, chunk: torch.Tensor, digester: Digester, *, copy: bool) -> None:
-    for start in range(0, chunk.numel(), _PIECE_BYTES):
-        piece = chunk[start : start + _PIECE_BYTES]
-        if copy:
-            body.read(begin + start, piece)
-        digester.update(memoryview(piece.numpy()))
-
-
 def _padded(chunk: torch.Tensor) -> memoryview:
     """The chunk up to the next page boundary, zeros behind it: cut off again by truncation."""
     size = chunk.numel()
@@ -149,7 +145,7 @@ def _padded(chunk: torch.Tensor) -> memoryview:
     if padding:
         chunk = torch.as_strided(chunk, (size + padding,), (1,), chunk.storage_offset())
         chunk[size:].zero_()
-    return memoryview(chunk.numpy())
+    return host_memory(chunk)
 
 
 def _write(

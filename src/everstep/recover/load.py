@@ -8,7 +8,6 @@ overwritten by then is made good by the next older base, or the caller is told.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 
+from everstep.arena.buffers import host_memory
+from everstep.capture.base import overlaps
 from everstep.errors import DamageError, FormatError, MismatchError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
@@ -248,8 +249,8 @@ def _by_entry(
     opened: OpenBase,
     tensors: Mapping[str, torch.Tensor],
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> dict[str, list[torch.Tensor]]:
-    """Flat byte views to fill, by entry; an alias that is not tied here adds a second one."""
+) -> dict[str, list[memoryview]]:
+    """Memory to fill, by entry; an alias that is not tied here adds a second one."""
     canonical: dict[str, str] = {}
     digests: dict[str, str] = {}
     for _, _, header, _ in opened.shards:
@@ -258,7 +259,7 @@ def _by_entry(
             {p.entry.name: d for p, d in zip(header.placed, header.digests, strict=True)}
         )
     staged = {id(live): source for source, live in copies}
-    targets: dict[str, list[torch.Tensor]] = {}
+    targets: dict[str, list[memoryview]] = {}
     filled: dict[int, str] = {}
     for name, tensor in tensors.items():
         entry = canonical.get(name, name)
@@ -271,7 +272,7 @@ def _by_entry(
                     "saved for them",
                     hint="build the model with the same tied weights as when it was saved",
                 )
-        targets.setdefault(entry, []).append(byte_view(target))
+        targets.setdefault(entry, []).append(host_memory(byte_view(target)))
     return targets
 
 
@@ -279,23 +280,18 @@ class _Scatter:
     """Puts the bytes of a body where they belong."""
 
     def __init__(
-        self, placed: Sequence[Placed], targets: Mapping[str, Sequence[torch.Tensor]]
+        self, placed: Sequence[Placed], targets: Mapping[str, Sequence[memoryview]]
     ) -> None:
         self._placed = [place for place in placed if place.end > place.begin]
         self._ends = [place.end for place in self._placed]
         self._targets = targets
 
-    def write(self, begin: int, piece: torch.Tensor) -> None:
-        end = begin + piece.numel()
-        index = bisect.bisect_right(self._ends, begin)
-        while index < len(self._placed) and self._placed[index].begin < end:
-            place = self._placed[index]
-            start, stop = max(begin, place.begin), min(end, place.end)
+    def write(self, begin: int, piece: memoryview) -> None:
+        for place, start, stop in overlaps(self._placed, self._ends, begin, piece.nbytes):
             for target in self._targets.get(place.entry.name, ()):
-                target[start - place.begin : stop - place.begin].copy_(
-                    piece[start - begin : stop - begin]
-                )
-            index += 1
+                target[start - place.begin : stop - place.begin] = piece[
+                    start - begin : stop - begin
+                ]
 
 
 def _write_into(live: torch.Tensor, source: torch.Tensor) -> None:

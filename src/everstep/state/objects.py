@@ -80,6 +80,8 @@ _NUMPY_DTYPE = re.compile(  # strings are bounded because even an empty array al
     r"|[<>][Mm]8(\[([1-9][0-9]{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
     r"|\|S[1-9][0-9]{0,5}|[<>]U[1-9][0-9]{0,5}"
 )
+_INSIDE = MAX_DEPTH + 1  # height of a container while we are in it
+_NDIM_MAX = 64  # numpy's own limit
 _NUMPY_SCALARS = frozenset(np.dtype(code).type for code in "?bhilBHILefdFDmM")
 
 
@@ -106,7 +108,7 @@ def encode(value: object, name: str = "object") -> bytes:
         raise UnsupportedStateError(
             f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}", leaves=tuple(leaves)
         )
-    return _Writer(msgpack.Packer(strict_types=True)).encoded(value)
+    return b"".join(_pieces(value, msgpack.Packer(strict_types=True)))
 
 
 def decode(data: bytes | memoryview) -> object:
@@ -119,7 +121,7 @@ def decode(data: bytes | memoryview) -> object:
         FormatError: for bytes that :func:`encode` did not write.
     """
     try:
-        return _Reader(memoryview(data if len(data) else b"\xc1").cast("B")).read()
+        return _Reader(bytes(data)).read()
     except _HOSTILE as error:
         ends = isinstance(error, (IndexError, msgpack.OutOfData))
         reason = "they end too early" if ends else str(error)
@@ -127,11 +129,10 @@ def decode(data: bytes | memoryview) -> object:
 
 
 def unsupported_leaves(value: object, name: str) -> list[tuple[str, str]]:
-    """Every leaf of ``value`` that cannot be stored, as ``(path, reason)``; empty if all can.
+    """Every leaf of ``value`` that cannot be stored, as ``(path, reason)``; none if all can.
 
-    Args:
-        value: any object.
-        name: path of ``value`` itself, the front of all the paths.
+    ``name`` is the path of ``value`` itself, and the front of all the paths. A member of a set
+    has no key or index; in a path it is ``*``.
     """
     walker = _Walker()
     walker.walk(value, name, "", 0)
@@ -142,8 +143,7 @@ def join_path(parent: str, key: object) -> str:
     """The path of ``key`` (of a dict, or an index) in ``parent``: ``section/key/3``.
 
     In a key, ``~`` is written ``~0`` and ``/`` is written ``~1``. The result is valid UTF-8
-    whatever the key is. Keys of different types may share a path (0 and "0"). An empty
-    ``parent`` is no parent.
+    whatever the key is. Keys 0 and "0" share a path. An empty ``parent`` is no parent.
     """
     try:
         text = str(key)
@@ -236,7 +236,7 @@ def _numpy_parts(value: Any) -> list[Any]:
 def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
     name, data, *shape = _take(parts, str, bytes, *[int] * (len(parts) - 2))
     dtype = np.dtype(name) if _NUMPY_DTYPE.fullmatch(name) else None
-    if dtype is None or dtype.str != name:
+    if dtype is None or dtype.str != name or len(shape) > _NDIM_MAX:
         raise ValueError("not a dtype that is stored")
     size_bytes = dtype.itemsize
     for length in shape:
@@ -292,47 +292,32 @@ TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FOR
 """Ext code of each tagged type, as in the table above."""
 
 
-class _Writer:
-    """Writes one value that the walker has found nothing wrong with."""
-
-    def __init__(self, packer: Any) -> None:
-        self._packer = packer
-        self._out: list[bytes] = []
-
-    def encoded(self, value: object) -> bytes:
-        self._value(value)
-        return b"".join(self._out)
-
-    def _value(self, value: Any) -> None:
-        kind = type(value)
-        if kind in _NATIVE:
-            try:
-                self._out.append(self._packer.pack(value))
-            except OverflowError:  # an int of more than 64 bits
-                self._array(_int_parts(value), msgpack.ExtType(TAGS["int"], b""))
-        elif kind is list:
-            self._array(value)
-        elif kind is dict:
-            self._out.append(self._packer.pack_map_header(len(value)))
-            for part in _pairs(value):
-                self._value(part)
-        elif kind in (set, frozenset):
-            members = sorted(_Writer(self._packer).encoded(part) for part in value)
-            marker = self._packer.pack(msgpack.ExtType(_BY_TYPE[kind].tag, b""))
-            self._out += [self._packer.pack_array_header(1 + len(members)), marker, *members]
-        else:
-            form = _BY_TYPE[kind]
-            self._array(form.parts(value), msgpack.ExtType(form.tag, b""))
-
-    def _array(self, parts: list[Any], *marker: Any) -> None:
-        if set(map(type, parts)) <= _NATIVE:
-            with suppress(OverflowError):
-                self._out.append(self._packer.pack([*marker, *parts]))  # as a whole: fast
-                return
-        self._out.append(self._packer.pack_array_header(len(marker) + len(parts)))
-        self._out += map(self._packer.pack, marker)
+def _pieces(value: Any, packer: Any) -> Iterator[bytes]:
+    """The encoding of a value that :func:`unsupported_leaves` has nothing against, in pieces."""
+    kind = type(value)
+    if kind in _NATIVE:
+        with suppress(OverflowError):  # an int of more than 64 bits goes on
+            yield packer.pack(value)
+            return
+    if kind is dict:
+        yield packer.pack_map_header(len(value))
+        for part in _pairs(value):
+            yield from _pieces(part, packer)
+        return
+    form = _BY_TYPE.get(kind)  # None for a list
+    marker = [msgpack.ExtType(form.tag, b"")] if form else []
+    parts = form.parts(value) if form else value
+    if kind not in (set, frozenset) and set(map(type, parts)) <= _NATIVE:
+        with suppress(OverflowError):
+            yield packer.pack([*marker, *parts])  # all at once is fast
+            return
+    yield packer.pack_array_header(len(marker) + len(parts))
+    yield from map(packer.pack, marker)
+    if kind in (set, frozenset):
+        yield from sorted(b"".join(_pieces(part, packer)) for part in parts)
+    else:
         for part in parts:
-            self._value(part)
+            yield from _pieces(part, packer)
 
 
 _ARRAY_BYTES = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
@@ -342,12 +327,10 @@ _NOT_SCALAR = _ARRAY_BYTES | _MAP_BYTES | {0xC1, 0xC7, 0xC8, 0xC9, 0xCA, *range(
 
 
 class _Reader:
-    """Reads one value from untrusted bytes: structure here, scalars by msgpack.
+    """Reads one value from untrusted bytes: scalars by msgpack, structure here, because msgpack
+    allocates a list as long as an array claims to be and knows no depth of ours."""
 
-    msgpack would allocate a list as long as an array claims to be, and knows no depth of ours.
-    """
-
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: bytes) -> None:
         self._data = data
         sizes = {f"max_{what}_len": len(data) for what in ("str", "bin", "array", "map")}
         self._tokens = msgpack.Unpacker(max_buffer_size=len(data), max_ext_len=0, **sizes)
@@ -389,10 +372,7 @@ class _Reader:
         return value
 
     def _first(self) -> int:
-        return self._data[self._tokens.tell()]
-
-
-_INSIDE = MAX_DEPTH + 1  # height of a container while we are in it
+        return self._data[int(self._tokens.tell())]  # an IndexError where they end too early
 
 
 class _Walker:
@@ -411,7 +391,7 @@ class _Walker:
             if reason := _why_not_leaf(value):
                 self.found.append((path, role + reason))
             return 0
-        known = self._heights.get(id(value), 0)
+        known: int = self._heights.get(id(value), 0)
         if known and depth + known <= MAX_DEPTH:
             return known
         if known == _INSIDE or depth >= MAX_DEPTH:
@@ -440,8 +420,8 @@ def _children(value: Any) -> Iterator[tuple[object, object, str]]:
     elif kind in (range, slice):
         yield from zip(("start", "stop", "step"), _bounds(value), ("", "", ""), strict=True)
     elif not set(map(type, value)) <= _FIXED:
-        role = "member: " if kind in (set, frozenset) else ""
-        yield from ((index, part, role) for index, part in enumerate(value))
+        indexed = kind not in (set, frozenset)
+        yield from ((index if indexed else "*", part, "") for index, part in enumerate(value))
 
 
 def _why_not_leaf(value: Any) -> str | None:
@@ -457,7 +437,7 @@ def _why_not_leaf(value: Any) -> str | None:
     try:
         form.build(parts)
     except _HOSTILE as error:
-        return f"{value!r} would not come back: {error}"
+        return f"a {kind.__name__} that would not come back: {error}"
     return next(filter(None, map(_why_not_native, parts)), None)
 
 
@@ -492,7 +472,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     (Enum, "an enum member; store its .name or .value"),
     (torch.Tensor, "a tensor is not looked for here; put it in a dict, list or tuple"),
     (np.ndarray, "a subclass of numpy.ndarray; store numpy.array(value)"),
-    (np.generic, "not the same on every machine, or not plain; store its item()"),
+    (np.generic, "not the same on every machine, or a structure; store plain numbers"),
     ("_fields", "a namedtuple would come back as a tuple; store its _asdict()"),
     *((base, f"a subclass of {base.__name__}; store {base.__name__}(value)") for base in _BASES),
     ((int, float, complex, str), "a subclass of a plain type; convert it to that type"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
 from everstep.checkpointer import Checkpointer
+from everstep.errors import EverstepError
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.testing.crashes import Scenario
+from everstep.testing.faults import SimulatedCrash
+from everstep.testing.invariants import assert_nothing_vouches_for_torn_bytes
 from everstep.testing.simfs import SimFileSystem
 
 __all__ = ["TinyTraining", "TrainingScenario", "freeze"]
@@ -88,6 +93,7 @@ class TrainingScenario(Scenario):
         saves: steps and bases that the act adds after resuming; 0: it only resumes.
         method, keep: of the :class:`Checkpointer`.
         wrap: puts something between the simulated file system and the act, e.g. a planted bug.
+        thorough: the check also resumes twice in a row.
     """
 
     run = PurePath("/work/run")
@@ -100,11 +106,14 @@ class TrainingScenario(Scenario):
         method: Literal["sync", "async"] = "sync",
         keep: int = 3,
         wrap: Callable[[SimFileSystem], FileSystem] | None = None,
+        thorough: bool = False,
     ) -> None:
+        self._thorough = thorough
         self._done, self._saves = done, saves
         self._method, self._keep = method, keep
         self._wrap: Callable[[SimFileSystem], FileSystem] = wrap or (lambda fs: fs)
-        self._durable = self._begun = done
+        self._begun = done
+        self._last: Checkpointer | None = None
         self._live: tuple[TinyTraining, Checkpointer] | None = None
         training = TinyTraining(1)
         self._expected = [training.snapshot()]
@@ -119,63 +128,75 @@ class TrainingScenario(Scenario):
             training, checkpointer = self._start(fs, seed=1)
             self._resume(training, checkpointer, {0: self._expected[0]})
             for _ in range(self._done):
-                training.train_step()
-                checkpointer.save().durable.result(_TIMEOUT_S)
+                self._train_and_save(training, checkpointer)
             checkpointer.close()
 
     def act(self, fs: SimFileSystem) -> None:
-        self._durable = self._begun = self._done
+        self._begun, self._last, self._live = self._done, None, None
         training, checkpointer = self._start(self._wrap(fs), seed=1)
-        self._live = training, checkpointer
-        self._resume(training, checkpointer, {self._done: self._expected[self._done]})
-        for _ in range(self._saves):
-            self._train_and_save(training, checkpointer)
-        self._live = None
-        checkpointer.close()
+        self._last = checkpointer
+        try:
+            self._resume(training, checkpointer, {self._done: self._expected[self._done]})
+            self._live = training, checkpointer
+            for _ in range(self._saves):
+                self._begun += 1
+                self._train_and_save(training, checkpointer)
+            self._live = None
+            checkpointer.close()
+        except BaseException:
+            if fs.crashed or self._live is None:
+                with contextlib.suppress(SimulatedCrash, EverstepError):
+                    checkpointer.close()  # ends its threads
+            raise
 
     def go_on(self, fs: SimFileSystem) -> None:
         if self._live is None:
             return
         (training, checkpointer), self._live = self._live, None
-        if training.state["data"]["steps"] < self._done:  # it was the resuming that failed
-            return
+        self._begun += 1
         self._train_and_save(training, checkpointer)
         checkpointer.close()
-        assert self._durable == training.state["data"]["steps"], "a save did not become durable"
         self._assert_tidy(fs)
 
     def check(self, fs: SimFileSystem) -> None:
-        allowed = {n: self._expected[n] for n in range(self._durable, self._begun + 1)}
+        assert_nothing_vouches_for_torn_bytes(fs)
+        durable, begun = self.promised()
+        allowed = {n: self._expected[n] for n in range(durable, begun + 1)}
         first, checkpointer = self._start(fs, seed=2)
-        if self._durable == 0:
+        if durable == 0:
             allowed[0] = first.snapshot()  # nothing to resume: untouched
         step = self._resume(first, checkpointer, allowed)
-        checkpointer.close()
-
-        second, checkpointer = self._start(fs, seed=2)
-        self._resume(second, checkpointer, {step: allowed[step]})
-        second.train_step()
-        checkpointer.save().durable.result(_TIMEOUT_S)
+        if self._thorough:  # resuming once more, with nothing saved in between
+            checkpointer.close()
+            first, checkpointer = self._start(fs, seed=2)
+            self._resume(first, checkpointer, {step: allowed[step]})
+        self._train_and_save(first, checkpointer)
+        saved = first.snapshot()  # before another training touches the global RNGs
         checkpointer.close()
         self._assert_tidy(fs)
-
-        third, checkpointer = self._start(fs, seed=4)
-        self._resume(third, checkpointer, {step + 1: second.snapshot()})
+        second, checkpointer = self._start(fs, seed=3)
+        self._resume(second, checkpointer, {step + 1: saved})
         checkpointer.close()
 
-    def promised(self) -> Hashable:
-        return self._durable, self._begun
+    def promised(self) -> tuple[int, int]:
+        """``(newest step reported durable, newest step that a save was begun of)``."""
+        durable = None if self._last is None else self._last.stats().durable_step
+        return self._done if durable is None else durable, self._begun
 
     def _start(self, fs: FileSystem, *, seed: int) -> tuple[TinyTraining, Checkpointer]:
         training = TinyTraining(seed)
-        checkpointer = Checkpointer(
-            str(self.run),
-            training.state,
-            method=self._method,
-            every=None,
-            keep=self._keep,
-            seams=Seams(filesystem=fs, clock=ManualClock()),
-        )
+        # Known names for temporary files: what is the same then looks the same, and a
+        # violation can be replayed.
+        names = random.Random(seed)
+        with mock.patch("uuid.uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4)):
+            checkpointer = Checkpointer(
+                str(self.run),
+                training.state,
+                method=self._method,
+                every=None,
+                keep=self._keep,
+                seams=Seams(filesystem=fs, clock=ManualClock()),
+            )
         return training, checkpointer
 
     def _resume(
@@ -193,15 +214,8 @@ class TrainingScenario(Scenario):
 
     def _train_and_save(self, training: TinyTraining, checkpointer: Checkpointer) -> None:
         training.train_step()
-        step = self._begun = training.state["data"]["steps"]
-
-        def promise(durable: Future[Any]) -> None:
-            if durable.exception() is None:
-                self._durable = step
-
-        save = checkpointer.save()
-        save.durable.add_done_callback(promise)
-        save.durable.result(_TIMEOUT_S)
+        checkpointer.step()
+        checkpointer.save().durable.result(_TIMEOUT_S)
 
     def _assert_tidy(self, fs: SimFileSystem) -> None:
         left = [path for path in fs.paths() if path.endswith(TEMPORARY_SUFFIX)]

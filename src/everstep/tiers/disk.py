@@ -49,7 +49,8 @@ def storage_errors(
         kind: type[StorageError] = StorageError
         hint = "look at the disk or the network file system (dmesg, df, mount)"
         if error.errno in _NO_SPACE:
-            kind, hint = OutOfSpaceError, "free some space, or keep fewer bases (keep=, everstep rm)"
+            kind = OutOfSpaceError
+            hint = "free some space, or keep fewer bases (keep=, everstep rm)"
         elif error.errno in _NO_PERMISSION:
             kind, hint = PermissionDeniedError, "choose a directory that this user may write"
         reason = error.strerror or str(error)

@@ -48,7 +48,7 @@ class Survey:
             kinds.insert(0, "data")
         if any(name.endswith(TEMPORARY_SUFFIX) for name in self.files):
             kinds.insert(0, "temporary file")
-        return f"base {self.unfinished}: {', '.join(kinds)}"
+        return ", ".join(kinds)
 
     def contradicts(self, kill: Kill) -> str | None:
         """Why the process cannot have died at ``kill``'s failpoint; None if it can."""

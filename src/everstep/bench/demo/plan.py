@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from everstep.bench.workloads import GPTConfig
 from everstep.errors import OptionError
+from everstep.options import validate_options
 
 __all__ = ["RANDOM_MOMENT", "DemoPlan", "Kill", "demo_plan", "planned_kills"]
 
@@ -39,10 +40,11 @@ class Kill:
         return self.where != RANDOM_MOMENT
 
     def describe(self) -> str:
-        """``random moment, 0.62 of a step after step 37``, or the failpoint and its save."""
-        if self.is_failpoint:
-            return f"{self.where}, in the save of step {self.step}"
-        return f"{self.where}, {self.fraction:.2f} of a step after step {self.step}"
+        """``random moment, step 37 + 0.62``, or the failpoint and the base that it is in."""
+        when = (
+            f"base {self.step}" if self.is_failpoint else f"step {self.step} + {self.fraction:.2f}"
+        )
+        return f"{self.where}, {when}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,22 @@ def demo_plan(
     """Fills in what the user left open.
 
     Raises:
-        OptionError: for numbers that leave no room for three kills.
+        OptionError: for options that a Checkpointer refuses, or that leave no room for
+            three kills.
     """
     model, batch, text_bytes, default_steps, default_every = _QUICK if quick else _FULL
     steps = default_steps if steps is None else steps
     every = default_every if every is None else every
     if not 0 <= seed < 2**32:
         raise OptionError(f"seed must be in [0, 2**32), not {seed}")
+    validate_options(
+        method=method,
+        every=every,
+        keep=keep,
+        budget=None,
+        on_failure="raise",
+        progress_timeout_s=1.0,
+    )
     kills = planned_kills(steps=steps, every=every, seed=seed)
     return DemoPlan(model, batch, text_bytes, steps, every, keep, method, seed, kills)
 

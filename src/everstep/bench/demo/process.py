@@ -93,10 +93,10 @@ class Child:
 
     @property
     def position(self) -> tuple[int, float | None]:
-        """The last step and its loss, None before the first step of this process."""
-        last = self.events[-1] if self.events else {}
-        if last.get("event") == "step":
-            return last["step"], float.fromhex(last["loss"])
+        """The last step that it has reported, and its loss; None before its first own step."""
+        for event in reversed(self.events):
+            if event["event"] == "step":
+                return event["step"], float.fromhex(event["loss"])
         return self.step, None
 
     @property

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,7 +23,7 @@ Position = tuple[int, float | None]
 """A run's last step and loss."""
 
 _LINE_EVERY_S = 5.0
-_PLAIN_WIDTH = 118
+_PLAIN_WIDTH = 100
 _DIFFERENCES_SHOWN = 12
 
 
@@ -63,10 +64,11 @@ class _Lines:
     def progress(self, alone: Position, victim: Position) -> None:
         if time.monotonic() - self._last_s >= _LINE_EVERY_S:
             self._last_s = time.monotonic()
-            self._say(
-                f"uninterrupted: step {alone[0]} of {self._steps} {_loss(alone[1])}; "
-                f"killed: step {victim[0]} {_loss(victim[1])}"
-            )
+            runs = (("uninterrupted", alone), ("killed", victim))
+            self._say(", ".join(self._where(name, *position) for name, position in runs))
+
+    def _where(self, name: str, step: int, loss: float | None) -> str:
+        return f"{name}: step {step} of {self._steps} {_loss(loss)}".rstrip()
 
     def _say(self, text: str) -> None:
         after_s = time.monotonic() - self._start_s
@@ -95,8 +97,8 @@ def introduce(plan: DemoPlan) -> list[str]:
     lines = [
         f"a GPT of {plan.model.params:,} parameters, {plan.steps} steps of AdamW on Python's own "
         f"source text; method {plan.method}, a base every {plan.every} steps; seed {plan.seed}",
-        "two processes train it side by side from that seed: one undisturbed, one killed "
-        f"{len(plan.kills)} times with SIGKILL:",
+        "two processes train it side by side: one undisturbed, one killed with SIGKILL "
+        f"{len(plan.kills)} times:",
     ]
     return lines + [f"  {number}. {kill.describe()}" for number, kill in enumerate(plan.kills, 1)]
 
@@ -106,6 +108,15 @@ def present(report: DemoReport, console: Console | None = None) -> None:
     if console is None:
         console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     console.print(_table(report))
+    console.print(
+        "back: from the kill to the end of resume(), with the start of Python and torch",
+        highlight=False,
+    )
+    for number, row in enumerate(report.kills, 1):
+        claim = "exact" if row.exact else "not exact"
+        console.print(
+            f"recovery {number} says: {claim}, from {row.source}, {row.evidence}", highlight=False
+        )
     for line in report.verdict.compared:
         console.print(f"compared: {line}", highlight=False)
     console.print(
@@ -170,28 +181,26 @@ def as_json(report: DemoReport) -> dict[str, Any]:
 
 
 def _table(report: DemoReport) -> Table:
-    table = Table(title=f"{len(report.kills)} kills, {len(report.kills)} resumes")
-    table.add_column("killed with SIGKILL")
-    table.add_column("left on disk")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("killed with SIGKILL\nat", min_width=20)
+    table.add_column("left of a base\non disk")
     for heading in (
-        "step\nreached",
+        "reached\nstep",
         "recovered\nstep",
-        "steps\nlost",
+        "lost\nsteps",
         "resume\ns",
-        "kill to\nresumed s",
+        "back\nafter s",
     ):
         table.add_column(heading, justify="right")
-    table.add_column("claim")
     for row in report.kills:
         table.add_row(
             row.kill.describe().replace(", ", "\n"),
-            row.left.describe().replace(": ", "\n"),
+            row.left.describe(),
             str(row.reached),
             str(row.recovered),
             str(row.lost),
             f"{row.resume_s:.2f}",
             f"{row.back_s:.1f}",
-            f"{'exact' if row.exact else 'not exact'}\n{row.source}",
         )
     return table
 

@@ -1,0 +1,61 @@
+# Needs python3 (3.10 or newer, with venv) and make; everything else goes into $(VENV).
+
+# The one place that says which torch is installed: first, and alone, so that nothing else
+# chooses it. Any pip arguments: make setup TORCH="torch --index-url https://..."
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+# Words added to the command of `make demo`, `make bench` and the test targets.
+ARGS ?=
+
+PY := $(VENV)/bin/python
+
+# The environment is up to date when the stamp of these contents is there. Contents, not
+# times: switching branches costs nothing, and a moved checkout is noticed.
+KEY := $(shell { pwd; echo "$(PYTHON) $(TORCH)"; cat pyproject.toml scripts/setup.sh; } | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.ready-$(KEY)
+# A stamp without a working interpreter (Python was removed or updated) counts for nothing.
+ifeq ($(wildcard $(PY)),)
+.PHONY: $(STAMP)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint test-slow test-gpu bench format clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## make the environment (.venv); quick when it is there
+
+$(STAMP): ; @sh scripts/setup.sh "$(PYTHON)" "$(VENV)" "$@" $(TORCH)
+
+demo: setup ## the main job: train, get killed three times, resume, compare every bit
+	@$(VENV)/bin/everstep demo $(ARGS)
+
+test: lint ## all quick checks: ruff, mypy, tidy tests, pytest
+	$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+
+lint: setup ## ruff and mypy only
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test-slow: setup ## the tests that take longer
+	$(PY) -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(ARGS)
+
+test-gpu: setup ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu -o faulthandler_timeout=600 $(ARGS)
+
+bench: setup ## how fast a state becomes durable, next to the disk's limit and to others
+	$(VENV)/bin/everstep bench persist $(ARGS)
+
+format: setup ## rewrite the sources as ruff wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## remove caches and build outputs; the environment stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment too
+	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
