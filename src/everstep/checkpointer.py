@@ -43,7 +43,7 @@ from everstep.recover.scan import Inventory, scan_run
 from everstep.seams import Seams
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.image import State
-from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors
+from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
 
 __all__ = ["Checkpointer", "Stats"]
 
@@ -482,13 +482,7 @@ class Checkpointer:
         """Makes the folder a run, and finds out now whether it can be written."""
         filesystem = self._seams.filesystem
         with storage_errors("open the run folder", self._run):
-            for parent in [*reversed(self._run.parents), self._run]:
-                try:
-                    filesystem.scan(parent)
-                except FileNotFoundError:
-                    ensure_dir(filesystem, parent)
-                except PermissionError:
-                    continue  # may be passed through all the same
+            ensure_dirs(filesystem, self._run)
             inventory = scan_run(filesystem, self._run)
             record = RunRecord(run=inventory.run or uuid.uuid4().hex)
             path = self._run / RUN_RECORD

@@ -10,7 +10,13 @@ import pytest
 
 from everstep.errors import StorageError
 from everstep.testing import SimFileSystem
-from everstep.testing.crashes import Scenario, enumerate_crashes, enumerate_errors, replay
+from everstep.testing.crashes import (
+    Scenario,
+    enumerate_crashes,
+    enumerate_errors,
+    replay,
+    watch_crashes,
+)
 
 FILE, STAGED = PurePath("/file"), PurePath("/file.tmp")
 OLD, NEW = b"old" * 500, b"new" * 700
@@ -60,10 +66,10 @@ class Replacing(Scenario):
         if "sync_dir" not in self._forgets:
             fs.sync_dir(FILE.parent)
 
-    def check(self, fs: SimFileSystem) -> None:
+    def check(self, fs: SimFileSystem, promised: bool) -> None:
         assert "/file" in fs.paths(), "the file is gone"
         found = fs.read_bytes(FILE)
-        assert found in ((NEW,) if self._done else (OLD, NEW)), "neither old nor new"
+        assert found in ((NEW,) if promised else (OLD, NEW)), "neither old nor new"
 
     def promised(self) -> bool:
         return self._done
@@ -85,6 +91,12 @@ def test_every_forgotten_part_is_found(forgotten: str) -> None:
         report.raise_if_any()
 
 
+def test_watching_finds_them_too() -> None:
+    watch_crashes(Replacing()).raise_if_any()
+    for forgotten in ("staging", "sync", "order", "sync_dir"):
+        assert watch_crashes(Replacing([forgotten])).violations
+
+
 def test_a_violation_can_be_replayed() -> None:
     scenario = Replacing(["sync"])
     found = enumerate_crashes(scenario, seed=11).violations
@@ -93,7 +105,7 @@ def test_a_violation_can_be_replayed() -> None:
         image = replay(Replacing(["sync"]), violation)
         assert image.origin == violation.origin
         with pytest.raises(AssertionError, match="neither old nor new"):
-            scenario.check(image)
+            scenario.check(image, violation.when == "ended")
         assert f"{violation.operation:4d} {violation.log[-1].op}" in str(violation)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import array
+import ast
 import dataclasses
 import datetime
 import enum
@@ -104,10 +104,15 @@ VALUES: list[Any] = [
     *(torch.strided, torch.sparse_coo, torch.sparse_csr, TensorRef("model/weight"), TensorRef("")),
     *(np.str_("a\0"), np.str_(""), np.bytes_(b"a\0"), np.bytes_(b""), np.bool_(True)),
     *(np.int8(-1), np.uint64(2**64 - 1), np.float16(1.5), np.float32("nan"), np.complex64(1j)),
-    *(np.datetime64("2024-01-01"), np.datetime64("NaT"), np.datetime64(3, "25s")),
+    *(np.datetime64("2024-01-01"), np.datetime64("NaT"), np.datetime64(3, ("s", 25))),
     *(np.timedelta64(5, "ns"), np.timedelta64(7)),
     *(np.array(1.5), np.array([]), np.zeros((2, 0, 3), np.int16), np.arange(6).reshape(2, 3)),
-    *(np.array([1, 2], ">i4"), np.array([1.5], ">f2"), np.array([True, False]), np.array(["a", ""])),
+    *(
+        np.array([1, 2], ">i4"),
+        np.array([1.5], ">f2"),
+        np.array([True, False]),
+        np.array(["a", ""]),
+    ),
     *(np.array("ü", ">U3"), np.array([b"ab\0", b""]), np.array(["2024", "NaT"], "M8[Y]")),
     *(np.array([nan(5)]), np.array([1, 2], "<m8[25us]"), np.array([1j], np.complex128)),
 ]
@@ -254,7 +259,6 @@ def values() -> st.SearchStrategy[Any]:
 
 
 @given(values())
-@settings(deadline=None)
 def test_any_value_round_trips(value: Any) -> None:
     assert_round_trip(value)
 
@@ -270,13 +274,11 @@ def survives(data: bytes) -> bool:
 
 
 @given(st.binary(max_size=60))
-@settings(deadline=None)
 def test_random_bytes_are_refused_or_a_value(data: bytes) -> None:
     survives(data)
 
 
 @given(values(), st.data())
-@settings(deadline=None)
 def test_damaged_bytes_are_refused_or_a_value(value: Any, draw: st.DataObject) -> None:
     data = encode(value)
     start = draw.draw(st.integers(0, len(data)))
@@ -285,7 +287,7 @@ def test_damaged_bytes_are_refused_or_a_value(value: Any, draw: st.DataObject) -
 
 
 @given(values())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_every_truncation_and_extension_is_refused(value: Any) -> None:
     data = encode(value)
     assert not any(survives(data[:length]) for length in range(len(data)))
@@ -303,7 +305,9 @@ def forged() -> st.SearchStrategy[Any]:
     return st.recursive(
         leaves,
         lambda inner: st.one_of(
-            st.builds(lambda t, p: [msgpack.ExtType(t, b""), *p], tags, st.lists(inner, max_size=5)),
+            st.builds(
+                lambda t, p: [msgpack.ExtType(t, b""), *p], tags, st.lists(inner, max_size=5)
+            ),
             st.lists(inner, max_size=3),
             st.builds(msgpack.ExtType, tags, st.binary(max_size=2)),
         ),
@@ -312,7 +316,7 @@ def forged() -> st.SearchStrategy[Any]:
 
 
 @given(forged())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @example([msgpack.ExtType(TAGS["numpy.ndarray"], b""), "<f8", b"", 2**63, 0])
 @example([msgpack.ExtType(TAGS["torch.device"], b""), "cuda", 300])
 def test_forged_parts_are_refused_or_a_value(forgery: Any) -> None:
@@ -376,7 +380,7 @@ HOSTILE: dict[str, bytes] = {
     "array of immense strings": tagged("numpy.ndarray", "<U500000000", b"", 0),
     "array of a strange unit": tagged("numpy.ndarray", "<M8[0s]", bytes(8), 1),
     "array too short": tagged("numpy.ndarray", "<f8", bytes(8), 2),
-    "array too long": tagged("numpy.ndarray", "<f8", bytes(8)),
+    "array too long": tagged("numpy.ndarray", "<f8", bytes(16)),
     "array of immense shape": tagged("numpy.ndarray", "<f8", b"", 2**63, 2**63),
     "empty array of immense shape": tagged("numpy.ndarray", "<f8", b"", 2**63, 0),
     "array of negative shape": tagged("numpy.ndarray", "<f8", bytes(8), -1, -1),
@@ -405,7 +409,7 @@ HOSTILE: dict[str, bytes] = {
     "bin of 4 GiB": b"\xc6\xff\xff\xff\xffa",
     "ext of 4 GiB": b"\xc9\xff\xff\xff\xff\x01a",
     "tuple of 2**32 items": b"\xdd\xff\xff\xff\xff\xc7\0\x01",
-    "many immense arrays": b"\xdd\0\x0f\xff\xff" * 90 + bytes(2**20),
+    "many immense arrays": b"\xdd\0\x0f\xff\xff" * 90 + bytes(2**16),
     "deep lists": b"\x91" * 1_000_000 + b"\xc0",
     "deep keys": b"\x81" * 1_000_000 + b"\xc0",
     "deep values": b"\x81\xc0" * 1_000_000,
@@ -427,11 +431,11 @@ def test_hostile_bytes_are_refused_without_allocating_what_they_claim(name: str)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 200_000 + 20 * len(data)
+    assert peak_bytes < 200_000 + 40 * len(data)
 
 
-def nested(wrap: Callable[[Any], Any], levels: int) -> Any:
-    value: Any = None
+def nested(wrap: Callable[[Any], Any], levels: int, leaf: Any = None) -> Any:
+    value = leaf
     for _ in range(levels):
         value = wrap(value)
     return value
@@ -443,7 +447,6 @@ def nested(wrap: Callable[[Any], Any], levels: int) -> Any:
         lambda v: [v],
         lambda v: (v,),
         lambda v: {"k": v},
-        lambda v: {(v,) if isinstance(v, dict) else v: 1} if v is None else [v],
         lambda v: frozenset({v}),
         lambda v: OrderedDict(k=v),
         lambda v: Counter(k=v),
@@ -465,13 +468,13 @@ def test_depth_limit_is_the_same_on_both_sides(wrap: Callable[[Any], Any]) -> No
 
 def test_leaves_of_several_parts_fit_into_the_deepest_container() -> None:
     for leaf in (2**100, 1j, np.float32(1), np.zeros(2), torch.float32, TensorRef("a")):
-        assert_round_trip(nested(lambda v: [v], MAX_DEPTH - 1) if leaf is None else deep(leaf))
+        assert_round_trip(nested(lambda v: [v], MAX_DEPTH, leaf))
 
 
-def deep(leaf: Any) -> Any:
-    for _ in range(MAX_DEPTH):
-        leaf = [leaf]
-    return leaf
+def test_keys_count_as_containers() -> None:
+    deepest = {nested(lambda v: (v,), MAX_DEPTH - 1): 1}
+    assert_round_trip(deepest)
+    assert "levels deep" in unsupported_leaves([deepest], "x")[0][1]
 
 
 # ---- what is refused
@@ -495,7 +498,7 @@ class Mute:
         raise RuntimeError("no")
 
 
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = namedtuple("Pair", "a b")
 UNSUPPORTED: list[tuple[Any, str]] = [
     (lambda: 1, "code cannot be stored"),
     (len, "code cannot be stored"),
@@ -568,7 +571,7 @@ def test_all_unsupported_leaves_are_listed_with_their_paths() -> None:
         "set": {Pair(1, 2)},
         "deque": deque([bad]),
         "ordered": OrderedDict(x=bad),
-        "counter": Counter({"y": bad}),  # type: ignore[dict-item]
+        "counter": Counter({"y": bad}),
         "slice": slice(None, bad),
         7: "\ud800",
     }
@@ -603,12 +606,15 @@ def test_containers_that_contain_themselves_are_refused() -> None:
 def test_shared_objects_are_walked_once_and_written_twice() -> None:
     shared = [1]
     assert decode(encode([shared, shared])) == [[1], [1]]
+    bad = [object()]
+    assert [path for path, _ in unsupported_leaves([bad, bad], "x")] == ["x/0/0"]
     doubled = nested(lambda v: [v, v], MAX_DEPTH - 1)  # 2**99 paths lead to the leaf
     assert unsupported_leaves(doubled, "x") == []
-    (leaf, other) = unsupported_leaves([doubled, [doubled]], "x")[:2]
-    assert leaf[0].startswith("x/1/0/0")
-    assert "levels deep" in leaf[1]
-    assert leaf != other
+    ((path, reason),) = unsupported_leaves([doubled, [doubled]], "x")
+    assert path == "x/1/0"
+    assert "levels deep" in reason
+    doubled = nested(lambda v: [v, v], 2 * MAX_DEPTH, object())
+    assert {path.count("/") for path, _ in unsupported_leaves(doubled, "x")} == {MAX_DEPTH}
 
 
 def test_bins_longer_than_msgpack_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -736,7 +742,7 @@ def test_random_states_round_trip_and_continue() -> None:
     for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64):
         bits = kind(5)
         assert_round_trip(bits.state)
-        again = kind(6)
+        again: Any = kind(6)
         again.state = decode(encode(bits.state))
         assert [*bits.random_raw(5)] == [*again.random_raw(5)]
 

@@ -15,16 +15,11 @@ import torch
 
 from everstep.errors import DeadlineError, OutOfSpaceError
 
-__all__ = ["PAGE_BYTES", "Block", "BlockPool", "host_memory"]
+__all__ = ["PAGE_BYTES", "Block", "BlockPool"]
 
 PAGE_BYTES = 4096
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-
-
-def host_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat ``uint8`` tensor in host memory; no copy."""
-    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # ndarray is a buffer
 
 
 class Block:

@@ -80,14 +80,14 @@ class LiveBody:
                 copy = Copy(source, start - place.begin, chunk[start - begin : stop - begin])
                 if not self._lane.submit([copy]).wait(self._timeout_s):
                     raise DeadlineError(f"a copy of {place.entry.name!r} off the device hangs")
-                for piece in pieces(memoryview(part)):
+                for piece in pieces(part.data):
                     seen(piece)
                 continue
             host = host[start - place.begin : stop - place.begin]
             for at in range(0, stop - start, PIECE_BYTES):
                 piece_of_target = part[at : at + PIECE_BYTES]
                 np.copyto(piece_of_target, host[at : at + PIECE_BYTES])
-                seen(memoryview(piece_of_target))
+                seen(piece_of_target.data)
 
     def held(self, begin: int, end: int) -> torch.Tensor | None:
         return None
@@ -110,7 +110,7 @@ class StagedBody:
 
     def fill(self, begin: int, chunk: torch.Tensor, seen: Seen) -> None:
         chunk.copy_(self._block[begin : begin + chunk.numel()])
-        for piece in pieces(memoryview(chunk.numpy())):
+        for piece in pieces(chunk.numpy().data):
             seen(piece)
 
     def held(self, begin: int, end: int) -> torch.Tensor | None:

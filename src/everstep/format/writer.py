@@ -17,7 +17,6 @@ from concurrent.futures import wait as wait_futures
 import torch
 
 from everstep.arena import Block
-from everstep.arena.buffers import host_memory
 from everstep.capture.base import Body, pieces
 from everstep.errors import DeadlineError
 from everstep.format.digests import Digester, digest, digest_of_file
@@ -109,7 +108,7 @@ def write_shard(
             chunk = held if block is None else block.tensor[: stop - begin]
             assert chunk is not None
             if block is None:
-                for piece in pieces(host_memory(chunk)):
+                for piece in pieces(chunk.numpy().data):
                     digester.update(piece)
             else:
                 body.fill(begin, chunk, digester.update)
@@ -145,7 +144,7 @@ def _padded(chunk: torch.Tensor) -> memoryview:
     if padding:
         chunk = torch.as_strided(chunk, (size + padding,), (1,), chunk.storage_offset())
         chunk[size:].zero_()
-    return host_memory(chunk)
+    return chunk.numpy().data
 
 
 def _write(

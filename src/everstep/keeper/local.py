@@ -6,7 +6,7 @@ order in which they were taken.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -28,10 +28,8 @@ from everstep.tiers.slots import SlotStore
 
 __all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
 
-_log = logging.getLogger("everstep")
 WRITERS = 2
 CHUNKS = WRITERS + 2
-_SLOTS = 2
 _LOOK_AGAIN_S = 0.2
 
 
@@ -103,7 +101,7 @@ class LocalKeeper:
         self._clock = seams.clock
         self._channel = channel
         directory = timeline_dir(run, timeline) / SLOTS_DIR
-        slots = SlotStore(filesystem, directory, count_max=_SLOTS)
+        self._slots = slots = SlotStore(filesystem, directory)
         self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s)
         self.retention = Retention(
             filesystem, run, timeline, ring, slots, keep=keep, timeout_s=timeout_s
@@ -178,6 +176,8 @@ class LocalKeeper:
         if thread is not None:
             self._jobs.put(None)
             thread.join(timeout=_LOOK_AGAIN_S if self._waiting else None)
+        with contextlib.suppress(OSError):  # nobody will overwrite them now
+            self._slots.clear()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

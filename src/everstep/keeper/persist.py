@@ -179,6 +179,7 @@ class Persister:
         progress: ProgressSink,
     ) -> tuple[FileRecord, ...]:
         failpoint("save.before_write")
+        self._slots.count_max = len(plan.shards)
         filesystem = self._filesystem
         self._check_space(plan)
         ensure_dir(filesystem, directory.parent)

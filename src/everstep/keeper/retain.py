@@ -17,13 +17,10 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.retention import plan_retention
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
-    BASE_DIR,
     CONDEMNED,
     MANIFEST,
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
-    base_dir,
-    marker_name,
     parse_marker,
     parse_shard,
     timeline_dir,
@@ -103,7 +100,7 @@ class Retention:
                 continue
             self._remove_temporary(directory)
             if number < self._timeline:
-                SlotStore(self._filesystem, directory / SLOTS_DIR, count_max=0).clear()
+                SlotStore(self._filesystem, directory / SLOTS_DIR).clear()
 
     def _retain(self, inventory: Inventory, post: Callable[[DamageError], None]) -> None:
         bases = {base.id: base for base in inventory.bases if base.status == "committed"}

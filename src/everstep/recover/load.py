@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from everstep.arena.buffers import host_memory
 from everstep.capture.base import overlaps
 from everstep.errors import DamageError, FormatError, MismatchError, RecoveryError
 from everstep.format.digests import digest
@@ -272,7 +271,7 @@ def _by_entry(
                     "saved for them",
                     hint="build the model with the same tied weights as when it was saved",
                 )
-        targets.setdefault(entry, []).append(host_memory(byte_view(target)))
+        targets.setdefault(entry, []).append(byte_view(target).numpy().data)
     return targets
 
 

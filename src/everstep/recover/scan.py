@@ -148,14 +148,15 @@ def scan_run(filesystem: FileSystem, path: PurePath) -> Inventory:
 
 def newest_timeline(filesystem: FileSystem, path: PurePath) -> int:
     """The newest timeline that has been opened; 0 if there is none. The fence (I11)."""
-    newest = 0
-    for entry in filesystem.scan(path):
-        number = parse_timeline(entry.name)
-        if number is not None and entry.kind == "dir" and number > newest:
-            inside = filesystem.scan(path / entry.name)
-            if any(item.name == TIMELINE_RECORD for item in inside):
-                newest = number
-    return newest
+    directories = {
+        number: path / entry.name
+        for entry in filesystem.scan(path)
+        if entry.kind == "dir" and (number := parse_timeline(entry.name)) is not None
+    }
+    for number in sorted(directories, reverse=True):
+        if any(item.name == TIMELINE_RECORD for item in filesystem.scan(directories[number])):
+            return number
+    return 0
 
 
 def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["fingerprint", "memory_available_bytes"]
+__all__ = ["cuda_in_use", "fingerprint", "memory_available_bytes"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -25,6 +25,11 @@ def memory_available_bytes() -> int:
     return min(found)
 
 
+def cuda_in_use() -> bool:
+    """Whether this process has CUDA devices in use; asking does not initialise any."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def fingerprint() -> dict[str, str]:
     """Versions and hardware that bit-for-bit results can depend on."""
     found = {
@@ -34,7 +39,7 @@ def fingerprint() -> dict[str, str]:
         "system": platform.system(),
         "threads": str(torch.get_num_threads()),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda_in_use():
         found["cuda"] = str(torch.version.cuda)
         found["device"] = torch.cuda.get_device_name()
     return found

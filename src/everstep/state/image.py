@@ -55,7 +55,8 @@ class StateImage:
     @property
     def size_bytes(self) -> int:
         """Bytes of tensors and objects."""
-        return sum(entry.size_bytes for entry in self.entries) + sum(map(len, self.objects.values()))
+        tensors = sum(entry.size_bytes for entry in self.entries)
+        return tensors + sum(len(data) for data in self.objects.values())
 
 
 class State:
@@ -76,7 +77,8 @@ class State:
                 hint='for example {"model": model, "optimizer": optimizer}',
             )
         for name in values:
-            if not isinstance(name, str) or not name or "/" in name or name in (RESERVED, "__metadata__"):
+            usable = isinstance(name, str) and name and "/" not in name
+            if not usable or name in (RESERVED, "__metadata__"):
                 raise OptionError(
                     f"{name!r} cannot name a part of the state",
                     hint=f'names are non-empty strings without "/", other than "{RESERVED}"',

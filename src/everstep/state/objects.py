@@ -132,7 +132,8 @@ def unsupported_leaves(value: object, name: str) -> list[tuple[str, str]]:
     """Every leaf of ``value`` that cannot be stored, as ``(path, reason)``; none if all can.
 
     ``name`` is the path of ``value`` itself, and the front of all the paths. A member of a set
-    has no key or index; in a path it is ``*``.
+    has no key or index; in a path it is ``*``. A container that several paths lead to is
+    searched once, under the first of them.
     """
     walker = _Walker()
     walker.walk(value, name, "", 0)
@@ -149,7 +150,8 @@ def join_path(parent: str, key: object) -> str:
         text = str(key)
     except Exception:  # an int of more digits than Python prints, or a foreign __str__
         text = hex(key) if type(key) is int else f"<{type(key).__name__}>"
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    if not text.isascii():
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     text = text.replace("~", "~0").replace("/", "~1")
     return f"{parent}/{text}" if parent else text
 
@@ -284,6 +286,7 @@ _FORMS = (
     _torch_enum(42, torch.layout),
     _simple(43, TensorRef, lambda value: [value.name], str),
 )
+_MARKERS = {form.tag: msgpack.ExtType(form.tag, b"") for form in _FORMS}
 _BY_TAG = {form.tag: form for form in _FORMS}
 _BY_TYPE = {form.kind: form for form in _FORMS} | dict.fromkeys(_NUMPY_SCALARS, _BY_TAG[36])
 _CONTAINERS = {form.kind for form in _FORMS if form.tag < 32} | {list, dict}
@@ -305,7 +308,7 @@ def _pieces(value: Any, packer: Any) -> Iterator[bytes]:
             yield from _pieces(part, packer)
         return
     form = _BY_TYPE.get(kind)  # None for a list
-    marker = [msgpack.ExtType(form.tag, b"")] if form else []
+    marker = [_MARKERS[form.tag]] if form else []
     parts = form.parts(value) if form else value
     if kind not in (set, frozenset) and set(map(type, parts)) <= _NATIVE:
         with suppress(OverflowError):
@@ -324,6 +327,7 @@ _ARRAY_BYTES = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
 _MAP_BYTES = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 _EXT8_BYTE = 0xC7
 _NOT_SCALAR = _ARRAY_BYTES | _MAP_BYTES | {0xC1, 0xC7, 0xC8, 0xC9, 0xCA, *range(0xD4, 0xD9)}
+"""First bytes of arrays, maps, exts, float 32, and the one that msgpack does not use."""
 
 
 class _Reader:
@@ -333,23 +337,27 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data = data
         sizes = {f"max_{what}_len": len(data) for what in ("str", "bin", "array", "map")}
-        self._tokens = msgpack.Unpacker(max_buffer_size=len(data), max_ext_len=0, **sizes)
+        self._tokens = msgpack.Unpacker(max_buffer_size=len(data) or 1, max_ext_len=0, **sizes)
         self._tokens.feed(data)
+        self._tell: Callable[[], int] = self._tokens.tell
 
     def read(self) -> object:
         value = self._value(0)
-        if self._tokens.tell() != len(self._data):
+        if self._tell() != len(self._data):
             raise ValueError("bytes follow the end")
         return value
 
     def _value(self, depth: int) -> object:
-        first = self._first()
+        first = self._data[self._tell()]  # an IndexError where the bytes end too early
+        if first not in _NOT_SCALAR:
+            value: object = self._tokens.unpack()
+            return value
+        if first not in _ARRAY_BYTES | _MAP_BYTES or depth > MAX_DEPTH:
+            raise ValueError(f"byte 0x{first:02x} is not expected where it stands")
         if first in _MAP_BYTES:
             return _build_unique(dict, self._values(2 * self._tokens.read_map_header(), depth))
-        if first not in _ARRAY_BYTES:
-            return self._scalar()
         count = self._tokens.read_array_header()
-        if count == 0 or self._first() != _EXT8_BYTE:
+        if count == 0 or self._data[self._tell()] != _EXT8_BYTE:
             return self._values(count, depth)
         marker = self._tokens.unpack()
         if marker.code not in _BY_TAG:
@@ -357,22 +365,12 @@ class _Reader:
         form = _BY_TAG[marker.code]
         if form.kind in _CONTAINERS:
             return form.build(self._values(count - 1, depth))
-        return form.build([self._scalar() for _ in range(count - 1)])
+        return form.build([self._value(MAX_DEPTH + 1) for _ in range(count - 1)])
 
     def _values(self, count: int, depth: int) -> list[Any]:
         if depth >= MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
         return [self._value(depth + 1) for _ in range(count)]
-
-    def _scalar(self) -> object:
-        first = self._first()
-        if first in _NOT_SCALAR:
-            raise ValueError(f"byte 0x{first:02x} is not expected where it stands")
-        value: object = self._tokens.unpack()
-        return value
-
-    def _first(self) -> int:
-        return self._data[int(self._tokens.tell())]  # an IndexError where they end too early
 
 
 class _Walker:
@@ -380,7 +378,7 @@ class _Walker:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
-        self._heights: dict[int, int] = {}  # of flawless containers, by id: each is walked once
+        self._heights: dict[int, int] = {}  # of containers, by id: each is walked once
 
     def walk(self, value: Any, path: str, role: str, depth: int) -> int:
         """Adds to ``found``; returns how many levels of containers ``value`` is high.
@@ -391,14 +389,14 @@ class _Walker:
             if reason := _why_not_leaf(value):
                 self.found.append((path, role + reason))
             return 0
-        known: int = self._heights.get(id(value), 0)
-        if known and depth + known <= MAX_DEPTH:
+        known = self._heights.get(id(value))
+        if known is not None and depth + known <= MAX_DEPTH:
             return known
-        if known == _INSIDE or depth >= MAX_DEPTH:
+        if known is not None or depth >= MAX_DEPTH:
             reason = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
             self.found.append((path, role + reason))
             return 0
-        found_before, height = len(self.found), 1
+        height = 1
         self._heights[id(value)] = _INSIDE
         for key, part, part_role in _children(value):
             if type(part) not in _NATIVE:
@@ -406,7 +404,7 @@ class _Walker:
                 height = max(height, 1 + part_height)
             elif reason := _why_not_native(part):
                 self.found.append((join_path(path, key), role + part_role + reason))
-        self._heights[id(value)] = height if len(self.found) == found_before else 0
+        self._heights[id(value)] = height
         return height
 
 
@@ -432,6 +430,8 @@ def _why_not_leaf(value: Any) -> str | None:
         return _why_not_array(value)
     if kind in _NATIVE or kind is bytearray:
         return _why_not_native(value)
+    if kind is TensorRef and type(value.name) is str:
+        return _why_not_native(value.name)  # by far the most frequent, so no more than needed
     form = _BY_TYPE[kind]
     parts = form.parts(value)
     try:

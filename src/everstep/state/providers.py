@@ -228,7 +228,8 @@ class PlainProvider:
             value[:] = tree
             return []
         elif isinstance(value, np.ndarray) and isinstance(tree, np.ndarray):
-            if (value.shape, value.dtype) == (tree.shape, tree.dtype) and value.flags.writeable:
+            same = (value.shape, value.dtype) == (tree.shape, tree.dtype)
+            if same and value.flags.writeable:
                 value[...] = tree
                 return []
         self._state[self.section] = tree

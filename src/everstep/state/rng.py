@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.seams.machine import cuda_in_use
+
 __all__ = ["collect_rng", "restore_rng"]
 
 
@@ -18,7 +20,7 @@ def collect_rng() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda_in_use():
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
 

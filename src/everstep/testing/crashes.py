@@ -14,13 +14,21 @@ import abc
 import errno as errnos
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from everstep.errors import EverstepError
-from everstep.testing.faults import Fault, Operation, SimulatedCrash
+from everstep.testing.faults import Fault, Moment, Operation, SimulatedCrash
 from everstep.testing.simfs import SimFileSystem
 
-__all__ = ["Report", "Scenario", "Violation", "enumerate_crashes", "enumerate_errors", "replay"]
+__all__ = [
+    "Report",
+    "Scenario",
+    "Violation",
+    "enumerate_crashes",
+    "enumerate_errors",
+    "replay",
+    "watch_crashes",
+]
 
 _LOG_TAIL = 12
 _PROCESS_KILL = -1
@@ -46,15 +54,18 @@ class Scenario(abc.ABC):
         """
 
     @abc.abstractmethod
-    def check(self, fs: SimFileSystem) -> None:
+    def check(self, fs: SimFileSystem, promised: Any) -> None:
         """What the next process must be able to do on what is left; may change ``fs``.
+
+        Args:
+            promised: what :meth:`promised` said when the act was ended.
 
         Raises:
             AssertionError: saying what is wrong. Any other exception is a violation too.
         """
 
     def promised(self) -> Hashable:
-        """What the last :meth:`act` had reported as safe when it ended, however it ended."""
+        """What the :meth:`act` under way, or the last one, has reported as safe so far."""
         return None
 
     def posted(self) -> Sequence[EverstepError]:
@@ -178,6 +189,33 @@ def enumerate_crashes(
     return run.report
 
 
+def watch_crashes(
+    scenario: Scenario, *, images_per_point: int = 4, seed: int = 0, violations_max: int = 10
+) -> Report:
+    """Like :func:`enumerate_crashes`, from one undisturbed act that is watched.
+
+    For acts with threads of their own, whose operations come in another order each time.
+    """
+    base, log = _rehearse(scenario)
+    run = _Run(scenario, base, Report(operations=len(log)), violations_max)
+    fs = base.clone()
+    seen: list[tuple[int, When, SimFileSystem, Hashable]] = []
+
+    def watch(operation: Operation, moment: Moment) -> None:
+        when: When = "crash_before" if moment == "before" else "crash_after"
+        seen.append((operation.number, when, fs.survive_all(), scenario.promised()))
+
+    fs.watch(watch)
+    scenario.act(fs)
+    seen.append((len(fs.log), "ended", fs.survive_all(), scenario.promised()))
+    for number, when, state, promised in seen:
+        run.report.points += 1
+        point_seed = seed + number - (when == "crash_before")
+        point = _Point(number, when, 0, point_seed, images_per_point)
+        run.check_state(state, point, promised, tuple(fs.log))
+    return run.report
+
+
 def enumerate_errors(
     scenario: Scenario,
     *,
@@ -202,7 +240,10 @@ def enumerate_errors(
 
 
 def replay(scenario: Scenario, violation: Violation) -> SimFileSystem:
-    """The state of the disk at which ``violation`` was found, for a debugger to look at."""
+    """The state of the disk at which ``violation`` was found, for a debugger to look at.
+
+    For acts that issue the same operations every time, as those without threads do.
+    """
     v = violation
     base, _ = _rehearse(scenario)
     fs, _ = _disturb(scenario, base, _Point(v.operation, v.when, v.errno, v.seed, v.images))
@@ -227,9 +268,9 @@ class _Run:
         self.report.points += 1
         fs, _ = _disturb(self._scenario, self._base, point)
         if fs.crashed or point.when == "ended":
-            self._check_images(fs, point)
+            self.check_state(fs, point, self._scenario.promised(), tuple(fs.log))
         else:
-            self._note(point, fs, _PROCESS_KILL, "the operation was not reached this time")
+            self._note(point, fs.log, "the operation was not reached this time")
 
     def try_error(self, point: _Point) -> None:
         if self._enough():
@@ -237,55 +278,56 @@ class _Run:
         self.report.points += 1
         fs, error = _disturb(self._scenario, self._base, point)
         if len(fs.log) < point.operation:
-            self._note(point, fs, _PROCESS_KILL, "the operation was not reached this time")
+            self._note(point, fs.log, "the operation was not reached this time")
             return
         failed = fs.log[point.operation - 1]
         if error is not None and not isinstance(error, EverstepError):
-            self._note(point, fs, _PROCESS_KILL, f"{failed} failed, and out came {error!r}")
+            self._note(point, fs.log, f"{failed} failed, and out came {error!r}")
         unreported = error is None and not self._scenario.posted()
         if unreported and not self._scenario.tolerates(failed):
-            self._note(point, fs, _PROCESS_KILL, f"{failed} failed, and nobody was told")
-        self._check_images(fs, point)
-        try:
+            self._note(point, fs.log, f"{failed} failed, and nobody was told")
+        states = [(fs.survive_all(), self._scenario.promised())]
+        try:  # first, as the process that goes on must not find itself replaced by a check's
             self._scenario.go_on(fs)
         except Exception as later:
-            self._note(point, fs, _PROCESS_KILL, f"going on after the error: {_words(later)}")
+            self._note(point, fs.log, f"going on after the error: {_words(later)}")
         else:
-            self._check_images(fs, point)
+            states.append((fs.survive_all(), self._scenario.promised()))
+        for state, promised in states:
+            self.check_state(state, point, promised, tuple(fs.log))
 
-    def _check_images(self, fs: SimFileSystem, point: _Point) -> None:
+    def check_state(
+        self, fs: SimFileSystem, point: _Point, promised: Hashable, log: Sequence[Operation]
+    ) -> None:
+        """Checks everything that the next process may find after ``fs``."""
         for number, image in _images(fs, point.seed, point.images):
             self.report.images += 1
-            key = (image.fingerprint(), self._scenario.promised())
+            key = (image.fingerprint(), promised)
             if key in self._seen or self._enough():
                 continue
             self._seen.add(key)
             self.report.checked += 1
             origin = image.origin
             try:
-                self._scenario.check(image)
+                self._scenario.check(image, promised)
             except Exception as problem:
-                self._note(point, fs, number, _words(problem), origin)
+                self._note(point, log, _words(problem), number, origin)
 
     def _enough(self) -> bool:
         return len(self.report.violations) >= self._violations_max
 
     def _note(
-        self, point: _Point, fs: SimFileSystem, image: int, problem: str, origin: str = ""
+        self,
+        point: _Point,
+        log: Sequence[Operation],
+        problem: str,
+        image: int = _PROCESS_KILL,
+        origin: str = "",
     ) -> None:
-        tail = tuple(fs.log[max(0, point.operation - _LOG_TAIL) : point.operation])
+        tail = tuple(log[max(0, point.operation - _LOG_TAIL) : point.operation])
+        p = point
         self.report.violations.append(
-            Violation(
-                point.operation,
-                point.when,
-                point.errno,
-                point.seed,
-                point.images,
-                image,
-                problem,
-                origin,
-                tail,
-            )
+            Violation(p.operation, p.when, p.errno, p.seed, p.images, image, problem, origin, tail)
         )
 
 
@@ -298,7 +340,7 @@ def _rehearse(scenario: Scenario) -> tuple[SimFileSystem, tuple[Operation, ...]]
     scenario.act(fs)
     log = tuple(fs.log)
     assert log, "the act did nothing"
-    scenario.check(fs.survive_all())
+    scenario.check(fs.survive_all(), scenario.promised())
     return base, log
 
 

@@ -6,13 +6,15 @@ import errno
 import fnmatch
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal, NamedTuple
 
-__all__ = ["Fault", "Journal", "Operation", "SimulatedCrash", "os_error"]
+__all__ = ["Fault", "Journal", "Moment", "Operation", "SimulatedCrash", "os_error"]
+
+Moment = Literal["before", "after"]
 
 _READS = frozenset({"open", "read", "scan", "free_bytes"})
 _SYNCS = frozenset({"sync", "sync_dir"})
@@ -73,6 +75,7 @@ class Journal:
         read_only: every mutating operation raises EROFS.
         crashed: the process is dead; every operation raises :class:`SimulatedCrash`.
         lock: held during each operation.
+        watcher: called with the lock held, before and after each mutating operation.
     """
 
     def __init__(self, *, read_only: bool) -> None:
@@ -81,6 +84,7 @@ class Journal:
         self.read_only = read_only
         self.crashed = False
         self.lock = threading.RLock()
+        self.watcher: Callable[[Operation, Moment], None] | None = None
         self._faults: list[Fault] = []
 
     def inject(self, fault: Fault) -> None:
@@ -95,6 +99,7 @@ class Journal:
             self._check_alive()
             operation = Operation(len(self.writes) + 1, op, str(path), detail)
             self.writes.append(operation)
+            self._show(operation, "before")
             if self.read_only:
                 raise os_error(errno.EROFS, path)
             fault = self._fault(operation)
@@ -107,6 +112,7 @@ class Journal:
             try:
                 yield {"lie": "lie", "error": "part", "crash_partly": "part"}.get(action, "do")
             finally:
+                self._show(operation, "after")
                 if action.startswith("crash"):
                     self._crash(operation)
             if fault and action == "error":
@@ -124,6 +130,10 @@ class Journal:
             if fault and fault.action == "error":
                 raise os_error(fault.errno, path)
             yield
+
+    def _show(self, operation: Operation, moment: Moment) -> None:
+        if self.watcher is not None:
+            self.watcher(operation, moment)
 
     def _fault(self, operation: Operation) -> Fault | None:
         for fault in self._faults:

@@ -20,7 +20,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.testing.faults import Fault, Journal, Operation, SimulatedCrash, os_error
+from everstep.testing.faults import Fault, Journal, Moment, Operation, SimulatedCrash, os_error
 from everstep.testing.simdisk import (
     BLOCK_BYTES,
     SECTOR_BYTES,
@@ -175,6 +175,11 @@ class SimFileSystem:
     def inject(self, fault: Fault) -> None:
         """Lets ``fault`` happen."""
         self._journal.inject(fault)
+
+    def watch(self, watcher: Callable[[Operation, Moment], None]) -> None:
+        """Calls ``watcher`` before and after each mutating operation, in its thread; nobody
+        else gets at the file system meanwhile."""
+        self._journal.watcher = watcher
 
     def map(self, path: PurePath) -> MappedFile:
         """Maps a file, as a reader in some other process would: a live view of its bytes."""

@@ -18,6 +18,7 @@ from everstep.seams.filesystem import FileSystem
 __all__ = [
     "create_exclusive",
     "ensure_dir",
+    "ensure_dirs",
     "remove_if_there",
     "storage_errors",
     "temporary",
@@ -100,6 +101,18 @@ def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique
 def ensure_dir(filesystem: FileSystem, path: PurePath) -> None:
     """Makes a directory if it is not there, and its name durable either way."""
     with contextlib.suppress(FileExistsError):
+        filesystem.make_dir(path)
+    filesystem.sync_dir(path.parent)
+
+
+def ensure_dirs(filesystem: FileSystem, path: PurePath) -> None:
+    """Makes a directory and those above it that are not there, durably."""
+    try:
+        filesystem.make_dir(path)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        ensure_dirs(filesystem, path.parent)
         filesystem.make_dir(path)
     filesystem.sync_dir(path.parent)
 

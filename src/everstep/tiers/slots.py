@@ -26,23 +26,25 @@ class SlotStore:
 
     Args:
         directory: where they are parked; made when it is first needed.
-        count_max: files kept; more are deleted.
     """
 
-    def __init__(self, filesystem: FileSystem, directory: PurePath, *, count_max: int) -> None:
+    def __init__(self, filesystem: FileSystem, directory: PurePath) -> None:
         assert directory.name == SLOTS_DIR
         self._filesystem = filesystem
         self._directory = directory
-        self._count_max = count_max
+        self.count_max = 1  # files kept: as many as a base has
         self._next = 0
 
     def park(self, path: PurePath, size_bytes: int) -> None:
         """Takes a data file away from its base: parks it, or deletes it."""
-        if size_bytes < _WORTH_BYTES or len(self._parked()) >= self._count_max:
+        if size_bytes < _WORTH_BYTES:
             remove_if_there(self._filesystem, path)
             return
         ensure_dir(self._filesystem, self._directory)
-        taken = {slot.name for slot, _ in self._parked()}
+        parked = self._parked()
+        for slot, _ in parked[: max(0, len(parked) + 1 - self.count_max)]:
+            remove_if_there(self._filesystem, slot)  # the newest is the likeliest to fit
+        taken = {slot.name for slot, _ in parked}
         while f"slot-{self._next:05d}" in taken:
             self._next += 1
         self._filesystem.rename(path, self._directory / f"slot-{self._next:05d}")

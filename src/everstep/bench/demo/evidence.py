@@ -40,7 +40,7 @@ class Survey:
     def describe(self) -> str:
         """What of an unfinished base is there, in few words."""
         if self.unfinished is None:
-            return "no unfinished base"
+            return "nothing unfinished"
         kinds = ["no manifest"]
         if marker_name(0) in self.files:
             kinds.insert(0, "marker")

@@ -109,7 +109,7 @@ def present(report: DemoReport, console: Console | None = None) -> None:
         console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     console.print(_table(report))
     console.print(
-        "back: from the kill to the end of resume(), with the start of Python and torch",
+        "back in: from the kill to the end of resume(), with the start of Python and torch",
         highlight=False,
     )
     for number, row in enumerate(report.kills, 1):
@@ -181,21 +181,21 @@ def as_json(report: DemoReport) -> dict[str, Any]:
 
 
 def _table(report: DemoReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("killed with SIGKILL\nat", min_width=20)
-    table.add_column("left of a base\non disk")
+    table = Table(box=box.HORIZONTALS, padding=(0, 1, 0, 0))
+    table.add_column("killed with\nSIGKILL at", no_wrap=True)
+    table.add_column("left of a\nbase there")
     for heading in (
-        "reached\nstep",
-        "recovered\nstep",
+        "died at\nstep",
+        "back at\nstep",
         "lost\nsteps",
-        "resume\ns",
-        "back\nafter s",
+        "resume\nin s",
+        "back\nin s",
     ):
         table.add_column(heading, justify="right")
     for row in report.kills:
         table.add_row(
             row.kill.describe().replace(", ", "\n"),
-            row.left.describe(),
+            row.left.describe().replace(", ", "\n"),
             str(row.reached),
             str(row.recovered),
             str(row.lost),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import signal
@@ -106,6 +107,8 @@ class _Run:
             reason = left.contradicts(kill)
             if reason is not None:
                 raise DemoError(f"{victim.name} died elsewhere than planned: {reason}")
+            if kill.is_failpoint and left.unfinished is not None:
+                kill = dataclasses.replace(kill, step=left.unfinished)
             self._display.event(f"killed: {kill.describe()}; left on disk: {left.describe()}")
             following = self._plan.kills[number] if number < len(self._plan.kills) else None
             starts.append(self._start_victim(number + 1, following, recoverable=left.complete))
@@ -205,7 +208,8 @@ class _Run:
         failpoints = ""
         if kill is not None and kill.is_failpoint:
             # The process will go on from the step ``recoverable``; count its saves from there.
-            hit = (kill.step - recoverable) // self._plan.every
+            # On a busy machine a kill can come so late that the next one has to move, too.
+            hit = max(1, (kill.step - recoverable) // self._plan.every)
             failpoints = f"{kill.where}=kill:{hit}"
         return self._start("killed", every=self._plan.every, failpoints=failpoints, number=number)
 

@@ -1,0 +1,119 @@
+"""What all tests share: one thread, fixed seeds, a clean machine before and after."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from tests.leftovers import MARK, SHARED_MEMORY, processes_left, shared_memory_names
+
+# Before torch is imported, and inherited by every child process of a test.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ.pop("EVERSTEP_FAILPOINTS", None)
+RUN_ID = os.environ[MARK] = secrets.token_hex(8)
+
+import random  # noqa: E402
+import shutil  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from everstep.bench.workloads.gpt import GPTConfig  # noqa: E402
+from everstep.bench.workloads.training import (  # noqa: E402
+    Training,
+    TrainingConfig,
+    training_of,
+)
+from everstep.seams import failpoints  # noqa: E402
+
+SEED = 20240229
+
+# The same examples in every run. EVERSTEP_HYPOTHESIS=explore draws new ones each time;
+# what fails is then printed with the line that reproduces it.
+settings.register_profile(
+    "same",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "explore", settings.get_profile("same"), derandomize=False, max_examples=1000
+)
+PROFILE = os.environ.get("EVERSTEP_HYPOTHESIS", "same")
+settings.load_profile(PROFILE)
+
+
+def pytest_report_header() -> str:
+    return f"everstep: seed {SEED}, hypothesis profile {PROFILE}, torch {torch.__version__}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fails the run if it leaves a process, or a name under /dev/shm."""
+    before = shared_memory_names(RUN_ID)
+    yield
+    processes = processes_left(RUN_ID, timeout_s=10.0)
+    names = shared_memory_names(RUN_ID) - before
+    assert not processes, f"the test run left processes: {processes}"
+    assert not names, f"the test run left names under {SHARED_MEMORY}: {sorted(names)}"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same state of all generators."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    """No failpoint stays armed after a test."""
+    yield
+    failpoints.disarm_all()
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Where a run can be made; it does not exist yet."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def tmpfs_folder() -> Iterator[Path]:
+    """An empty folder in memory, on a file system that may refuse O_DIRECT."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        pytest.skip(f"no {SHARED_MEMORY} to write to")
+    folder = Path(tempfile.mkdtemp(prefix=f"everstep-test-{RUN_ID}-", dir=SHARED_MEMORY))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def make_training() -> Callable[[int], Training]:
+    """Builds a small GPT with AdamW, schedule and loader, two steps into its training.
+
+    The result is a function of the seed alone; all generators are seeded with it. The head
+    shares the embedding's tensor, and dropout draws from torch's generator at each step.
+    """
+
+    def build(seed: int) -> Training:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        model = GPTConfig(layers=1, width=32, heads=2, context=16)
+        config = TrainingConfig(steps=50, batch=2, seed=seed, warmup_steps=4)
+        training = training_of(model, config, text=bytes(range(32, 127)) * 16)
+        training.step()
+        training.step()
+        return training
+
+    return build
