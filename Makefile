@@ -14,8 +14,8 @@ PY := $(VENV)/bin/python
 # times: switching branches costs nothing, and a moved checkout is noticed.
 KEY := $(shell { pwd; echo "$(PYTHON) $(TORCH)"; cat pyproject.toml scripts/setup.sh; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.ready-$(KEY)
-# A stamp without a working interpreter (Python was removed or updated) counts for nothing.
-ifeq ($(wildcard $(PY)),)
+# A stamp without an interpreter (the system's Python was replaced) counts for nothing.
+ifneq ($(shell test -x "$(PY)" && echo yes),yes)
 .PHONY: $(STAMP)
 endif
 

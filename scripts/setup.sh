@@ -9,6 +9,7 @@ set -eu
 
 python=$1 venv=$2 stamp=$3
 shift 3
+if [ -t 1 ]; then quiet=; else quiet=--quiet; fi # a progress bar for whoever watches
 
 fail() {
     echo "setup: $1" >&2
@@ -19,17 +20,21 @@ fail() {
 install() {
     what=$1
     shift
-    rm -f "$venv/pip.log"
-    "$venv/bin/python" -m pip --disable-pip-version-check --log "$venv/pip.log" install "$@" &&
+    log=$venv/pip.log
+    rm -f "$log"
+    # shellcheck disable=SC2086
+    if "$venv/bin/python" -m pip --disable-pip-version-check --log "$log" install $quiet "$@"; then
+        rm -f "$log"
         return
+    fi
+    if grep -q 'No space left on device' "$log"; then
+        fail "the disk is full: free some space (a CUDA build of torch takes 5 GB) and run make again"
+    fi
     if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError' \
-        "$venv/pip.log"; then
+        "$log"; then
         fail "no network: pip cannot reach its package index to install $what; connect, or point pip at a mirror (PIP_INDEX_URL) or a folder of wheels (PIP_FIND_LINKS), and run make again"
     fi
-    if grep -q 'No space left on device' "$venv/pip.log"; then
-        fail "the disk is full: free some space (torch needs up to 6 GB) and run make again"
-    fi
-    fail "pip could not install $what; the reason is above, details in $venv/pip.log"
+    fail "pip could not install $what; the reason is above, details in $log"
 }
 
 version_of() {
@@ -60,9 +65,9 @@ if [ "$has" != "$found" ]; then
         fail "$venv could not be made: is there space, and may this directory be written?"
 fi
 
-echo "setup: installing $*"
+echo "setup: installing $* (this can take minutes)"
 install "$*" "$@"
-torch=$(version_of torch) || fail "'$*' did not install torch; see TORCH in the Makefile"
+torch=$(version_of torch 2>/dev/null) || fail "'$*' did not install torch; see TORCH in the Makefile"
 echo "setup: installing everstep and its development tools"
 install "everstep and its development tools" --editable ".[dev]"
 [ "$(version_of torch)" = "$torch" ] ||

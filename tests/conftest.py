@@ -97,7 +97,7 @@ def tmpfs_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_training() -> Callable[[int], Training]:
     """Builds a small GPT with AdamW, schedule and loader, two steps into its training.
 

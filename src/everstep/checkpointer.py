@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
+import logging
 import os
+import re
 import sys
 import uuid
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -22,9 +25,11 @@ from everstep.arena.buffers import PAGE_BYTES
 from everstep.capture.base import Body, LiveBody, stage
 from everstep.capture.lane import HostLane
 from everstep.errors import (
+    DeadlineError,
     EverstepError,
     OptionError,
     OutOfSpaceError,
+    RecoveryError,
     StateError,
     UnavailableError,
 )
@@ -36,7 +41,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
 from everstep.keeper.persist import BasePlan, plan_base
 from everstep.keeper.save import Save
-from everstep.options import Budget, FailurePolicy, Method, Options, validate_options
+from everstep.options import Budget, FailurePolicy, Method, Options, nearest, validate_options
 from everstep.recover.report import Recovery
 from everstep.recover.resume import open_timeline, resume
 from everstep.recover.scan import Inventory, scan_run
@@ -46,6 +51,9 @@ from everstep.state.image import State
 from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
 
 __all__ = ["Checkpointer", "Stats"]
+
+_log = logging.getLogger("everstep")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two
 
 _live: weakref.WeakValueDictionary[PurePath, Checkpointer] = weakref.WeakValueDictionary()
 
@@ -81,20 +89,35 @@ class Stats:
 
 @dataclass(slots=True)
 class _Updates:
-    """Counts optimizer updates: the LSN. Hooks of a subclass may fire more than once a step."""
+    """Counts optimizer updates: the LSN.
+
+    A subclass that calls ``super().step()`` fires the hooks twice, one pair within the other;
+    a ``step()`` that raises fires the first and not the second. The outermost call that is
+    still on the stack tells the two apart.
+    """
 
     lsn: int = 0
+    outermost: FrameType | None = None
     depth: int = 0
     handles: list[Any] = field(default_factory=list)
 
     def before(self, *_: Any) -> None:
+        caller = sys._getframe(1)
+        if self.outermost is None or not _on_stack(self.outermost, caller):
+            self.outermost, self.depth = caller, 0
         self.depth += 1
 
     def after(self, *_: Any) -> None:
         self.depth -= 1
         if self.depth <= 0:
-            self.depth = 0
+            self.outermost, self.depth = None, 0
             self.lsn += 1
+
+
+def _on_stack(wanted: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Checkpointer:
@@ -120,6 +143,18 @@ class Checkpointer:
         UnsupportedStateError: listing all parts of the state that cannot be stored.
         StorageError: when the folder cannot be used.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Checkpointer:
+        """Refuses unknown options by name before Python does, which would not say what was meant."""
+        known = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in options:
+            if name not in known:
+                guess = nearest(name, known)
+                raise OptionError(
+                    f"Checkpointer has no option {name!r}; there are: {', '.join(known)}",
+                    hint=f"did you mean {guess!r}?" if guess else None,
+                )
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -162,6 +197,7 @@ class Checkpointer:
         self._exact = True
         self._step = 0
         self._damaged = False
+        self._touches = 0
         self._last_save: Save | None = None
         self._last_save_s = self._seams.clock.monotonic_s()
         self._saves = 0
@@ -199,7 +235,7 @@ class Checkpointer:
         if self._keeper is not None:
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
-        was_damaged, self._damaged = self._damaged, False
+        was_damaged, self._damaged, self._touches = self._damaged, False, 0
         try:
             resumed = resume(
                 self._seams,
@@ -214,8 +250,16 @@ class Checkpointer:
         except BaseException:
             self._damaged = self._damaged or was_damaged
             raise
-        self._damaged = was_damaged and resumed.loaded is None
         loaded = resumed.loaded
+        if self._damaged and loaded is not None and loaded.mismatches and self._touches > 1:
+            raise RecoveryError(
+                "a damaged base was read half-way into the live state, and the older one that "
+                f"was used instead leaves {len(loaded.mismatches)} part(s) of it out",
+                step=loaded.marker.step,
+                path=self._run,
+                hint="build the model and optimizer again, then resume",
+            )
+        self._damaged = was_damaged and loaded is None
         self._start_timeline(resumed.timeline, resumed.exact)
         assert self._keeper is not None
         if resumed.base is not None and loaded is not None:
@@ -248,12 +292,14 @@ class Checkpointer:
     def step(self) -> None:
         """The step is over; takes a base when one is due.
 
+        Call it where gradients are spent: gradients that are still being accumulated are not
+        part of the state, and a resume would lose them.
+
         Raises:
             EverstepError: what failed in the background since the last call, by the policy.
         """
         self._ready()
         self._step += 1
-        self._updates.depth = 0  # an update that raised has left it behind
         self._lsn_at_mark = self._updates.lsn
         since_s = self._seams.clock.monotonic_s() - self._last_save_s
         if self._options.every.due(self._step, since_s):
@@ -298,10 +344,22 @@ class Checkpointer:
         """
         if not self._open or os.getpid() != self._pid:
             return
+        failed: list[EverstepError] = []
         try:
-            self.wait()
+            while True:  # one failed base is no reason to abandon those behind it
+                try:
+                    self.wait()
+                    break
+                except EverstepError as error:
+                    failed.append(error)
+                    if isinstance(error, DeadlineError):
+                        break
         finally:
             self._release()
+        for other in failed[1:]:
+            _log.error("another background task failed: %s", other)
+        if failed:
+            raise failed[0]
 
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
@@ -477,6 +535,7 @@ class Checkpointer:
 
     def _touch(self) -> None:
         self._damaged = True  # until everything is restored
+        self._touches += 1
 
     def _prepare_folder(self) -> Inventory:
         """Makes the folder a run, and finds out now whether it can be written."""
@@ -550,6 +609,12 @@ class Checkpointer:
                 path=getattr(self, "_run", None),
                 hint="a second Checkpointer on the same run closes the first",
             )
+        if os.getpid() != self._pid:
+            raise StateError(
+                "this Checkpointer belongs to the process that this one was forked from",
+                path=self._run,
+                hint="make a Checkpointer (on a run folder of its own) in this process",
+            )
 
     def _stop_keeper(self) -> None:
         if self._at_exit is not None:
@@ -578,10 +643,14 @@ def _failed(save: Save) -> bool:
 def _finish_at_exit(keeper: LocalKeeper, pid: int, shown: Any) -> None:
     if os.getpid() != pid:
         return  # a forked child owns nothing here
-    try:
-        keeper.wait(None)
-    except EverstepError as error:
-        print(f"everstep: a base was lost at exit: {error}", file=shown)
+    while True:
+        try:
+            keeper.wait(None)
+            break
+        except EverstepError as error:
+            print(f"everstep: a base was lost at exit: {error}", file=shown)
+            if isinstance(error, DeadlineError):
+                break
     keeper.close()
 
 
@@ -602,7 +671,7 @@ def _run_path(path: str | os.PathLike[str]) -> PurePath:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise OptionError(f"{path!r} is no path of a run folder")
-    if "://" in text:
+    if _URL.match(text):
         raise OptionError(
             f"{text}: object stores are not in this version", hint="a directory, for now"
         )

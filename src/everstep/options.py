@@ -29,6 +29,7 @@ __all__ = [
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TIMEOUT_S_MAX = 365 * 86400.0
 _T = TypeVar("_T")
 
 
@@ -187,8 +188,12 @@ def validate_options(
         _one_of("on_failure", on_failure, ("raise", "warn"))
     if not isinstance(budget, (Budget, type(None))):
         raise OptionError(f"budget must be an everstep.Budget, not {budget!r}")
-    if not progress_timeout_s > 0:
-        raise OptionError(f"progress_timeout_s={progress_timeout_s!r} must be positive")
+    seconds = isinstance(progress_timeout_s, (int, float)) and progress_timeout_s
+    if not 0 < seconds <= _TIMEOUT_S_MAX:
+        raise OptionError(
+            f"progress_timeout_s={progress_timeout_s!r} must be a number of seconds, at most "
+            f"{_TIMEOUT_S_MAX:g}"
+        )
     return Options(
         method, name, Every.parse(every), keep, budget or Budget(), on_failure, progress_timeout_s
     )

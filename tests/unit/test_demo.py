@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer import Typer
 from typer.testing import CliRunner
 
 import everstep
@@ -39,7 +38,7 @@ from everstep.bench.demo.verdict import (
     read_base,
 )
 from everstep.bench.workloads import Training
-from everstep.cli import demo as verb
+from everstep.cli import app
 from everstep.errors import FormatError, OptionError, RecoveryError
 from everstep.state.objects import encode
 
@@ -439,7 +438,7 @@ say("resumed", step=start, base_step=start, replayed=0, exact=True, evidence="x"
 timeline = len(list(run.glob("timeline-*"))) + 1
 for step in range(start + 1, steps + 1):
     say("step", step=step, loss=float(step).hex())
-    if killed and not name and start == 0 and step == 43 and what != "outruns":
+    if killed and not name and timeline == 1 and step == 43 and what != "outruns":
         signal.pause()  # until the supervisor has sent its kill
     if not every or step % every:
         continue
@@ -466,6 +465,7 @@ say("finished", step=steps, fingerprint={})
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """The command of a scripted child that deviates as told."""
+    monkeypatch.setattr(supervisor, "_SILENCE_S", 20.0)
     script = tmp_path / "scripted.py"
     script.write_text(SCRIPTED)
 
@@ -703,10 +703,10 @@ class TestEndToEnd:
             plan = dataclasses.replace(plan, kills=plan.kills[:1])  # one resume is enough
             return run_demo(plan, display, folder=folder, child_command=command)
 
-        monkeypatch.setattr(verb, "run_demo", sabotaged)
-        app = Typer()
-        app.command()(verb.demo)
-        done = CliRunner().invoke(app, ["--quick", "--seed", "11", "--run", str(kept), "--json"])
+        monkeypatch.setattr(supervisor, "run_demo", sabotaged)
+        done = CliRunner().invoke(
+            app, ["demo", "--quick", "--seed", "11", "--run", str(kept), "--json"]
+        )
         assert done.exit_code == 1, done.output
         report = json.loads(done.stdout)
         assert report["identical"] is False
@@ -729,9 +729,7 @@ class TestCommandLine:
     )
     def test_usage(self, tmp_path: Path, arguments: list[str], status: int, words: str) -> None:
         (tmp_path / "something").touch()
-        app = Typer()
-        app.command()(verb.demo)
         filled = [argument.format(full=tmp_path) for argument in arguments]
-        done = CliRunner().invoke(app, filled)
+        done = CliRunner().invoke(app, ["demo", *filled])
         assert done.exit_code == status
         assert words in done.output

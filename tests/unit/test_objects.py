@@ -379,14 +379,16 @@ HOSTILE: dict[str, bytes] = {
     "array of an alias": tagged("numpy.ndarray", "float64", bytes(8), 1),
     "array of immense strings": tagged("numpy.ndarray", "<U500000000", b"", 0),
     "array of a strange unit": tagged("numpy.ndarray", "<M8[0s]", bytes(8), 1),
+    "array of a unit written otherwise": tagged("numpy.ndarray", "<M8[1s]", bytes(8), 1),
     "array too short": tagged("numpy.ndarray", "<f8", bytes(8), 2),
     "array too long": tagged("numpy.ndarray", "<f8", bytes(16)),
     "array of immense shape": tagged("numpy.ndarray", "<f8", b"", 2**63, 2**63),
     "empty array of immense shape": tagged("numpy.ndarray", "<f8", b"", 2**63, 0),
     "array of negative shape": tagged("numpy.ndarray", "<f8", bytes(8), -1, -1),
+    "empty array of negative shape": tagged("numpy.ndarray", "<f8", b"", -1, 0),
     "array of true shape": tagged("numpy.ndarray", "<f8", bytes(8), True),
     "array of 100000 dimensions": tagged("numpy.ndarray", "|i1", b"a", *[1] * 100_000),
-    "array of immense dimensions": tagged("numpy.ndarray", "|i1", b"a", *[2**63] * 100_000),
+    "array of 100000 immense dimensions": tagged("numpy.ndarray", "|i1", b"a", *[2**63] * 100_000),
     "bool of 2": tagged("numpy.ndarray", "|b1", b"\2", 1),
     "character beyond Unicode": tagged("numpy.ndarray", "<U1", b"\0\0\x11\0", 1),
     "scalar with a shape": tagged("numpy.generic", "<f8", bytes(8), 1),
@@ -426,11 +428,13 @@ def test_hostile_bytes_are_refused_without_allocating_what_they_claim(name: str)
     data = HOSTILE[name]
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError):
+        with pytest.raises(FormatError) as caught:
             decode(data)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    assert not isinstance(caught.value.__cause__, RecursionError), "a limit must come first"
+    assert "more dimensions" in str(caught.value) or "100000" not in name
     assert peak_bytes < 200_000 + 40 * len(data)
 
 

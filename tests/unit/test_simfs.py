@@ -371,9 +371,9 @@ class TestFaults:
     def test_crash_before_and_after_every_kind_of_operation(self) -> None:
         fs = SimFileSystem()
         put(fs, A, b"x", durable=True)
-        for action, names in (("crash_before", ["a"]), ("crash_after", ["b"])):
+        for fault, names in ((Fault("crash_before"), ["a"]), (Fault("crash_after"), ["b"])):
             other = fs.clone()
-            other.inject(Fault(action, at=1))
+            other.inject(fault)
             with pytest.raises(SimulatedCrash):
                 other.rename(A, B)
             assert [entry.name for entry in other.survive_all().scan(ROOT)] == names
@@ -577,7 +577,7 @@ def run_with_model(steps: list[Any]) -> tuple[SimFileSystem, Model]:
     return fs, model
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(STEPS, st.integers(0, 1000))
 def test_crash_images_are_what_the_plain_model_allows(steps: list[Any], seed: int) -> None:
     fs, model = run_with_model(steps)
@@ -606,7 +606,7 @@ def test_crash_images_are_what_the_plain_model_allows(steps: list[Any], seed: in
         ), image.origin
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(STEPS)
 def test_every_subset_of_names_turns_up(steps: list[Any]) -> None:
     fs, model = run_with_model(steps[:5])
@@ -731,7 +731,7 @@ def test_every_refusal_is_that_of_linux(real_folder: Path, text: str) -> None:
     assert perform(fs, PurePath("/run"), calls) == perform(PosixFileSystem(), folder, calls)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(calls=CALLS)
 def test_a_program_sees_the_same_as_on_linux(real_folder: Path, calls: list[Any]) -> None:
     folder = real_folder / f"run-{len(os.listdir(real_folder))}"  # nothing here is removed

@@ -25,18 +25,23 @@ _MADV_POPULATE_WRITE = 23
 class Block:
     """Page-aligned host memory.
 
+    Args:
+        touch: take all pages now, not when they are first written to.
+
     Attributes:
         view: the memory as bytes.
         tensor: the same memory as a flat ``uint8`` tensor.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, touch: bool = True) -> None:
         self.size_bytes = -(-max(1, size_bytes) // PAGE_BYTES) * PAGE_BYTES
         memory = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, ValueError):
-            memory.madvise(_MADV_HUGEPAGE)
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if not touch:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            memory.madvise(_MADV_HUGEPAGE)
         try:
             memory.madvise(_MADV_POPULATE_WRITE)
         except (OSError, ValueError):  # older kernels: touch by writing

@@ -94,7 +94,7 @@ def header_room_bytes(
     end = placed[-1].end if placed else 0
     widest = 10 ** len(str(_SIZE_MAX)) - 1  # an object may have any size: reserve all digits
     unknown = [
-        Placed(Entry.whole(name, "U8", (widest,)), end + widest, end + 2 * widest)
+        Placed(Entry.whole(name, "U8", (widest,), lsn=identity.lsn), end + widest, end + 2 * widest)
         for name in object_names
     ]
     guess = [*placed, *unknown]
@@ -112,8 +112,8 @@ def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
             overlaps, sizes that do not multiply out, ranges outside of the file.
     """
     try:
-        fields = json.loads(data[LENGTH_BYTES:])
-        metadata = json.loads(fields.pop("__metadata__")[METADATA_KEY])
+        fields = _load(str(data[LENGTH_BYTES:], "utf-8"))
+        metadata = _load(fields.pop("__metadata__")[METADATA_KEY])
         return _decode(fields, metadata, len(data), file_bytes, path)
     except NewerFormatError:
         raise
@@ -173,6 +173,17 @@ def _describe(entry: Entry, hex_: str) -> dict[str, Any]:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+
+
+def _load(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_twins)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key that is there twice means one thing to us and another to other readers."""
+    found = dict(pairs)
+    _require(len(found) == len(pairs), "a key is there twice")
+    return found
 
 
 def _decode(

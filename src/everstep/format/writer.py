@@ -49,7 +49,7 @@ class ChunkRing:
         """A free chunk; chunks are made when they are first needed."""
         if self._left and self._free.empty():
             self._left -= 1
-            return Block(CHUNK_BYTES)
+            return Block(CHUNK_BYTES, touch=False)
         try:
             return self._free.get(timeout=timeout_s)
         except queue.Empty:
@@ -111,7 +111,11 @@ def write_shard(
                 for piece in pieces(chunk.numpy().data):
                     digester.update(piece)
             else:
-                body.fill(begin, chunk, digester.update)
+                try:
+                    body.fill(begin, chunk, digester.update)
+                except BaseException:
+                    ring.give(block)
+                    raise
             data = _padded(chunk)
             transfers.append(
                 ring.threads.submit(_write, file, data, room_bytes + begin, block, ring)
@@ -158,7 +162,7 @@ def _write(
 
 
 def _write_header(file: WriteFile, header: bytes) -> None:
-    aligned = Block(len(header))  # so that it, too, goes past the page cache
+    aligned = Block(len(header), touch=False)  # so that it, too, goes past the page cache
     aligned.view[: len(header)] = header
     file.write(aligned.view[: len(header)], 0)
 

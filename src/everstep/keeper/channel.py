@@ -66,6 +66,14 @@ class BackgroundChannel:
             if work in self._under_way:
                 self._under_way.remove(work)
 
+    def hung(self) -> bool:
+        """Whether any work is overdue, reported or not."""
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            return any(
+                now_s - work.last_progress_s > self._progress_timeout_s for work in self._under_way
+            )
+
     def post(self, error: EverstepError) -> None:
         """Reports an error from any thread; the training thread hears of it at its next call."""
         with self._lock:

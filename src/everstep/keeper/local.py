@@ -162,6 +162,11 @@ class LocalKeeper:
                     bar.advance(self._written.count - seen)
                     seen = self._written.count
                 self._channel.check()
+                if self._channel.hung():  # reported already; waiting on would be for ever
+                    raise DeadlineError(
+                        f"{len(self._waiting)} base(s) are not durable: the storage hangs",
+                        hint="look at the disk or the network file system (dmesg, df, iostat)",
+                    )
                 waited_s = self._clock.monotonic_s() - start_s
                 if timeout_s is not None and waited_s > timeout_s:
                     raise DeadlineError(
@@ -176,6 +181,8 @@ class LocalKeeper:
         if thread is not None:
             self._jobs.put(None)
             thread.join(timeout=_LOOK_AGAIN_S if self._waiting else None)
+            if thread.is_alive():
+                return  # the storage hangs: not one more call to it
         with contextlib.suppress(OSError):  # nobody will overwrite them now
             self._slots.clear()
 

@@ -31,7 +31,7 @@ from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing, write_shard
-from everstep.recover.scan import newest_timeline
+from everstep.recover.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink
@@ -94,7 +94,7 @@ def plan_base(image: StateImage, identity: ShardIdentity) -> BasePlan:
         aliases = {other: name for other, name in image.aliases.items() if name in names}
         objects = image.objects if last else {}
         room_bytes = header_room_bytes(identity, layout.placed, list(objects), aliases)
-        placed = append_objects(layout, objects).placed
+        placed = append_objects(layout, objects, lsn=identity.lsn).placed
         shards.append(ShardPlan(shard_name(identity.rank, part), placed, aliases, room_bytes))
     tensors = dict(image.tensors)
     for name, data in image.objects.items():
@@ -136,6 +136,10 @@ class Persister:
         directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
         where = {"step": plan.identity.step, "rank": plan.identity.rank}
         with storage_errors("write the base", directory, **where):
+            if self._is_committed(plan):
+                # An attempt that failed after its commit: nothing may be written over it.
+                self._filesystem.sync_dir(directory)
+                return
             try:
                 action: Action | None = commit.start()
                 while action is not None:
@@ -145,6 +149,12 @@ class Persister:
             except BaseException:
                 self._clean_up(plan, directory)
                 raise
+
+    def _is_committed(self, plan: BasePlan) -> bool:
+        try:
+            return scan_base(self._filesystem, self._run, plan.base).status == "committed"
+        except FileNotFoundError:
+            return False
 
     def _perform(
         self,
@@ -180,6 +190,7 @@ class Persister:
     ) -> tuple[FileRecord, ...]:
         failpoint("save.before_write")
         self._slots.count_max = len(plan.shards)
+        self._slots.drop_unfit(shard.size_bytes for shard in plan.shards)
         filesystem = self._filesystem
         self._check_space(plan)
         ensure_dir(filesystem, directory.parent)

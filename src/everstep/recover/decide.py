@@ -26,10 +26,16 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Bases to try, best first, and what was passed over without being read."""
+    """Bases to try, best first, and what was passed over without being read.
+
+    Attributes:
+        damaged: of ``skipped``, those that may have been good: with nothing else to try,
+            starting afresh would throw them away unnoticed.
+    """
 
     ordered: tuple[BaseFound, ...]
     skipped: tuple[Skipped, ...]
+    damaged: tuple[Skipped, ...] = ()
 
 
 def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
@@ -43,12 +49,15 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
     """
     usable: dict[BaseId, BaseFound] = {}
     skipped: list[Skipped] = []
+    damaged: list[Skipped] = []
     for base in inventory.bases:
         if base.status in ("committed", "complete"):
             usable[base.id] = base
         else:
             reason = "it is being deleted" if base.status == "condemned" else base.problem
             skipped.append(Skipped(base.id.timeline, base.id.step, reason or "incomplete"))
+            if base.status == "damaged":
+                damaged.append(skipped[-1])
     here, elsewhere = split_by_history(usable, inventory.branches)
     if step is None:
         chosen = here
@@ -65,7 +74,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
                 path=inventory.path,
                 hint="bases there are: " + (_listed(here + elsewhere) or "none"),
             )
-    return Candidates(tuple(usable[base] for base in chosen), tuple(skipped))
+    return Candidates(tuple(usable[base] for base in chosen), tuple(skipped), tuple(damaged))
 
 
 def _listed(bases: list[BaseId]) -> str:

@@ -27,15 +27,13 @@ from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.entries import Entry, byte_view, empty_like_entry
-from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, State
 from everstep.state.layout import Placed
 from everstep.state.objects import decode
 from everstep.state.providers import RestorePlan
 from everstep.state.tree import join, references
 
 __all__ = ["LoadedBase", "OpenBase", "load_base"]
-
-OBJECT_BYTES_MAX = 1 << 30
 
 
 @dataclass(slots=True)
@@ -162,6 +160,7 @@ def load_base(
         missing = [name for name in references(tree) if name not in entries]
         if missing:
             raise FormatError(f"entry {missing[0]!r} is referred to but not there")
+    _refuse_unused(opened, trees, entries)
     plans = state.plan_restore(trees, entries)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
     if mismatches and strict:
@@ -174,6 +173,7 @@ def load_base(
         )
     tensors, copies = _targets(plans, entries)
     targets = _by_entry(opened, tensors, copies)
+    shared = _sharing_memory(opened, tensors)
     on_touch()
     for file, record, header, path in opened.shards:
         scatter = _Scatter(header.placed, targets)
@@ -189,6 +189,10 @@ def load_base(
         )
     for source, live in copies:
         _write_into(live, source)
+    for name, expected in shared.items():
+        flat = byte_view(tensors[name].resolve_conj().resolve_neg().contiguous()).cpu()
+        if digest(flat.numpy().data) != expected:
+            raise _untied(name)
     notes: list[str] = []
     for section in state.restore_order():
         plan = plans[section]
@@ -205,6 +209,15 @@ def _check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None
     theirs = (marker.run, marker.timeline, marker.step, marker.lsn, marker.rank, marker.world)
     if (mine.run, mine.timeline, mine.step, mine.lsn, mine.rank, mine.world) != theirs:
         raise DamageError(f"{path}: it is a shard of another base than its marker says", path=path)
+    for place in header.placed:
+        entry = place.entry
+        whole = entry.placement == "whole" and entry.global_shape == entry.shape
+        if not whole or any(entry.global_offset) or entry.lsn != marker.lsn:
+            raise FormatError(
+                f"{path}: entry {entry.name!r} is sharded, or of another update than the base: "
+                "this version reads whole entries of one update only",
+                path=path,
+            )
 
 
 def _targets(
@@ -229,14 +242,28 @@ def _targets(
                     copies.append((empty_like_entry(entries[name]), live))
             else:
                 fresh.append(name)
-    claimed = sum(entries[name].size_bytes for name in fresh)
+    # Tensors that were one when they were saved become one again.
+    distinct = {entries[name].name: entries[name] for name in fresh}
+    claimed = sum(entry.size_bytes for entry in distinct.values())
     if claimed > memory_available_bytes():  # before any of it is taken
         raise FormatError(
             f"the checkpoint claims {claimed} bytes of state that is not here yet; this machine "
             f"has {memory_available_bytes()} bytes of memory left"
         )
-    tensors.update({name: empty_like_entry(entries[name]) for name in fresh})
+    made = {name: empty_like_entry(entry) for name, entry in distinct.items()}
+    tensors.update({name: made[entries[name].name] for name in fresh})
     return tensors, copies
+
+
+def _refuse_unused(
+    opened: OpenBase, trees: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> None:
+    """An entry that nothing refers to is none of ours; a hostile one could be of any size."""
+    used = {entries[name].name for tree in trees.values() for name in references(tree)}
+    for place in opened.placed():
+        name = place.entry.name
+        if name not in used and not name.startswith(OBJECT_PREFIX):
+            raise FormatError(f"entry {name!r} is there, but nothing refers to it")
 
 
 def _readable_in_place(tensor: torch.Tensor) -> bool:
@@ -250,29 +277,71 @@ def _by_entry(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, list[memoryview]]:
     """Memory to fill, by entry; an alias that is not tied here adds a second one."""
-    canonical: dict[str, str] = {}
-    digests: dict[str, str] = {}
-    for _, _, header, _ in opened.shards:
-        canonical.update(header.aliases)
-        digests.update(
-            {p.entry.name: d for p, d in zip(header.placed, header.digests, strict=True)}
-        )
+    canonical = _canonical(opened)
     staged = {id(live): source for source, live in copies}
     targets: dict[str, list[memoryview]] = {}
-    filled: dict[int, str] = {}
     for name, tensor in tensors.items():
-        entry = canonical.get(name, name)
         target = staged.get(id(tensor), tensor)
-        if tensor.numel():
-            other = filled.setdefault(tensor.data_ptr(), entry)
-            if other != entry and digests[other] != digests[entry]:
-                raise RecoveryError(
-                    f"{name!r} and {other!r} share their memory here, but different values are "
-                    "saved for them",
-                    hint="build the model with the same tied weights as when it was saved",
-                )
-        targets.setdefault(entry, []).append(byte_view(target).numpy().data)
+        targets.setdefault(canonical.get(name, name), []).append(byte_view(target).numpy().data)
     return targets
+
+
+def _canonical(opened: OpenBase) -> dict[str, str]:
+    """``other name -> entry`` of all shards."""
+    return {
+        other: name for _, _, header, _ in opened.shards for other, name in header.aliases.items()
+    }
+
+
+def _sharing_memory(opened: OpenBase, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """``name -> digest`` of tensors that overlap in memory here, but are different entries:
+    only what they hold in the end tells whether all of them got what was saved for them.
+
+    Raises:
+        RecoveryError: where two of them are the same memory and cannot both get their values.
+    """
+    canonical = _canonical(opened)
+    digests = {
+        place.entry.name: hex_
+        for _, _, header, _ in opened.shards
+        for place, hex_ in zip(header.placed, header.digests, strict=True)
+    }
+    spans = sorted(
+        (str(t.device), t.data_ptr(), t.data_ptr() + _extent_bytes(t), name)
+        for name, t in tensors.items()
+        if t.numel()
+    )
+    found: dict[str, str] = {}
+    cluster: list[str] = []
+    same: dict[tuple[Any, ...], str] = {}
+    on, reach = "", 0
+    for device, begin, end, name in [*spans, ("end", 0, 0, "")]:
+        if device != on or begin >= reach:
+            if len({canonical.get(other, other) for other in cluster}) > 1:
+                found.update({other: digests[canonical.get(other, other)] for other in cluster})
+            on, reach, cluster, same = device, end, [], {}
+        if not name:
+            break
+        cluster.append(name)
+        reach = max(reach, end)
+        tensor, mine = tensors[name], digests[canonical.get(name, name)]
+        if same.setdefault((begin, tensor.shape, tensor.stride(), tensor.dtype), mine) != mine:
+            raise _untied(name)
+    return found
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element, gaps included."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+
+
+def _untied(name: str) -> RecoveryError:
+    return RecoveryError(
+        f"{name!r} shares its memory with another tensor here, but different values are saved "
+        "for the two",
+        hint="build the model with the same tied weights and views as when it was saved",
+    )
 
 
 class _Scatter:

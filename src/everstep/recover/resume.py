@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -25,6 +26,10 @@ from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, wr
 __all__ = ["Resumed", "open_timeline", "resume"]
 
 _ATTEMPTS = 8
+
+
+class _VanishedError(Exception):
+    """The base was deleted while we read it: whoever deleted it has a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +75,16 @@ def resume(
         for _ in range(_ATTEMPTS):
             inventory = scan_run(seams.filesystem, run)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
-            found, loaded, skipped = (
-                (None, None, ())
-                if fresh
-                else _restore_newest(
-                    seams, inventory, state, ring, step, strict, timeout_s, on_touch
+            try:
+                found, loaded, skipped = (
+                    (None, None, ())
+                    if fresh
+                    else _restore_newest(
+                        seams, inventory, state, ring, step, strict, timeout_s, on_touch
+                    )
                 )
-            )
+            except _VanishedError:
+                continue
             exact = loaded is None or (
                 loaded.marker.exact and not loaded.mismatches and not loaded.notes
             )
@@ -108,6 +116,7 @@ def open_timeline(
     filesystem = seams.filesystem
     assert inventory.run is not None
     number = inventory.next_timeline
+    unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"  # containers share storage and numbers
     while True:
         record = TimelineRecord(
             run=inventory.run,
@@ -122,7 +131,7 @@ def open_timeline(
         directory = timeline_dir(run, number)
         ensure_dir(filesystem, directory)
         path = directory / TIMELINE_RECORD
-        if create_exclusive(filesystem, path, record.encode(), unique=str(os.getpid())):
+        if create_exclusive(filesystem, path, record.encode(), unique=unique):
             return number
         number += 1  # somebody else resumed at the same moment: the later one wins
 
@@ -148,6 +157,9 @@ def _restore_newest(
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
             continue
         except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            if gone and not _still_there(seams, inventory.path, base.id):
+                raise _VanishedError from error
             reason = f"{error.filename or base.path}: {error.strerror or error}"
             skipped.append(Skipped(base.id.timeline, base.id.step, reason))
             continue
@@ -155,10 +167,10 @@ def _restore_newest(
             assert base.manifest is not None
             write_durably(seams.filesystem, base.path / MANIFEST, base.manifest.encode())
         return base, loaded, tuple(skipped)
-    if chosen.ordered:
+    if chosen.ordered or chosen.damaged:
         reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
         raise RecoveryError(
-            f"none of {len(chosen.ordered)} base(s) can be used:\n{reasons}",
+            f"there are bases, but none can be used:\n{reasons}",
             path=inventory.path,
             hint="everstep verify names what is damaged; resume(step=0) starts from scratch",
         )

@@ -38,7 +38,7 @@ from everstep.seams.filesystem import DirEntry, FileSystem
 __all__ = ["BaseFound", "Inventory", "newest_timeline", "scan_base", "scan_run"]
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest)
-BaseStatus = Literal["committed", "complete", "incomplete", "condemned"]
+BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class BaseFound:
 
     Attributes:
         status: ``committed``: has its manifest. ``complete``: has not, but its markers yield
-            one, so it can be rolled forward. ``incomplete``: neither; it does not exist.
-            ``condemned``: being deleted.
+            one, so it can be rolled forward. ``damaged``: it has records, but they cannot be
+            read; it may have been good, so it is never swept away. ``incomplete``: it was
+            never finished; it does not exist. ``condemned``: being deleted.
         manifest: for ``committed`` and ``complete``.
         problem: damage to its records, in words.
         files: everything in the directory.
@@ -185,7 +186,9 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
         status = "complete"
         manifest = _from_markers(filesystem, path, names, base, problems)
     if manifest is None:
-        status = "incomplete"
+        # Records appear whole or not at all, so one that cannot be read is damage.
+        status = "damaged" if problems else "incomplete"
+        problems.append(_how_many_markers(names))
     problem = "; ".join(problems) or None
     return BaseFound(base, path, status, manifest, problem, files)
 
@@ -200,13 +203,10 @@ def _scan_timeline(
             inventory.problems.append((directory / TIMELINE_RECORD, "is of another timeline"))
             record = None
         inventory.timelines[number] = record
-    else:
-        inventory.abandoned.append(number)
-    if names.get(BASE_DIR) != "dir":
-        if BASE_DIR in names:
-            inventory.problems.append((directory / BASE_DIR, "is no directory: ignored"))
-        return
-    for entry in filesystem.scan(directory / BASE_DIR):
+    if names.get(BASE_DIR, "dir") != "dir":
+        inventory.problems.append((directory / BASE_DIR, "is no directory: ignored"))
+    found = filesystem.scan(directory / BASE_DIR) if names.get(BASE_DIR) == "dir" else []
+    for entry in found:
         step = parse_base(entry.name)
         if step is None:
             continue
@@ -214,6 +214,15 @@ def _scan_timeline(
             inventory.problems.append((directory / BASE_DIR / entry.name, f"is a {entry.kind}"))
             continue
         inventory.bases.append(scan_base(filesystem, inventory.path, BaseId(number, step)))
+    if TIMELINE_RECORD in names:
+        return
+    to_lose = ("committed", "complete", "damaged")
+    if any(base.id.timeline == number and base.status in to_lose for base in inventory.bases):
+        # It was opened once: losing its record must not lose its bases.
+        inventory.problems.append((directory / TIMELINE_RECORD, "it is missing"))
+        inventory.timelines[number] = None
+    else:
+        inventory.abandoned.append(number)
 
 
 def _from_markers(
@@ -229,15 +238,12 @@ def _from_markers(
             markers[rank] = marker
         elif marker is not None:
             problems.append(f"{name} is of another base or rank")
-    manifest = manifest_of(markers)
-    if manifest is None:
-        world = max((marker.world for marker in markers.values()), default=None)
-        problems.append(
-            "no manifest, and no marker"
-            if world is None
-            else f"no manifest, and {len(markers)} of {world} markers"
-        )
-    return manifest
+    return manifest_of(markers)
+
+
+def _how_many_markers(names: set[str]) -> str:
+    count = sum(parse_marker(name) is not None for name in names)
+    return f"no manifest that can be read, and {count or 'no'} marker{'' if count == 1 else 's'}"
 
 
 def _claims(marker: Marker) -> BaseId:

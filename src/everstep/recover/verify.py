@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.errors import DamageError, FormatError
-from everstep.format.reader import read_body
+from everstep.format.names import marker_name
+from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.writer import ChunkRing
 from everstep.recover.load import OpenBase
 from everstep.recover.scan import BaseFound
@@ -57,6 +58,12 @@ def verify_base(
         damages.append(Damage(path, entry, message))
 
     for marker in base.manifest.markers:
+        record_path = base.path / marker_name(marker.rank)
+        try:
+            if read_record_bytes(filesystem, record_path) != marker.encode():
+                raise DamageError(f"{record_path}: it is not the marker that the manifest lists")
+        except (DamageError, FormatError, OSError) as error:
+            note(str(record_path), error)
         try:
             opened = OpenBase.open(filesystem, base, marker.rank)
         except (DamageError, FormatError, OSError) as error:

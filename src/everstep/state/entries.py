@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parameter import is_lazy
 
 __all__ = [
     "DTYPE_BYTES",
@@ -121,6 +122,10 @@ _COMPLEX_AS_REAL = {torch.complex128: "F64"}  # no safetensors code: a last dime
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
     """The reason why ``tensor`` cannot be an entry, or None if it can."""
+    if is_lazy(tensor):
+        return "it is not initialised yet; run a batch through the module first"
+    if tensor.is_nested:
+        return "nested tensors are not supported; store .values() and .offsets()"
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"tensors of type {type(tensor).__name__} are not supported in this version"
     if tensor.layout != torch.strided:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.errors import OptionError, UnsupportedStateError
+from everstep.errors import OptionError, StateError, UnsupportedStateError
 from everstep.state.entries import Entry, stored_form, why_not_storable
 from everstep.state.objects import encode, unsupported_leaves
 from everstep.state.optimizers import OptimizerProvider
@@ -27,11 +27,14 @@ from everstep.state.providers import (
 from everstep.state.rng import collect_rng, restore_rng
 from everstep.state.tree import references, split
 
-__all__ = ["OBJECT_PREFIX", "RNG_SECTION", "State", "StateImage"]
+__all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State", "StateImage"]
 
 RESERVED = "everstep"
 OBJECT_PREFIX = f"{RESERVED}/objects/"
 """Entries under this prefix hold a section's objects, encoded (see :mod:`.objects`)."""
+
+OBJECT_BYTES_MAX = 1 << 30
+"""A section's objects, encoded; what is larger belongs into tensors."""
 
 RNG_SECTION = f"{RESERVED}/rng"
 
@@ -99,6 +102,12 @@ class State:
                 provider = PlainProvider(key, values)
             self.providers[key] = provider
         self.providers[RNG_SECTION] = _RngProvider()
+        self._values = values
+        self._objects = {
+            key: value
+            for key, value in values.items()
+            if not isinstance(self.providers[key], PlainProvider)
+        }
         self.image(lsn=0)  # refuses what cannot be stored, now rather than at the first save
 
     def image(self, *, lsn: int) -> StateImage:
@@ -110,6 +119,7 @@ class State:
         Raises:
             UnsupportedStateError: listing every leaf that cannot be stored.
         """
+        self._check_unchanged()
         named: dict[str, torch.Tensor] = {}
         trees = {
             section: split(provider.collect(), section, named)
@@ -119,11 +129,7 @@ class State:
         for section, tree in trees.items():
             problems += unsupported_leaves(tree, section)
         if problems:
-            listed = "\n".join(f"  {name}: {reason}" for name, reason in problems)
-            raise UnsupportedStateError(
-                f"{len(problems)} part(s) of the state cannot be stored:\n{listed}",
-                leaves=tuple(problems),
-            )
+            raise _unsupported(tuple(problems))
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[object, str] = {}
@@ -135,7 +141,25 @@ class State:
                 aliases[name] = first
         entries = tuple(stored_form(name, tensor, lsn) for name, tensor in tensors.items())
         objects = {OBJECT_PREFIX + section: encode(tree) for section, tree in trees.items()}
+        too_large = tuple(
+            (name.removeprefix(OBJECT_PREFIX), "objects of more than 1 GiB; use torch tensors")
+            for name, data in objects.items()
+            if len(data) > OBJECT_BYTES_MAX
+        )
+        if too_large:
+            raise _unsupported(too_large)
         return StateImage(tensors, entries, aliases, objects)
+
+    def _check_unchanged(self) -> None:
+        """The dict may get new plain values, but no other keys, and no other objects."""
+        known = set(self.providers) - {RNG_SECTION}
+        changed = sorted(known.symmetric_difference(self._values))
+        changed += [k for k, v in self._objects.items() if self._values.get(k) is not v]
+        if changed:
+            raise StateError(
+                f"the state dict has changed since the Checkpointer was made: {', '.join(changed)}",
+                hint="close it and make a new one for the new state",
+            )
 
     def restore_order(self) -> list[str]:
         """Sections in the order of restoring: modules, optimizers, the rest, RNG last, so that
@@ -180,6 +204,13 @@ class _RngProvider:
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         return restore_rng(tree)
+
+
+def _unsupported(leaves: tuple[tuple[str, str], ...]) -> UnsupportedStateError:
+    listed = "\n".join(f"  {name}: {reason}" for name, reason in leaves)
+    return UnsupportedStateError(
+        f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}", leaves=leaves
+    )
 
 
 def _identity(name: str, tensor: torch.Tensor) -> object:

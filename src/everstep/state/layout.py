@@ -60,11 +60,13 @@ def plan_shards(
     return tuple(_lay_out(group) for group in groups)
 
 
-def append_objects(layout: ShardLayout, objects: Mapping[str, bytes]) -> ShardLayout:
-    """The layout with one ``U8`` entry per object after the tensors."""
+def append_objects(
+    layout: ShardLayout, objects: Mapping[str, bytes], *, lsn: int = 0
+) -> ShardLayout:
+    """The layout with one ``U8`` entry per object, as of update ``lsn``, after the tensors."""
     placed, position = list(layout.placed), layout.size_bytes
     for name, data in objects.items():
-        entry = Entry.whole(name, "U8", (len(data),))
+        entry = Entry.whole(name, "U8", (len(data),), lsn=lsn)
         placed.append(Placed(entry, position, position + len(data)))
         position += len(data)
     return ShardLayout(tuple(placed))

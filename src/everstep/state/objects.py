@@ -239,11 +239,11 @@ def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
     name, data, *shape = _take(parts, str, bytes, *[int] * (len(parts) - 2))
     dtype = np.dtype(name) if _NUMPY_DTYPE.fullmatch(name) else None
     if dtype is None or dtype.str != name or len(shape) > _NDIM_MAX:
-        raise ValueError("not a dtype that is stored")
+        raise ValueError("not a dtype, or more dimensions than arrays have")
     size_bytes = dtype.itemsize
     for length in shape:
         size_bytes *= length
-    if size_bytes != len(data) or min(shape, default=0) < 0:
+    if size_bytes != len(data):
         raise ValueError("an array has another length than its shape and dtype say")
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data).copy()
     if reason := _why_not_array(array):

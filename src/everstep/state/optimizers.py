@@ -6,7 +6,8 @@ it holds and a changed parameter list is noticed instead of being loaded crosswi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import UnsupportedStateError
 from everstep.state.objects import join_path
-from everstep.state.providers import RestorePlan, Saved, describe, difference
+from everstep.state.providers import RestorePlan, Saved, difference
 
 __all__ = ["OptimizerProvider"]
 
@@ -64,8 +65,11 @@ class OptimizerProvider:
         return {**state_dict, "state": state, "param_groups": groups}
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        saved_groups = _named_groups(saved.tree)
+        if saved_groups is None:
+            problem = "no optimizer in the checkpoint, one in the state"
+            return RestorePlan(tree=None, mismatches=[(self.section, problem)])
         plan = RestorePlan(tree=dict(saved.tree))
-        saved_groups = [group["params"] for group in saved.tree["param_groups"]]
         live_groups = [group["params"] for group in self.collect()["param_groups"]]
         if len(saved_groups) != len(live_groups):
             plan.mismatches.append(
@@ -82,7 +86,6 @@ class OptimizerProvider:
             tensor = live.get(name)
             if tensor is not None and difference(entry, tensor) is None:
                 plan.in_place[name] = tensor
-        self._check_state_sizes(saved, plan)
         return plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
@@ -103,16 +106,11 @@ class OptimizerProvider:
 
     def _undo_casts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
         """``load_state_dict`` casts state to the parameter's dtype, which loses bits (fp32
-        moments of bf16 parameters): puts the loaded bits back."""
+        moments of bf16 parameters), and takes texts apart: puts back what was loaded."""
         held = self._optimizer.state[parameter]
         for name, value in values.items():
-            got = held.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(got, torch.Tensor)
-                and got.dtype != value.dtype
-            ):
-                held[name] = value.to(got.device)
+            if name in held and isinstance(value, Iterable):  # a tensor is one, too
+                held[name] = _as_loaded(value, held[name], parameter.device)
 
     def _parameters(self) -> list[Named]:
         """``(name, shape)`` of all parameters in the order in which torch numbers them."""
@@ -120,7 +118,7 @@ class OptimizerProvider:
         found: list[Named] = []
         for number, group in enumerate(self._optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"group{number}.{position}")
+                name = names.get(id(parameter), f"group{number}[{position}]")
                 found.append((name, tuple(parameter.shape)))
         return found
 
@@ -139,12 +137,33 @@ class OptimizerProvider:
                 problems.append(
                     (join_path(where, name), f"saved {list(shape)}, live {list(live[name])}")
                 )
+        if not problems and list(saved) != list(live):  # LBFGS has one state for all, in order
+            problems.append((where, f"saved in the order {list(saved)}, live {list(live)}"))
         return problems
 
-    def _check_state_sizes(self, saved: Saved, plan: RestorePlan) -> None:
-        """State that is to be created is of the order of the parameters; nothing else bounds
-        what a hostile file could make this process allocate."""
-        limit = 64 + 2 * sum(torch.Size(shape).numel() for _, shape in self._parameters())
-        for name, entry in saved.entries.items():
-            if name not in plan.in_place and torch.Size(entry.shape).numel() > limit:
-                plan.mismatches.append((name, f"saved {describe(entry)}: larger than the model"))
+
+def _named_groups(tree: Any) -> list[list[Named]] | None:
+    """Name and shape of each parameter in each group; None for what is no optimizer's tree."""
+    try:
+        groups = [
+            [(str(name), tuple(shape)) for name, shape in group["params"]]
+            for group in tree["param_groups"]
+        ]
+        return groups if isinstance(tree["state"], dict) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
+    """``value`` with its own dtypes, where ``got`` is what ``load_state_dict`` made of it."""
+    if isinstance(value, torch.Tensor):
+        on = got.device if isinstance(got, torch.Tensor) else device
+        same = isinstance(got, torch.Tensor) and got.dtype == value.dtype
+        return got if same else value.to(on)
+    if isinstance(value, (dict, OrderedDict)):
+        parts = got if isinstance(got, dict) else {}
+        return type(value)((k, _as_loaded(v, parts.get(k), device)) for k, v in value.items())
+    if type(value) in (list, tuple):
+        items = got if isinstance(got, (list, tuple)) and len(got) == len(value) else value
+        return type(value)(_as_loaded(v, g, device) for v, g in zip(value, items, strict=True))
+    return value

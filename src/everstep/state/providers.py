@@ -127,6 +127,9 @@ class ModuleProvider:
         plan = RestorePlan(tree={})
         mine = self.collect()
         memory = dict(self._memory())
+        if not isinstance(saved.tree, dict):
+            kind = "no module in the checkpoint, one in the state"
+            return RestorePlan(None, mismatches=[(self.section, kind)])
         for key in mine:
             if key not in saved.tree:
                 plan.mismatches.append((f"{self.section}/{key}", "not in the checkpoint"))
@@ -169,8 +172,12 @@ class ModuleProvider:
         memory = dict(self._memory())
         if any(not _same_memory(memory.get(key), value) for key, value in tree.items()):
             return True
+        if not _from_torch(self._module.load_state_dict):
+            return True
         return any(
-            module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+            module._load_state_dict_pre_hooks
+            or module._load_state_dict_post_hooks
+            or not _from_torch(module._load_from_state_dict)
             for module in self._module.modules()
         )
 
@@ -206,28 +213,28 @@ class PlainProvider:
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         value = self._state[self.section]
         plan = RestorePlan(saved.tree)
-        if isinstance(value, torch.Tensor) and isinstance(saved.tree, TensorRef):
-            problem = difference(saved.entries[saved.tree.name], value)
+        if isinstance(value, torch.Tensor):
+            problem: str | None = "no tensor in the checkpoint, one in the state"
+            if isinstance(saved.tree, TensorRef):
+                problem = difference(saved.entries[saved.tree.name], value)
             if problem:
-                plan.mismatches.append((self.section, problem))
-            else:
-                plan.in_place[saved.tree.name] = value.detach()
+                return RestorePlan(None, mismatches=[(self.section, problem)])
+            plan.in_place[saved.tree.name] = value.detach()
         return plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         """Containers keep their identity, so other references to them see the restored data."""
         value = self._state[self.section]
-        if isinstance(value, torch.Tensor) and isinstance(tree, torch.Tensor):
-            if value.shape == tree.shape:
-                return []  # was read in place
-        elif isinstance(value, dict) and isinstance(tree, dict):
+        if isinstance(value, torch.Tensor):
+            return []  # was read in place
+        if isinstance(value, dict) and isinstance(tree, dict):
             value.clear()
             value.update(tree)
             return []
-        elif isinstance(value, list) and isinstance(tree, list):
+        if isinstance(value, list) and isinstance(tree, list):
             value[:] = tree
             return []
-        elif isinstance(value, np.ndarray) and isinstance(tree, np.ndarray):
+        if isinstance(value, np.ndarray) and isinstance(tree, np.ndarray):
             same = (value.shape, value.dtype) == (tree.shape, tree.dtype)
             if same and value.flags.writeable:
                 value[...] = tree
@@ -246,6 +253,11 @@ def difference(entry: Entry, tensor: torch.Tensor) -> str | None:
     ):
         return None
     return f"saved {describe(entry)}, live {describe(live)}"
+
+
+def _from_torch(method: Any) -> bool:
+    """Whether it is torch's own; a user's override may do more than fill tensors."""
+    return str(getattr(method, "__module__", "")).startswith("torch.nn.")
 
 
 def _same_memory(owner: Any, tensor: Any) -> bool:

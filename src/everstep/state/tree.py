@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from everstep.errors import UnsupportedStateError
 from everstep.state.objects import MAX_DEPTH, TensorRef, join_path
@@ -29,7 +30,7 @@ def split(value: object, name: str, tensors: dict[str, torch.Tensor], _depth: in
         unique, number = name, 2
         while unique in tensors:  # keys 0 and "0" in one dict share a path
             unique, number = f"{name}~{number}", number + 1
-        tensors[unique] = value.detach()
+        tensors[unique] = value if is_lazy(value) else value.detach()
         return TensorRef(unique)
     if type(value) not in (dict, OrderedDict, list, tuple):
         return value

@@ -1,10 +1,41 @@
 """What our own tests use, shipped because users' tests need it too.
 
-``simfs``     a file system in memory with crashes, errors and lies (:class:`SimFileSystem`);
-              ``faults``, ``simdisk`` and ``simtree`` are its parts
+``simfs``       a file system in memory with crashes, errors and lies; ``faults``, ``simdisk``
+                and ``simtree`` are its parts
+``crashes``     crashes and errors at every operation of a scenario, enumerated
+``training``    scenarios of tiny trainings, of which every bit is known beforehand
+``invariants``  what holds on every disk that a crash may leave
 """
 
-from everstep.testing.faults import Fault, Operation, SimulatedCrash
+from everstep.testing.crashes import (
+    Report,
+    Scenario,
+    Violation,
+    enumerate_crashes,
+    enumerate_errors,
+    replay,
+    watch_crashes,
+)
+from everstep.testing.faults import Fault, Moment, Operation, SimulatedCrash
+from everstep.testing.invariants import assert_nothing_vouches_for_torn_bytes
 from everstep.testing.simfs import MappedFile, SimFileSystem
+from everstep.testing.training import TinyTraining, TrainingScenario
 
-__all__ = ["Fault", "MappedFile", "Operation", "SimFileSystem", "SimulatedCrash"]
+__all__ = [
+    "Fault",
+    "MappedFile",
+    "Moment",
+    "Operation",
+    "Report",
+    "Scenario",
+    "SimFileSystem",
+    "SimulatedCrash",
+    "TinyTraining",
+    "TrainingScenario",
+    "Violation",
+    "assert_nothing_vouches_for_torn_bytes",
+    "enumerate_crashes",
+    "enumerate_errors",
+    "replay",
+    "watch_crashes",
+]

@@ -113,6 +113,9 @@ class NameEffect:
     text: str
     changes: tuple[tuple[int, str, int | None], ...]
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(slots=True)
 class FileNode:

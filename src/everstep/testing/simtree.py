@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from pathlib import PurePath
 
@@ -98,12 +99,17 @@ class Tree(Disk):
 
 def _parts(path: PurePath) -> tuple[str, ...]:
     """The names on the way from the root; ``..`` taken literally, as there are no links."""
+    return _split(str(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(text: str) -> tuple[str, ...]:
     parts: list[str] = []
-    for part in PurePath(path).relative_to(path.anchor).parts:
-        if part != "..":
+    for part in text.split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
             parts.append(part)
-        elif parts:
-            parts.pop()
     return tuple(parts)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import struct
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Literal
 from unittest import mock
@@ -16,16 +18,17 @@ from torch import nn
 
 from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
-from everstep.format.names import TEMPORARY_SUFFIX
+from everstep.format.names import SLOTS_DIR, TEMPORARY_SUFFIX
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.testing.crashes import Scenario
-from everstep.testing.faults import SimulatedCrash
+from everstep.testing.faults import Fault, Operation, SimulatedCrash
 from everstep.testing.invariants import assert_nothing_vouches_for_torn_bytes
 from everstep.testing.simfs import SimFileSystem
 
 __all__ = ["TinyTraining", "TrainingScenario", "freeze"]
 
 _TIMEOUT_S = 30.0
+_ERRORS_MAX = 4  # that one failing operation may lead to
 
 
 def freeze(value: Any) -> Any:
@@ -58,7 +61,7 @@ class TinyTraining:
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "data": {"steps": 0, "losses": [], "shape": (3, 5), 7: f"seed {seed}"},
+            "data": {"steps": 0, "loss": "", "shape": (3, 5), 7: f"seed {seed}"},
         }
 
     def train_step(self) -> None:
@@ -69,7 +72,8 @@ class TinyTraining:
         loss.backward()
         self.optimizer.step()
         self.state["data"]["steps"] += 1
-        self.state["data"]["losses"].append(loss.item())
+        # Of the same length every time, so that a recycled file can fit exactly.
+        self.state["data"]["loss"] = struct.pack("<d", loss.item()).hex()
 
     def snapshot(self) -> Any:
         """Everything that a checkpoint must bring back, as comparable data."""
@@ -80,7 +84,7 @@ class TinyTraining:
                 "data": self.state["data"],
                 "torch": torch.get_rng_state(),
                 "numpy": np.random.get_state(),
-                "python": random.getstate(),
+                "python": repr(random.getstate()),
             }
         )
 
@@ -93,6 +97,8 @@ class TrainingScenario(Scenario):
         saves: steps and bases that the act adds after resuming; 0: it only resumes.
         method, keep: of the :class:`Checkpointer`.
         wrap: puts something between the simulated file system and the act, e.g. a planted bug.
+        crash_first: before the act, one more such process is ended by this crash; its ``at``
+            counts that process's own operations.
         thorough: the check also resumes twice in a row.
     """
 
@@ -106,10 +112,12 @@ class TrainingScenario(Scenario):
         method: Literal["sync", "async"] = "sync",
         keep: int = 3,
         wrap: Callable[[SimFileSystem], FileSystem] | None = None,
+        crash_first: Fault | None = None,
         thorough: bool = False,
     ) -> None:
-        self._thorough = thorough
-        self._done, self._saves = done, saves
+        self._bases, self._saves = done, saves
+        self._crash_first, self._thorough = crash_first, thorough
+        self._done = self._floor = done
         self._method, self._keep = method, keep
         self._wrap: Callable[[SimFileSystem], FileSystem] = wrap or (lambda fs: fs)
         self._begun = done
@@ -117,11 +125,12 @@ class TrainingScenario(Scenario):
         self._live: tuple[TinyTraining, Checkpointer] | None = None
         training = TinyTraining(1)
         self._expected = [training.snapshot()]
-        for _ in range(done + saves + 1):
+        for _ in range(done + 2 * saves + 1):
             training.train_step()
             self._expected.append(training.snapshot())
 
     def prepare(self, fs: SimFileSystem) -> None:
+        self._done = self._floor = self._bases
         fs.make_dir(self.run.parent)
         fs.sync_dir(self.run.parent.parent)
         if self._done:
@@ -129,6 +138,16 @@ class TrainingScenario(Scenario):
             self._resume(training, checkpointer, {0: self._expected[0]})
             for _ in range(self._done):
                 self._train_and_save(training, checkpointer)
+            checkpointer.close()
+        if self._crash_first is not None:
+            fs.inject(replace(self._crash_first, at=len(fs.log) + self._crash_first.at))
+            with contextlib.suppress(SimulatedCrash):
+                self.act(fs)
+            assert fs.crashed, "the operation to crash at was not reached"
+            self._floor, _ = self.promised()
+            probe, checkpointer = self._start(fs.survive_all(), seed=2)
+            allowed = dict(enumerate(self._expected[: self._begun + 1]))
+            self._done = self._resume(probe, checkpointer, allowed)
             checkpointer.close()
 
     def act(self, fs: SimFileSystem) -> None:
@@ -153,6 +172,10 @@ class TrainingScenario(Scenario):
         if self._live is None:
             return
         (training, checkpointer), self._live = self._live, None
+        for _ in range(_ERRORS_MAX):  # what a future carried is told once more at the next call
+            with contextlib.suppress(EverstepError):
+                checkpointer.wait(_TIMEOUT_S)
+                break
         self._begun += 1
         self._train_and_save(training, checkpointer)
         checkpointer.close()
@@ -160,6 +183,10 @@ class TrainingScenario(Scenario):
 
     def check(self, fs: SimFileSystem, promised: tuple[int, int]) -> None:
         assert_nothing_vouches_for_torn_bytes(fs)
+        self.check_resuming(fs, promised)
+
+    def check_resuming(self, fs: SimFileSystem, promised: tuple[int, int]) -> None:
+        """The part of :meth:`check` that a new process does."""
         durable, begun = promised
         allowed = {n: self._expected[n] for n in range(durable, begun + 1)}
         first, checkpointer = self._start(fs, seed=2)
@@ -179,9 +206,14 @@ class TrainingScenario(Scenario):
         checkpointer.close()
 
     def promised(self) -> tuple[int, int]:
-        """``(newest step reported durable, newest step that a save was begun of)``."""
+        """The newest step reported durable, and the newest one that a save was begun of."""
         durable = None if self._last is None else self._last.stats().durable_step
-        return self._done if durable is None else durable, self._begun
+        return self._floor if durable is None else durable, self._begun
+
+    def tolerates(self, operation: Operation) -> bool:
+        """Empty directories and parked files that stay are removed by the next sweep."""
+        parked = operation.op == "unlink" and PurePath(operation.path).parent.name == SLOTS_DIR
+        return operation.op in ("reuse", "remove_dir") or parked
 
     def _start(self, fs: FileSystem, *, seed: int) -> tuple[TinyTraining, Checkpointer]:
         training = TinyTraining(seed)

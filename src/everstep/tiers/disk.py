@@ -27,6 +27,7 @@ __all__ = [
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
+_ATTEMPTS = 8
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -78,9 +79,8 @@ def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique
         False, having changed nothing, when somebody else was first.
     """
     staged = path.with_name(f"{path.name}.{unique}{TEMPORARY_SUFFIX}")
-    _write_new(filesystem, staged, data)
     try:
-        filesystem.link(staged, path)
+        _write_and_link(filesystem, staged, path, data)
     except FileExistsError:
         return False
     except OSError as error:
@@ -96,6 +96,18 @@ def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique
         remove_if_there(filesystem, staged)
     filesystem.sync_dir(path.parent)
     return True
+
+
+def _write_and_link(filesystem: FileSystem, staged: PurePath, path: PurePath, data: bytes) -> None:
+    """Another process that cleans up may take the staged file for a leftover: once more, then."""
+    for left in reversed(range(_ATTEMPTS)):
+        _write_new(filesystem, staged, data)
+        try:
+            filesystem.link(staged, path)
+            return
+        except FileNotFoundError:
+            if not left:
+                raise
 
 
 def ensure_dir(filesystem: FileSystem, path: PurePath) -> None:

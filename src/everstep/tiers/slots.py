@@ -9,6 +9,7 @@ under any name sees a file that every reader refuses, never one that changes.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import PurePath
 
 from everstep.errors import StorageError
@@ -57,7 +58,7 @@ class SlotStore:
             None when there is none that may be overwritten; those that may not are deleted.
         """
         for slot, slot_bytes in self._parked():
-            if not size_bytes // 2 <= slot_bytes <= 2 * size_bytes:
+            if not _fits(slot_bytes, size_bytes):
                 continue
             file = self._filesystem.reuse(slot, direct=True)
             if file is None:
@@ -76,6 +77,13 @@ class SlotStore:
                 raise
             return file
         return None
+
+    def drop_unfit(self, sizes_bytes: Iterable[int]) -> None:
+        """Deletes parked files that none of the coming files could overwrite."""
+        wanted = list(sizes_bytes)
+        for slot, slot_bytes in self._parked():
+            if not any(_fits(slot_bytes, size_bytes) for size_bytes in wanted):
+                remove_if_there(self._filesystem, slot)
 
     def parked_bytes(self) -> int:
         """Bytes of all parked files."""
@@ -98,3 +106,7 @@ class SlotStore:
             for entry in found
             if entry.kind == "file"
         ]
+
+
+def _fits(slot_bytes: int, size_bytes: int) -> bool:
+    return size_bytes // 2 <= slot_bytes <= 2 * size_bytes

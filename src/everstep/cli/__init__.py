@@ -1,0 +1,82 @@
+"""The command ``everstep``: one module per verb.
+
+``ls``, ``inspect``, ``verify``, ``du``  look at a run and never write into it
+``rm``      deletes one base
+``doctor``  checks this machine
+``demo``    trains, gets killed, resumes, compares every bit
+``bench``   measures, next to the disk's limit and to others
+
+Exit status: 0 fine, 1 damage or a difference found, 2 usage, 3 infeasible or a goal not
+met, 4 environment, 130 interrupted. With ``--json`` standard output carries one document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from everstep.cli._common import EverstepGroup, ExitCode
+from everstep.cli.demo import demo
+from everstep.cli.doctor import doctor
+from everstep.cli.du import du
+from everstep.cli.inspect import inspect
+from everstep.cli.ls import ls
+from everstep.cli.rm import rm
+from everstep.cli.verify import verify
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=EverstepGroup,
+    name="everstep",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Every training step, recoverable: looks at runs, checks them, measures.",
+    epilog="Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal "
+    "not met, 4 environment.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from everstep import __version__
+
+        typer.echo(f"everstep {__version__}")
+        raise typer.Exit(ExitCode.OK)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _verb in (ls, inspect, verify, rm, du, doctor):
+    app.command()(_verb)
+app.command(short_help="Trains, gets killed, resumes, compares every bit.")(demo)
+
+
+def main() -> int:
+    """The entry point of the command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # What the terminal's encoding has no character for is spelled out, never an error.
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except KeyboardInterrupt:  # outside of any verb
+        return ExitCode.INTERRUPTED
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else ExitCode.OK
+    return ExitCode.OK

@@ -1,0 +1,379 @@
+"""``everstep inspect``: what is in a base, or in one of its files."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.tree import Tree
+
+from everstep.cli._common import (
+    JsonFlag,
+    console,
+    count_of,
+    emit,
+    in_words,
+    label,
+    open_run,
+    reading,
+    select_bases,
+    table,
+)
+from everstep.cli.ls import STATUS_WORDS, would_resume
+from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
+from everstep.options import nearest
+
+if TYPE_CHECKING:
+    from everstep.format.header import ShardHeader
+    from everstep.recover.scan import BaseFound
+    from everstep.seams.filesystem import FileSystem
+    from everstep.state.entries import Entry
+
+__all__ = ["inspect"]
+
+_ROWS_MAX = 1000
+_DEPTH_MAX = 16
+_SEPARATOR = re.compile(r"(?=[/.])")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One entry, and where its bytes are.
+
+    Attributes:
+        offset: of its first byte in the file.
+    """
+
+    entry: Entry
+    file: str
+    rank: int
+    offset: int
+    digest: str
+    aliases: tuple[str, ...]
+    is_object: bool
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is inspected.
+
+    Attributes:
+        vouched: whether a marker or manifest vouches for the header.
+    """
+
+    path: PurePath
+    status: str
+    vouched: bool
+    headers: list[tuple[str, ShardHeader]] = field(default_factory=list)
+
+
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|FILE", help="A run folder, or one .safetensors file.", show_default=False
+        ),
+    ],
+    step: Annotated[int | None, typer.Option(help="Base of this step.")] = None,
+    timeline: Annotated[int | None, typer.Option(help="Base of this timeline.")] = None,
+    entry: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only names with this in them, or like this (*, ?)."),
+    ] = None,
+    tree: Annotated[
+        bool, typer.Option("--tree/--table", help="By path, or one line per entry.")
+    ] = True,
+    json_output: JsonFlag = False,
+) -> None:
+    """Shows the entries of a base: names, shapes, dtypes, sizes.
+
+    Of a run: the base that resume() would choose, unless one is named. Reads headers only and
+    writes nothing.
+    """
+    from everstep.seams import PosixFileSystem
+
+    filesystem = PosixFileSystem()
+    is_file = target.endswith(".safetensors") and not os.path.isdir(target)
+    if is_file and (step is not None or timeline is not None):
+        raise OptionError("--step and --timeline choose a base of a run; this is a file")
+    if is_file:
+        found = _of_file(filesystem, PurePath(os.path.abspath(target)))
+    else:
+        found = _of_run(filesystem, target, step, timeline)
+    rows = _rows(found)
+    shown = rows if entry is None else _matching(rows, entry)
+    if json_output:
+        emit(_document(found, rows, shown))
+    else:
+        _show(console(), found, rows, shown, tree)
+
+
+# --- Reading ----------------------------------------------------------------------------
+
+
+def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
+    inventory = open_run(filesystem, run)
+    if step is None and timeline is None:
+        with reading(inventory.path):
+            choice = would_resume(filesystem, inventory)
+        if choice.base is None:
+            reasons = [f"  {base}: {reason}" for base, reason in choice.skipped.items()]
+            if not inventory.bases:
+                raise OptionError("the run holds no base yet", path=inventory.path)
+            raise RecoveryError(
+                "\n".join([choice.reason or "there is no base", *reasons]),
+                path=inventory.path,
+                hint="everstep ls lists what is there, --step chooses",
+            )
+        return _of_base(filesystem, choice.base)
+    return _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
+
+
+def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
+    from everstep.recover.load import OpenBase
+
+    if base.manifest is None:
+        raise RecoveryError(
+            f"{base.id} is {STATUS_WORDS[base.status]}"
+            + (f": {base.problem}" if base.problem else ""),
+            step=base.id.step,
+            path=base.path,
+        )
+    found = _Found(base.path, base.status, vouched=True)
+    with reading(base.path):
+        for marker in base.manifest.markers:
+            opened = OpenBase.open(filesystem, base, marker.rank)
+            opened.close()
+            found.headers += [(path.name, header) for _, _, header, path in opened.shards]
+    return found
+
+
+def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
+    """One shard; its marker beside it vouches for its header, if it is there."""
+    from everstep.format.names import marker_name, parse_shard
+    from everstep.format.reader import read_header, read_record_bytes
+    from everstep.format.records import Marker
+
+    if not os.path.lexists(path):
+        raise OptionError(f"there is no file {path}", path=path)
+    shard = parse_shard(path.name)
+    record = None
+    if shard is not None:
+        where = path.with_name(marker_name(shard[0]))
+        if os.path.isfile(where):
+            with reading(where):
+                marker = Marker.decode(read_record_bytes(filesystem, where), where)
+            record = next((file for file in marker.files if file.name == path.name), None)
+    with reading(path):
+        file = filesystem.open(path)
+        try:
+            if record is not None:
+                header = read_header(file, record, path)
+            else:
+                header = _unvouched(file, path)
+        finally:
+            file.close()
+    found = _Found(path, "file", vouched=record is not None)
+    found.headers.append((path.name, header))
+    return found
+
+
+def _unvouched(file: Any, path: PurePath) -> ShardHeader:
+    """A header that nothing vouches for: bounded, then checked for sense."""
+    from everstep.format.header import HEADER_ROOM_BYTES_MAX, LENGTH_BYTES, decode_header
+
+    length = bytearray(LENGTH_BYTES)
+    file.read_into(memoryview(length), 0)
+    room = int.from_bytes(length, "little") + LENGTH_BYTES
+    if not LENGTH_BYTES < room <= min(HEADER_ROOM_BYTES_MAX, file.size_bytes):
+        zeros = "" if any(length) else ": it begins with zeros, so its writing was not finished"
+        raise FormatError(f"{path}: not a whole shard{zeros}", path=path)
+    data = bytearray(room)
+    if file.read_into(memoryview(data), 0) != room:
+        raise DamageError(f"{path}: it ends within its header", path=path)
+    return decode_header(bytes(data), file.size_bytes, path)
+
+
+def _rows(found: _Found) -> list[_Row]:
+    from everstep.state.image import OBJECT_PREFIX
+
+    rows = []
+    for file, header in found.headers:
+        aliases: dict[str, list[str]] = {}
+        for other, name in header.aliases.items():
+            aliases.setdefault(name, []).append(other)
+        for place, hex_ in zip(header.placed, header.digests, strict=True):
+            name = place.entry.name
+            rows.append(
+                _Row(
+                    place.entry,
+                    file,
+                    header.identity.rank,
+                    header.room_bytes + place.begin,
+                    hex_,
+                    tuple(aliases.get(name, ())),
+                    name.startswith(OBJECT_PREFIX),
+                )
+            )
+    return rows
+
+
+def _matching(rows: list[_Row], pattern: str) -> list[_Row]:
+    def matches(name: str) -> bool:
+        return pattern in name or fnmatch.fnmatchcase(name, pattern)
+
+    found = [row for row in rows if any(map(matches, (row.entry.name, *row.aliases)))]
+    if not found:
+        guess = nearest(pattern, (row.entry.name for row in rows[:_ROWS_MAX]))
+        raise OptionError(
+            f"no entry is like {pattern!r}", hint=f"did you mean {guess!r}?" if guess else None
+        )
+    return found
+
+
+# --- Showing ----------------------------------------------------------------------------
+
+
+def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, Any]:
+    first = found.headers[0][1].identity
+    return {
+        "path": str(found.path),
+        "status": found.status,
+        "vouched": found.vouched,
+        "run": first.run,
+        "timeline": first.timeline,
+        "step": first.step,
+        "lsn": first.lsn,
+        "world": first.world,
+        "exact": first.exact,
+        "entries_total": len(rows),
+        "entries_bytes_total": _bytes_of(rows),
+        "entries": [
+            {
+                "name": row.entry.name,
+                "kind": "object" if row.is_object else "tensor",
+                "dtype": row.entry.dtype,
+                "shape": list(row.entry.shape),
+                "size_bytes": row.entry.size_bytes,
+                "global_shape": list(row.entry.global_shape),
+                "global_offset": list(row.entry.global_offset),
+                "placement": row.entry.placement,
+                "stride": None if row.entry.stride is None else list(row.entry.stride),
+                "logical_dtype": row.entry.logical_dtype,
+                "lsn": row.entry.lsn,
+                "aliases": list(row.aliases),
+                "rank": row.rank,
+                "file": row.file,
+                "offset": row.offset,
+                "digest": row.digest,
+            }
+            for row in shown
+        ],
+    }
+
+
+def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_tree: bool) -> None:
+    first = found.headers[0][1].identity
+    out.print(
+        label(
+            f"step {first.step} of timeline {first.timeline} (update {first.lsn}): "
+            f"{count_of(len(rows), 'entry', 'entries')}, {in_words(_bytes_of(rows))}, "
+            f"{'exact' if first.exact else 'not exact'}"
+        )
+    )
+    if not found.vouched:
+        out.print(label("no marker beside the file: nothing vouches for its header", "yellow"))
+    if as_tree:
+        out.print(_tree(found.path.name, shown[:_ROWS_MAX]))
+    else:
+        _show_table(out, shown[:_ROWS_MAX])
+    if len(shown) > _ROWS_MAX:
+        left = count_of(len(shown) - _ROWS_MAX, "more entry", "more entries")
+        out.print(f"... {left}: --entry narrows the list, --json has them all")
+
+
+def _show_table(out: Console, rows: list[_Row]) -> None:
+    files = len({row.file for row in rows}) > 1
+    columns = ("entry", "dtype", "shape", "size", *(("file",) if files else ()), "note")
+    made = table(*columns, right=("size",))
+    for row in rows:
+        made.add_row(
+            label(row.entry.name),
+            _dtype(row),
+            _shape(row),
+            in_words(row.entry.size_bytes),
+            *((label(row.file),) if files else ()),
+            label(_note(row), "dim"),
+        )
+    out.print(made)
+
+
+@dataclass(slots=True)
+class _Node:
+    rows: list[_Row] = field(default_factory=list)
+    leaf: _Row | None = None
+    children: dict[str, _Node] = field(default_factory=dict)
+
+
+def _tree(title: str, rows: list[_Row]) -> Tree:
+    """Entries by path: names are cut at ``/`` and ``.``, steps with one way on are joined."""
+    root = _Node()
+    for row in rows:
+        node = root
+        node.rows.append(row)
+        for part in _SEPARATOR.split(row.entry.name, maxsplit=_DEPTH_MAX):
+            node = node.children.setdefault(part, _Node())
+            node.rows.append(row)
+        if node.leaf is not None:  # the same name in another rank's file
+            node = node.children.setdefault(f"/rank {row.rank}", _Node([row]))
+        node.leaf = row
+    drawn = Tree(label(title), guide_style="dim")
+    _grow(drawn, root)
+    return drawn
+
+
+def _grow(drawn: Tree, node: _Node) -> None:
+    for part, child in node.children.items():
+        while len(child.children) == 1 and child.leaf is None:
+            ((more, child),) = child.children.items()
+            part += more
+        text = label(part.lstrip("/."))
+        if child.leaf is not None:
+            row = child.leaf
+            text.append(f"  {_dtype(row)} {_shape(row)}  {in_words(row.entry.size_bytes)}", "cyan")
+            text.append(f"  {label(_note(row)).plain}" if _note(row) else "", "dim")
+        else:
+            count = count_of(len(child.rows), "entry", "entries")
+            text.append(f"  ({count}, {in_words(_bytes_of(child.rows))})", "dim")
+        _grow(drawn.add(text), child)
+
+
+def _bytes_of(rows: Iterable[_Row]) -> int:
+    return sum(row.entry.size_bytes for row in rows)
+
+
+def _dtype(row: _Row) -> str:
+    return "object" if row.is_object else row.entry.logical_dtype or row.entry.dtype
+
+
+def _shape(row: _Row) -> str:
+    shape = row.entry.shape if row.entry.logical_dtype is None else row.entry.shape[:-1]
+    return "x".join(map(str, shape)) if shape else "scalar"
+
+
+def _note(row: _Row) -> str:
+    notes = [f"= {other}" for other in row.aliases[:3]]
+    if len(row.aliases) > 3:
+        notes.append(f"= {len(row.aliases) - 3} more")
+    if row.entry.stride is not None:
+        notes.append("strides " + ",".join(map(str, row.entry.stride)))
+    if row.entry.global_shape != row.entry.shape:
+        notes.append("of " + "x".join(map(str, row.entry.global_shape)))
+    return ", ".join(notes)

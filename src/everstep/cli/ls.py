@@ -1,0 +1,295 @@
+"""``everstep ls``: timelines and bases of a run, and which base a resume would choose."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from everstep.cli._common import (
+    LINE_CHARS_MAX,
+    RUN_ARGUMENT,
+    JsonFlag,
+    console,
+    count_of,
+    emit,
+    in_words,
+    label,
+    open_run,
+    reading,
+    table,
+    when,
+)
+from everstep.errors import DamageError, FormatError, NewerFormatError
+
+if TYPE_CHECKING:
+    from everstep.commit.lineage import BaseId
+    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.seams.filesystem import FileSystem
+
+__all__ = ["STATUS_WORDS", "Choice", "file_problems", "ls", "would_resume"]
+
+_ROWS_MAX = 50
+_PROBLEMS_MAX = 20
+
+STATUS_WORDS = {
+    "committed": "committed",
+    "complete": "complete (to be rolled forward)",
+    "damaged": "damaged",
+    "incomplete": "incomplete",
+    "condemned": "being deleted",
+}
+"""The status of a base for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What ``resume()`` would do now, as far as records and headers tell.
+
+    Attributes:
+        base: the base that it would read; None when there is none that it could use.
+        skipped: why better ones are passed over.
+        reason: why there is none, in words.
+    """
+
+    base: BaseFound | None
+    skipped: dict[BaseId, str]
+    reason: str | None = None
+
+
+def would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
+    """The base that ``resume()`` would choose if all data are good; reads headers only.
+
+    Raises:
+        NewerFormatError: as ``resume()`` would.
+    """
+    from everstep.commit.lineage import BaseId
+    from everstep.recover.decide import candidates
+    from everstep.recover.load import OpenBase
+
+    found = candidates(inventory)
+    skipped: dict[BaseId, str] = {}
+    for base in found.ordered:
+        assert base.manifest is not None
+        marker = base.manifest.markers[0]
+        if marker.run != inventory.run:
+            skipped[base.id] = "it belongs to another run"
+            continue
+        if marker.world != 1:
+            return Choice(None, skipped, f"{base.id} was saved by {marker.world} ranks")
+        try:
+            OpenBase.open(filesystem, base, rank=0).close()
+        except NewerFormatError:
+            raise
+        except (DamageError, FormatError) as error:
+            skipped[base.id] = error.message
+        except OSError as error:
+            skipped[base.id] = f"{error.filename or base.path}: {error.strerror or error}"
+        else:
+            return Choice(base, skipped)
+    skipped.update({BaseId(one.timeline, one.step): one.reason for one in found.damaged})
+    if found.ordered or found.damaged:
+        return Choice(None, skipped, "there are bases, but none can be used: it would fail")
+    return Choice(None, skipped, "there is no base: it would start afresh")
+
+
+def file_problems(base: BaseFound) -> list[str]:
+    """What the names and sizes in the directory contradict in the base's records."""
+    if base.manifest is None:
+        return []
+    there = {file.name: file.size_bytes for file in base.files if file.kind == "file"}
+    problems = []
+    for marker in base.manifest.markers:
+        for record in marker.files:
+            if record.name not in there:
+                problems.append(f"{record.name} is missing")
+            elif there[record.name] != record.length:
+                problems.append(
+                    f"{record.name} has {there[record.name]} bytes, not {record.length}"
+                )
+    return problems
+
+
+def ls(
+    run: Annotated[str, RUN_ARGUMENT],
+    every: Annotated[bool, typer.Option("--all", help="List all bases, however many.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Lists timelines, bases, and what resume() would choose.
+
+    Reads records and headers, no data: whether the data are good is for `everstep verify`
+    to say. Writes nothing.
+    """
+    from everstep.seams import PosixFileSystem
+
+    filesystem = PosixFileSystem()
+    inventory = open_run(filesystem, run)
+    with reading(inventory.path):
+        choice = would_resume(filesystem, inventory)
+    if json_output:
+        emit(_document(inventory, choice))
+    else:
+        _show(console(), run, inventory, choice, every)
+
+
+def _document(inventory: Inventory, choice: Choice) -> dict[str, Any]:
+    here = _in_history(inventory)
+    resume = None
+    if choice.base is not None:
+        resume = {"timeline": choice.base.id.timeline, "step": choice.base.id.step}
+    return {
+        "path": str(inventory.path),
+        "run": inventory.run,
+        "timelines": _timelines(inventory),
+        "bases": [
+            {
+                "timeline": base.id.timeline,
+                "step": base.id.step,
+                "status": base.status,
+                "in_history": base.id in here,
+                "size_bytes": base.size_bytes,
+                "files": len(base.files),
+                "exact": _exact(base),
+                "created_unix_s": _created(base),
+                "problems": _notes(base, choice),
+                "path": str(base.path),
+            }
+            for base in sorted(inventory.bases, key=lambda base: base.id)
+        ],
+        "resume": resume,
+        "resume_reason": choice.reason,
+        "problems": [
+            {"path": str(path), "problem": problem} for path, problem in inventory.problems
+        ],
+    }
+
+
+def _timelines(inventory: Inventory) -> list[dict[str, Any]]:
+    from everstep.commit.lineage import history
+
+    branches = inventory.branches
+    here = {number for number, _ in history(max(branches), branches)} if branches else set()
+    found = []
+    for number in sorted([*inventory.timelines, *inventory.abandoned]):
+        record = inventory.timelines.get(number)
+        status = "ok"
+        if record is None:
+            status = "unreadable" if number in inventory.timelines else "never opened"
+        found.append(
+            {
+                "timeline": number,
+                "status": status,
+                "in_history": number in here,
+                "parent": record and record.parent,
+                "fork_step": record.fork_step if record and record.parent is not None else None,
+                "exact": record and record.exact,
+                "world": record and record.world,
+                "created_unix_s": record and record.created_unix_s,
+                "fingerprint": record and dict(record.fingerprint),
+            }
+        )
+    return found
+
+
+def _in_history(inventory: Inventory) -> set[BaseId]:
+    from everstep.commit.lineage import split_by_history
+
+    here, _ = split_by_history((base.id for base in inventory.bases), inventory.branches)
+    return set(here)
+
+
+def _exact(base: BaseFound) -> bool | None:
+    return None if base.manifest is None else base.manifest.markers[0].exact
+
+
+def _created(base: BaseFound) -> float | None:
+    """When the manifest was written; without one, when anything was written last."""
+    times = {file.name: file.mtime_s for file in base.files}
+    return times.get("manifest.json", max(times.values(), default=None))
+
+
+def _notes(base: BaseFound, choice: Choice) -> list[str]:
+    """What is wrong with a base, in sentences."""
+    told = base.status in ("condemned", "incomplete")  # the status says it all
+    notes = [base.problem] if base.problem and not told else []
+    notes += file_problems(base)
+    if not notes and base.id in choice.skipped:
+        notes = [choice.skipped[base.id]]
+    return notes
+
+
+def _show(out: Console, run: str, inventory: Inventory, choice: Choice, every: bool) -> None:
+    size_bytes = sum(base.size_bytes for base in inventory.bases)
+    count = count_of(len(inventory.bases), "base")
+    out.print(label(f"{run}: {count}, {in_words(size_bytes)}; run {inventory.run or 'unknown'}"))
+    _show_timelines(out, inventory, every)
+    _show_bases(out, inventory, choice, every)
+    problems = [f"{path.name}: {problem}" for path, problem in inventory.problems]
+    if inventory.run is None:
+        problems.append("no record tells the id of the run")
+    for base in inventory.bases:
+        problems += [f"{base.id}: {note}" for note in _notes(base, choice)]
+    prefix = f"{inventory.path}{os.sep}"  # names of files are clear without it
+    for problem in problems[:_PROBLEMS_MAX]:
+        line = f"problem: {problem.replace(prefix, '')}"
+        out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)
+    if len(problems) > _PROBLEMS_MAX:
+        out.print(f"... and {count_of(len(problems) - _PROBLEMS_MAX, 'more problem')}")
+    if choice.base is not None:
+        out.print(f"resume() would choose {choice.base.id} (if its data verify)")
+    else:
+        out.print(label(f"resume(): {choice.reason}"))
+
+
+def _show_timelines(out: Console, inventory: Inventory, every: bool) -> None:
+    shown = table("timeline", "forked from", "opened", "notes", right=("timeline",))
+    rows = _timelines(inventory)
+    for row in rows if every else rows[-_ROWS_MAX:]:
+        origin = "?" if row["status"] != "ok" else "a fresh start"
+        if row["parent"] is not None:
+            origin = f"step {row['fork_step']} of timeline {row['parent']}"
+        notes = [] if row["in_history"] else ["abandoned"]
+        notes += ["not exact"] if row["exact"] is False else []
+        notes += [] if row["status"] == "ok" else [f"record {row['status']}"]
+        shown.add_row(
+            str(row["timeline"]),
+            origin,
+            when(row["created_unix_s"]),
+            label(", ".join(notes), "yellow"),
+        )
+    if rows:
+        out.print(shown)
+    _show_left_out(out, len(rows), "timeline", every)
+
+
+def _show_bases(out: Console, inventory: Inventory, choice: Choice, every: bool) -> None:
+    columns = ("", "step", "timeline", "status", "size", "created", "notes")
+    shown = table(*columns, right=("step", "timeline", "size"))
+    here = _in_history(inventory)
+    bases = sorted(inventory.bases, key=lambda base: base.id)
+    for base in bases if every else bases[-_ROWS_MAX:]:
+        chosen = choice.base is not None and base.id == choice.base.id
+        notes = [] if base.id in here else ["abandoned"]
+        notes += ["not exact"] if _exact(base) is False else []
+        notes += ["see below"] if _notes(base, choice) else []
+        shown.add_row(
+            ">" if chosen else "",
+            str(base.id.step),
+            str(base.id.timeline),
+            STATUS_WORDS[base.status],
+            in_words(base.size_bytes),
+            when(_created(base)),
+            label(", ".join(notes), "yellow"),
+            style="bold" if chosen else "",
+        )
+    if bases:
+        out.print(shown)
+    _show_left_out(out, len(bases), "base", every)
+
+
+def _show_left_out(out: Console, count: int, what: str, every: bool) -> None:
+    if not every and count > _ROWS_MAX:
+        out.print(f"... {count_of(count - _ROWS_MAX, 'older ' + what)}: --all lists them")

@@ -1,0 +1,238 @@
+"""``everstep rm``: deletes one base, but not the last one that is known to be good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from everstep.cli._common import (
+    RUN_ARGUMENT,
+    JsonFlag,
+    console,
+    emit,
+    in_words,
+    label,
+    open_run,
+    plain,
+    select_bases,
+    table,
+)
+from everstep.cli.ls import STATUS_WORDS
+from everstep.cli.verify import check_base
+from everstep.errors import OptionError, StorageError
+
+if TYPE_CHECKING:
+    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.seams.filesystem import DirEntry, FileSystem
+
+__all__ = ["rm"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is about to happen.
+
+    Attributes:
+        files: those that go.
+        stays: names in the directory that are none of ours.
+        refusal: why it is not done without ``--force``.
+    """
+
+    base: BaseFound
+    files: tuple[DirEntry, ...]
+    stays: tuple[str, ...]
+    refusal: str | None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(file.allocated_bytes for file in self.files)
+
+
+def rm(
+    run: Annotated[str, RUN_ARGUMENT],
+    step: Annotated[int, typer.Option(help="The base to delete.", show_default=False)],
+    timeline: Annotated[
+        int | None, typer.Option(help="Its timeline, where several have the step.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even the last good base, or an unfinished one.")
+    ] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Deletes one base, in two steps that any crash survives.
+
+    Refuses, unless forced, to delete the newest base of the current history that is good: to
+    know which one that is, bases are read back, newest first, until one verifies.
+    """
+    from everstep.seams import PosixFileSystem
+
+    filesystem = PosixFileSystem()
+    inventory = open_run(filesystem, run)
+    base = _the_one(inventory, step, timeline)
+    plan = _plan(base, None if force else _refusal(filesystem, inventory, base))
+    if plan.refusal is not None and not dry_run:
+        raise OptionError(
+            plan.refusal, step=step, path=base.path, hint="--force deletes it all the same"
+        )
+    left: list[str] = []
+    if not dry_run:
+        left = _delete(filesystem, inventory, base)
+    if json_output:
+        emit(
+            {
+                "path": str(inventory.path),
+                "timeline": base.id.timeline,
+                "step": base.id.step,
+                "status": base.status,
+                "dry_run": dry_run,
+                "deleted": not dry_run,
+                "refusal": plan.refusal,
+                "files": [
+                    {
+                        "path": str(base.path / file.name),
+                        "size_bytes": file.size_bytes,
+                        "allocated_bytes": file.allocated_bytes,
+                    }
+                    for file in plan.files
+                ],
+                "size_bytes": plan.size_bytes,
+                "allocated_bytes": plan.allocated_bytes,
+                "stays": left if not dry_run else list(plan.stays),
+            }
+        )
+    else:
+        _show(console(), plan, left, dry_run)
+
+
+# --- Deciding ---------------------------------------------------------------------------
+
+
+def _the_one(inventory: Inventory, step: int, timeline: int | None) -> BaseFound:
+    bases = select_bases(inventory, step=step, timeline=timeline)
+    if len(bases) > 1:
+        timelines = ", ".join(str(base.id.timeline) for base in bases)
+        raise OptionError(
+            f"timelines {timelines} have a base of step {step}",
+            step=step,
+            path=inventory.path,
+            hint=f"say which one: --timeline {bases[-1].id.timeline}",
+        )
+    return bases[0]
+
+
+def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> str | None:
+    """Why ``base`` should stay, or None if it may go."""
+    newest = max(inventory.timelines, default=0)
+    if base.status == "incomplete" and base.id.timeline >= newest:
+        return f"{base.id} is unfinished: a process may be writing it right now"
+    if base.status in ("incomplete", "condemned"):
+        return None
+    good = _newest_good(filesystem, inventory)
+    if good is None:
+        return f"no base of the run is good: {base.id} may be all there is to save"
+    if good.id == base.id:
+        return f"{base.id} is the newest good base: resume() needs it"
+    return None
+
+
+def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
+    """The newest base of the current history that verifies, read back now."""
+    from everstep.format.writer import ChunkRing
+    from everstep.keeper.local import CHUNKS, WRITERS
+    from everstep.recover.decide import candidates
+    from everstep.seams.progress import progress
+
+    ring = ChunkRing(CHUNKS, WRITERS)
+    try:
+        for base in candidates(inventory).ordered:
+            with progress(f"verify {base.id}", base.size_bytes) as bar:
+                checked = check_base(filesystem, inventory, base, ring, bar)
+            if checked.usable:
+                return base
+    finally:
+        ring.close()
+    return None
+
+
+def _plan(base: BaseFound, refusal: str | None) -> _Plan:
+    from everstep.format.names import (
+        CONDEMNED,
+        MANIFEST,
+        TEMPORARY_SUFFIX,
+        parse_marker,
+        parse_shard,
+    )
+
+    def goes(file: DirEntry) -> bool:
+        if parse_marker(file.name) is not None or file.name in (MANIFEST, CONDEMNED):
+            return file.kind != "dir"
+        ours = parse_shard(file.name) is not None or file.name.endswith(TEMPORARY_SUFFIX)
+        return ours and file.kind == "file"
+
+    files = tuple(file for file in base.files if goes(file))
+    stays = tuple(file.name for file in base.files if not goes(file))
+    return _Plan(base, files, stays, refusal)
+
+
+# --- Doing ------------------------------------------------------------------------------
+
+
+def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
+    """Deletes ``base``; returns the names that are still there."""
+    from everstep.format.names import MANIFEST
+    from everstep.keeper.retain import _delete_files, delete_base
+    from everstep.tiers.disk import storage_errors, write_durably
+
+    with storage_errors("delete the base", base.path, step=base.id.step):
+        if base.status == "complete":
+            # Condemning renames the manifest: a base that could be rolled forward gets its own.
+            assert base.manifest is not None
+            write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
+        if base.status == "complete" or any(file.name == MANIFEST for file in base.files):
+            # A person at the command line is fenced off by no timeline.
+            delete_base(filesystem, inventory.path, base, None, timeline=None)
+        else:
+            _delete_files(filesystem, base, None)
+    try:
+        return [entry.name for entry in filesystem.scan(base.path)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(
+            f"deleted, but the directory cannot be read: {error.strerror or error}", path=base.path
+        ) from error
+
+
+# --- Showing ----------------------------------------------------------------------------
+
+
+def _show(out: Console, plan: _Plan, left: list[str], dry_run: bool) -> None:
+    base = plan.base
+    verb = "would delete" if dry_run else "deleted"
+    if dry_run:
+        made = table("file", "bytes", "allocated", right=("bytes", "allocated"))
+        for file in plan.files:
+            made.add_row(label(file.name), f"{file.size_bytes:,}", f"{file.allocated_bytes:,}")
+        out.print(label(str(PurePath(base.path))), soft_wrap=True)
+        out.print(made)
+    out.print(
+        f"{verb} {base.id} ({STATUS_WORDS[base.status]}): {len(plan.files)} files, "
+        f"{in_words(plan.size_bytes)}"
+    )
+    stays = list(plan.stays) if dry_run else left
+    if stays:
+        shown = ", ".join(plain(name, 60) for name in stays[:10])
+        out.print(label(f"not ours, left where it is: {shown}", "yellow"), soft_wrap=True)
+    if plan.refusal is not None:
+        out.print(label(f"it would be refused without --force: {plan.refusal}", "yellow"))

@@ -1,0 +1,310 @@
+"""``everstep verify``: reads everything back and names each damage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from everstep.cli._common import (
+    LINE_CHARS_MAX,
+    RUN_ARGUMENT,
+    ExitCode,
+    JsonFlag,
+    console,
+    count_of,
+    emit,
+    in_words,
+    label,
+    open_run,
+    reading,
+    select_bases,
+    table,
+)
+from everstep.cli.ls import STATUS_WORDS
+from everstep.errors import EverstepError, NewerFormatError
+
+if TYPE_CHECKING:
+    from everstep.commit.lineage import BaseId
+    from everstep.format.writer import ChunkRing
+    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.recover.verify import Damage
+    from everstep.seams.filesystem import FileSystem
+    from everstep.seams.progress import ProgressSink
+
+__all__ = ["Checked", "check_base", "verify"]
+
+_DAMAGES_MAX = 200
+_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Checked:
+    """What reading one base back has shown.
+
+    Attributes:
+        read: whether its data were read; False where no record says what they should be.
+        usable: whether ``resume()`` could use it; damage to a spare record does not matter.
+        note: what is worth knowing and no damage.
+    """
+
+    base: BaseFound
+    read: bool = False
+    usable: bool = False
+    entries: int = 0
+    size_bytes: int = 0
+    damages: list[Damage] = field(default_factory=list)
+    note: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.damages
+
+
+def verify(
+    run: Annotated[str, RUN_ARGUMENT],
+    step: Annotated[int | None, typer.Option(help="Only the base of this step.")] = None,
+    timeline: Annotated[int | None, typer.Option(help="Only bases of this timeline.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="With --step: in all timelines, not just the newest.")
+    ] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Reads back every byte and names each damage.
+
+    Checks every record, header and entry of all bases, or of one, against its digest. Exit
+    status 1 if anything is damaged, or if the base that was asked for cannot be used. An
+    unfinished base that a crash has left is reported, but is no damage. Writes nothing.
+    """
+    from everstep.format.writer import ChunkRing
+    from everstep.keeper.local import CHUNKS, WRITERS
+    from everstep.seams import PosixFileSystem
+    from everstep.seams.progress import progress
+
+    filesystem = PosixFileSystem()
+    start_s = time.monotonic()
+    inventory = open_run(filesystem, run)
+    bases = select_bases(inventory, step=step, timeline=timeline)
+    if step is not None and not every:
+        bases = bases[:1]
+    ring = ChunkRing(CHUNKS, WRITERS)
+    try:
+        with progress("verify", sum(map(_bytes_to_read, bases))) as bar:
+            checked = [check_base(filesystem, inventory, base, ring, bar) for base in bases]
+    finally:
+        ring.close()
+    if step is not None:
+        _refuse_unusable(checked)
+    ok = not inventory.problems and all(item.ok for item in checked)
+    seconds = time.monotonic() - start_s
+    if json_output:
+        emit(_document(inventory, checked, ok, seconds))
+    else:
+        _show(console(), inventory, checked, ok, seconds)
+    raise typer.Exit(ExitCode.OK if ok else ExitCode.DIFFERENT)
+
+
+def check_base(
+    filesystem: FileSystem,
+    inventory: Inventory,
+    base: BaseFound,
+    ring: ChunkRing,
+    progress: ProgressSink,
+) -> Checked:
+    """Reads one base back, its records included.
+
+    Raises:
+        NewerFormatError: it was written by a newer everstep.
+        DeadlineError: the storage hangs.
+    """
+    from everstep.format.names import marker_name
+    from everstep.recover.verify import Damage, verify_base
+
+    checked = Checked(base)
+    if base.status == "condemned":
+        checked.note = "being deleted: it counts no more"
+        return checked
+    checked.damages += _record_damages(filesystem, base)
+    if base.status == "incomplete":
+        checked.note = f"unfinished ({base.problem}): it counts for nothing"
+    if base.status == "damaged" and not checked.damages:
+        checked.damages.append(Damage(str(base.path), None, base.problem or "damaged"))
+    if base.manifest is not None:
+        mine = base.manifest.markers[0].run == inventory.run
+        if not mine:
+            checked.damages.append(Damage(str(base.path), None, "it belongs to another run"))
+        checked.read = True
+        with reading(base.path):
+            verdict = verify_base(filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=progress)
+        checked.entries, checked.size_bytes = verdict.entries, verdict.size_bytes
+        # Damage to records is named one by one above; these are summaries and repetitions.
+        markers = {str(base.path / marker_name(item.rank)) for item in base.manifest.markers}
+        data = [
+            item
+            for item in verdict.damages
+            if item.problem != base.problem and item.path not in markers
+        ]
+        checked.usable = mine and not data
+        checked.damages += data if checked.damages else verdict.damages
+        if base.status == "complete":
+            checked.note = "no manifest yet: resume() would roll it forward"
+    if checked.damages and _is_gone(filesystem, inventory, base.id):
+        return Checked(base, note="deleted by a process at work while it was read")
+    return checked
+
+
+def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
+    """Damage to manifest and markers, also to those that nobody needs beside the others."""
+    from everstep.format.names import MANIFEST, marker_name, parse_marker
+    from everstep.format.reader import read_record_bytes
+    from everstep.format.records import Manifest, Marker
+    from everstep.recover.verify import Damage
+
+    damages: list[Damage] = []
+    names = {file.name for file in base.files if file.kind == "file"}
+    vouched = {marker.rank: marker for marker in base.manifest.markers} if base.manifest else {}
+
+    def note(name: str, problem: str) -> None:
+        damages.append(Damage(str(base.path / name), None, problem))
+
+    def check(
+        name: str, kind: type[Manifest] | type[Marker], expected: Manifest | Marker | None
+    ) -> None:
+        path = base.path / name
+        try:
+            found = kind.decode(read_record_bytes(filesystem, path), path)
+        except NewerFormatError:
+            raise
+        except EverstepError as error:
+            note(name, error.message)
+        except OSError as error:
+            note(name, f"cannot be read: {error.strerror or error}")
+        else:
+            if (found.timeline, found.step) != (base.id.timeline, base.id.step):
+                note(name, "it is the record of another base")
+            elif expected is not None and found != expected:
+                note(name, "it contradicts the other records of this base")
+
+    for file in base.files:
+        if file.kind != "file":
+            note(file.name, f"is a {file.kind}: nothing that everstep writes")
+    if MANIFEST in names:
+        check(MANIFEST, Manifest, base.manifest)
+    for name in sorted(names):
+        rank = parse_marker(name)
+        if rank is not None:
+            check(name, Marker, vouched.get(rank))
+    for rank in vouched:
+        if marker_name(rank) not in names:
+            note(marker_name(rank), "the marker is missing")
+    return damages
+
+
+def _is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
+    from everstep.recover.scan import scan_base
+
+    try:
+        return scan_base(filesystem, inventory.path, base).status == "condemned"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _refuse_unusable(checked: Collection[Checked]) -> None:
+    """A base that was asked for by name and cannot be used is a damage."""
+    from everstep.recover.verify import Damage
+
+    for item in checked:
+        if not item.read and not item.damages:
+            item.damages.append(Damage(str(item.base.path), None, item.note or "unfinished"))
+
+
+def _bytes_to_read(base: BaseFound) -> int:
+    if base.manifest is None:
+        return 0
+    there = {file.name: file.size_bytes for file in base.files}
+    files = [file for marker in base.manifest.markers for file in marker.files]
+    return sum(there.get(file.name, 0) for file in files)
+
+
+# --- Showing ----------------------------------------------------------------------------
+
+
+def _document(
+    inventory: Inventory, checked: list[Checked], ok: bool, seconds: float
+) -> dict[str, Any]:
+    return {
+        "path": str(inventory.path),
+        "run": inventory.run,
+        "ok": ok,
+        "bases": [
+            {
+                "timeline": item.base.id.timeline,
+                "step": item.base.id.step,
+                "status": item.base.status,
+                "read": item.read,
+                "ok": item.ok,
+                "entries": item.entries,
+                "size_bytes": item.size_bytes,
+                "damages": [_as_json(damage) for damage in item.damages],
+                "note": item.note,
+            }
+            for item in checked
+        ],
+        "problems": [
+            {"path": str(path), "problem": problem} for path, problem in inventory.problems
+        ],
+        "size_bytes": sum(item.size_bytes for item in checked),
+        "seconds": seconds,
+    }
+
+
+def _as_json(damage: Damage) -> Mapping[str, Any]:
+    return {"path": damage.path, "entry": damage.entry, "problem": damage.problem}
+
+
+def _show(
+    out: Console, inventory: Inventory, checked: list[Checked], ok: bool, seconds: float
+) -> None:
+    columns = ("step", "timeline", "status", "entries", "size", "verdict")
+    made = table(*columns, right=("step", "timeline", "entries", "size"))
+    for item in checked:
+        verdict = label("good", "green") if item.ok else label("DAMAGED", "bold red")
+        if not item.read and item.ok:
+            verdict = label("not a base", "yellow")
+        made.add_row(
+            str(item.base.id.step),
+            str(item.base.id.timeline),
+            STATUS_WORDS[item.base.status],
+            str(item.entries) if item.read else "-",
+            in_words(item.size_bytes) if item.read else "-",
+            verdict,
+        )
+    if checked:
+        out.print(made)
+    for item in checked:
+        if item.note:
+            out.print(label(f"note: {item.base.id}: {item.note}", "yellow"))
+    lines = [_sentence(damage.path, damage.problem) for item in checked for damage in item.damages]
+    lines += [_sentence(str(path), problem) for path, problem in inventory.problems]
+    for line in lines[:_DAMAGES_MAX]:
+        out.print(label(f"damage: {line}", "red", LINE_CHARS_MAX), soft_wrap=True)
+    if len(lines) > _DAMAGES_MAX:
+        out.print(f"... and {len(lines) - _DAMAGES_MAX:,} more; --json has them all")
+    read = [item for item in checked if item.read]
+    size_bytes = sum(item.size_bytes for item in read)
+    good = sum(item.ok for item in read)
+    out.print(
+        f"{good} of {count_of(len(read), 'base')} good, {in_words(size_bytes)} read in "
+        f"{seconds:.1f} s" + ("" if ok else f"; {count_of(len(lines), 'damage')}")
+    )
+
+
+def _sentence(path: str, problem: str) -> str:
+    """``problem`` with its file named once."""
+    return problem if path in problem else f"{path}: {problem}"
