@@ -20,9 +20,10 @@ What lives where, in the order in which data flows; imports go down this list, n
 """
 
 from everstep import errors
-from everstep.checkpointer import Checkpointer, Stats
+from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.keeper.save import Save
+from everstep.keeper.stats import Stats
 from everstep.options import Budget, Method, presets
 from everstep.recover.report import Recovery
 

@@ -4,120 +4,52 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import inspect
 import logging
 import os
-import re
 import sys
-import uuid
 import weakref
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed
 
 from everstep.arena import BlockPool
-from everstep.arena.buffers import PAGE_BYTES
-from everstep.capture.base import Body, LiveBody, stage
 from everstep.capture.lane import HostLane
+from everstep.capture.updates import UpdateCounter
 from everstep.errors import (
     DeadlineError,
     EverstepError,
     OptionError,
-    OutOfSpaceError,
     RecoveryError,
     StateError,
     UnavailableError,
 )
 from everstep.format.header import ShardIdentity
-from everstep.format.names import RUN_RECORD
-from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
+from everstep.keeper.budget import announcement, check_disk_budget, host_budget_bytes
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
-from everstep.keeper.persist import BasePlan, plan_base
 from everstep.keeper.save import Save
+from everstep.keeper.saver import Saver
+from everstep.keeper.stats import Stats
 from everstep.options import Budget, FailurePolicy, Method, Options, nearest, validate_options
+from everstep.recover.folder import open_run_folder, run_path
 from everstep.recover.report import Recovery
 from everstep.recover.resume import open_timeline, resume
-from everstep.recover.scan import Inventory, scan_run
+from everstep.recover.scan import scan_run
 from everstep.seams import Seams
-from everstep.seams.machine import memory_available_bytes
 from everstep.state.image import State
-from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
+from everstep.tiers.disk import storage_errors
 
-__all__ = ["Checkpointer", "Stats"]
+__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("everstep")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two
-
 _live: weakref.WeakValueDictionary[PurePath, Checkpointer] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What checkpointing has cost and done since construction.
-
-    Attributes:
-        step: the user's step now.
-        durable_step: newest step that is durable, of this timeline; None if none is.
-        lag_steps: steps that a crash now would lose; None while nothing is durable.
-        saves, committed, failed: bases asked for, durable, failed.
-        stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
-            the state), ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync``
-            only: writing).
-        written_bytes: bytes made durable.
-        persist_s: seconds spent in making bases durable, in whichever thread.
-        host_bytes: host memory that holds captured state.
-    """
-
-    step: int
-    durable_step: int | None
-    lag_steps: int | None
-    saves: int
-    committed: int
-    failed: int
-    stall_s: dict[str, float]
-    written_bytes: int
-    persist_s: float
-    host_bytes: int
-
-
-@dataclass(slots=True)
-class _Updates:
-    """Counts optimizer updates: the LSN.
-
-    A subclass that calls ``super().step()`` fires the hooks twice, one pair within the other;
-    a ``step()`` that raises fires the first and not the second. The outermost call that is
-    still on the stack tells the two apart.
-    """
-
-    lsn: int = 0
-    outermost: FrameType | None = None
-    depth: int = 0
-    handles: list[Any] = field(default_factory=list)
-
-    def before(self, *_: Any) -> None:
-        caller = sys._getframe(1)
-        if self.outermost is None or not _on_stack(self.outermost, caller):
-            self.outermost, self.depth = caller, 0
-        self.depth += 1
-
-    def after(self, *_: Any) -> None:
-        self.depth -= 1
-        if self.depth <= 0:
-            self.outermost, self.depth = None, 0
-            self.lsn += 1
-
-
-def _on_stack(wanted: FrameType, frame: FrameType | None) -> bool:
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
 
 
 class Checkpointer:
@@ -145,7 +77,7 @@ class Checkpointer:
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Checkpointer:
-        """Refuses unknown options by name before Python does, which would not say what was meant."""
+        """Refuses unknown options with the nearest known one, before Python refuses them."""
         known = list(inspect.signature(cls.__init__).parameters)[1:]
         for name in options:
             if name not in known:
@@ -179,14 +111,14 @@ class Checkpointer:
             on_failure=on_failure,
             progress_timeout_s=progress_timeout_s,
         )
-        self._run = _run_path(path)
+        self._run = run_path(path)
         self._seams = seams or Seams()
         self._state = State(state)
         _close_earlier(self._run)
         size_bytes = self._state.image(lsn=0).size_bytes
-        self._pool = BlockPool(self._host_budget(size_bytes))
-        inventory = self._prepare_folder()
-        self._run_id = inventory.run or ""
+        self._pool = BlockPool(host_budget_bytes(self._options, size_bytes))
+        check_disk_budget(self._options, self._run, max(1, size_bytes))
+        self._run_id = open_run_folder(self._seams.filesystem, self._run).run or ""
         self._channel = BackgroundChannel(
             on_failure, self._seams.clock, progress_timeout_s=progress_timeout_s
         )
@@ -198,21 +130,25 @@ class Checkpointer:
         self._step = 0
         self._damaged = False
         self._touches = 0
-        self._last_save: Save | None = None
-        self._last_save_s = self._seams.clock.monotonic_s()
-        self._saves = 0
-        self._stall_s = {"capture": 0.0, "back_pressure": 0.0, "persist": 0.0}
-        self._updates = _Updates()
+        self._saver = Saver(
+            self._options,
+            self._run,
+            self._state,
+            self._lane,
+            self._pool,
+            self._channel,
+            self._seams.clock,
+        )
+        self._updates = UpdateCounter()
         self._lsn_at_mark = 0
         for optimizer in self._state.optimizers.values():
-            before = optimizer.register_step_pre_hook(self._updates.before)
-            after = optimizer.register_step_post_hook(self._updates.after)
-            self._updates.handles += [before, after]
+            self._updates.watch(optimizer)
         self._pid = os.getpid()
         self._at_exit: Callable[[], None] | None = None
         self._open = True
         _live[self._run] = self
-        self._announce(size_bytes)
+        host_bytes = self._pool.budget_bytes
+        print(announcement(self._options, self._run, size_bytes, host_bytes), file=sys.stderr)
 
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over.
@@ -269,7 +205,6 @@ class Checkpointer:
             self._updates.lsn = 0
         self._step = 0 if resumed.base is None else resumed.base.step
         self._lsn_at_mark = self._updates.lsn
-        self._last_save = None
         self._sweep()
         evidence = "nothing to restore"
         if loaded is not None:
@@ -301,9 +236,9 @@ class Checkpointer:
         self._ready()
         self._step += 1
         self._lsn_at_mark = self._updates.lsn
-        since_s = self._seams.clock.monotonic_s() - self._last_save_s
+        since_s = self._seams.clock.monotonic_s() - self._saver.last_save_s
         if self._options.every.due(self._step, since_s):
-            self._take(show=False)
+            self._saver.take(self._identity(), show=False)
 
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
@@ -322,7 +257,7 @@ class Checkpointer:
                 step=self._step,
                 hint="call ckpt.step() first, then ckpt.save()",
             )
-        return self._take(show=True)
+        return self._saver.take(self._identity(), show=True)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
@@ -369,10 +304,10 @@ class Checkpointer:
             step=self._step,
             durable_step=durable,
             lag_steps=None if durable is None else self._step - durable,
-            saves=self._saves,
+            saves=self._saver.saves,
             committed=keeper.committed if keeper else 0,
             failed=keeper.failed if keeper else 0,
-            stall_s=dict(self._stall_s),
+            stall_s=dict(self._saver.stall_s),
             written_bytes=keeper.written_bytes if keeper else 0,
             persist_s=keeper.persist_s if keeper else 0.0,
             host_bytes=self._pool.total_bytes,
@@ -394,89 +329,16 @@ class Checkpointer:
         with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
             self.close()
 
-    def _take(self, *, show: bool) -> Save:
-        last = self._last_save
-        if last is not None and last.step == self._step and not _failed(last):
-            return last
-        assert self._keeper is not None
-        save = Save(self._step, self._timeline)
-        self._saves += 1
-        self._last_save_s = self._seams.clock.monotonic_s()
-        try:
-            identity = ShardIdentity(
-                run=self._run_id,
-                timeline=self._timeline,
-                step=self._step,
-                lsn=self._updates.lsn,
-                rank=0,
-                world=1,
-                exact=self._exact,
-            )
-            image = self._state.image(lsn=self._updates.lsn)
-            plan = plan_base(image, identity)
-            self._check_disk_budget(plan.size_bytes)
-            self._last_save = save
-            if self._options.method.base == "sync":
-                self._persist_now(plan, save, show=show)
-            else:
-                self._capture(plan, save)
-        except EverstepError as error:
-            for future in (save.staged, save.durable):
-                if not future.done():
-                    future.set_exception(error)
-            self._channel.post(error)
-        except BaseException:
-            save.staged.cancel()
-            save.durable.cancel()
-            self._last_save = None
-            raise
-        self._channel.check()
-        return save
-
-    def _persist_now(self, plan: BasePlan, save: Save, *, show: bool) -> None:
-        assert self._keeper is not None
-        start_s = self._seams.clock.monotonic_s()
-        try:
-            self._keeper.persist(plan, self._bodies(plan), save, show=show)
-            save.staged.set_result(None)
-        finally:
-            self._stall_s["persist"] += self._seams.clock.monotonic_s() - start_s
-
-    def _capture(self, plan: BasePlan, save: Save) -> None:
-        """Copies the state into host memory and hands it to the keeper."""
-        assert self._keeper is not None
-        sizes = [-(-shard.body_bytes // PAGE_BYTES) * PAGE_BYTES for shard in plan.shards]
-        start_s = self._seams.clock.monotonic_s()
-        try:
-            block = self._pool.acquire(
-                max(PAGE_BYTES, sum(sizes)), timeout_s=self._options.progress_timeout_s
-            )
-        finally:
-            self._stall_s["back_pressure"] += self._seams.clock.monotonic_s() - start_s
-        start_s = self._seams.clock.monotonic_s()
-        try:
-            staged, position = [], 0
-            for shard, body, size in zip(plan.shards, self._bodies(plan), sizes, strict=True):
-                part = block.tensor[position : position + size]
-                staged.append(stage(body, shard.body_bytes, part))
-                position += size
-        except BaseException:
-            self._pool.release(block)
-            raise
-        finally:
-            self._stall_s["capture"] += self._seams.clock.monotonic_s() - start_s
-        save.staged.set_result(None)
-        # The plan keeps the descriptions; the live tensors are no longer needed.
-        captured = BasePlan(plan.identity, plan.shards, {})
-        pool = self._pool
-        self._keeper.submit(captured, staged, save, lambda: pool.release(block))
-
-    def _bodies(self, plan: BasePlan) -> list[Body]:
-        timeout_s = self._options.progress_timeout_s
-        return [
-            LiveBody(shard.placed, plan.tensors, self._lane, timeout_s=timeout_s)
-            for shard in plan.shards
-        ]
+    def _identity(self) -> ShardIdentity:
+        return ShardIdentity(
+            run=self._run_id,
+            timeline=self._timeline,
+            step=self._step,
+            lsn=self._updates.lsn,
+            rank=0,
+            world=1,
+            exact=self._exact,
+        )
 
     def _ready(self) -> None:
         """Before anything is counted or saved: open, healthy, and with a timeline."""
@@ -517,7 +379,10 @@ class Checkpointer:
             keep=self._options.keep,
             timeout_s=self._options.progress_timeout_s,
         )
+        if self._keeper is not None:  # statistics go on over timelines
+            keeper.stats = dataclasses.replace(self._keeper.stats, durable_step=None)
         self._keeper = keeper
+        self._saver.start(keeper)
         # A script that ends without close() still gets its last base.
         pid, show = self._pid, sys.stderr
         self._at_exit = lambda: _finish_at_exit(keeper, pid, show)
@@ -536,71 +401,6 @@ class Checkpointer:
     def _touch(self) -> None:
         self._damaged = True  # until everything is restored
         self._touches += 1
-
-    def _prepare_folder(self) -> Inventory:
-        """Makes the folder a run, and finds out now whether it can be written."""
-        filesystem = self._seams.filesystem
-        with storage_errors("open the run folder", self._run):
-            ensure_dirs(filesystem, self._run)
-            inventory = scan_run(filesystem, self._run)
-            record = RunRecord(run=inventory.run or uuid.uuid4().hex)
-            path = self._run / RUN_RECORD
-            # Creating it exclusively also tells whether the folder can be written.
-            created = create_exclusive(
-                filesystem, path, record.encode(), unique=f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            )
-            if created or inventory.run is None:
-                inventory = scan_run(filesystem, self._run)
-        if inventory.run is None:
-            raise StateError(
-                f"{path} is damaged, and nothing else in the run tells its id",
-                path=path,
-                hint="remove it: there is nothing to recover here",
-            )
-        return inventory
-
-    def _host_budget(self, size_bytes: int) -> int:
-        asked = self._options.budget.host_bytes
-        if self._options.method.base == "sync":
-            return asked or memory_available_bytes() // 2
-        budget = asked or memory_available_bytes() // 2
-        if budget < size_bytes:
-            raise OutOfSpaceError(
-                f'method="{self._options.method_name}" copies the state ({size_bytes} bytes) into '
-                f"host memory; the budget is {budget} bytes",
-                hint=f'Budget(host_bytes={size_bytes}) or more, or method="sync"',
-            )
-        return budget
-
-    def _check_disk_budget(self, base_bytes: int) -> None:
-        budget = self._options.budget.disk_bytes
-        need = (self._options.keep + 1) * base_bytes  # the new one before the oldest goes
-        if budget is not None and need > budget:
-            raise OutOfSpaceError(
-                f"{self._options.keep} bases to keep and one being written take {need} bytes, "
-                f"the budget is {budget}",
-                path=self._run,
-                hint=f"Budget(disk_bytes={need}), or keep={max(0, budget // base_bytes - 1)}",
-            )
-
-    def _announce(self, size_bytes: int) -> None:
-        self._check_disk_budget(max(1, size_bytes))
-        every = self._options.every
-        when = "on save() only"
-        if every.steps is not None:
-            when = f"every {every.steps} steps"
-        elif every.seconds is not None:
-            when = f"every {every.seconds:g} s"
-        host = "a few chunks"
-        if self._options.method.base != "sync":
-            host = f"{size_bytes / 2**20:.1f} MiB per base in flight"
-        disk_mib = (self._options.keep + 1) * size_bytes / 2**20
-        print(
-            f"everstep: {self._run}: {self._options.method_name}, {when}, keep "
-            f"{self._options.keep}; state {size_bytes / 2**20:.1f} MiB; host memory {host} "
-            f"(budget {self._pool.budget_bytes / 2**20:.0f} MiB); disk up to {disk_mib:.1f} MiB",
-            file=sys.stderr,
-        )
 
     def _check_open(self) -> None:
         if not self._open:
@@ -629,15 +429,9 @@ class Checkpointer:
         self._ring.close()
         self._lane.close()
         self._pool.clear()
-        for handle in self._updates.handles:
-            handle.remove()
+        self._updates.close()
         if _live.get(self._run) is self:
             del _live[self._run]
-
-
-def _failed(save: Save) -> bool:
-    future = save.durable
-    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def _finish_at_exit(keeper: LocalKeeper, pid: int, shown: Any) -> None:
@@ -663,19 +457,6 @@ def _close_earlier(run: PurePath) -> None:
         earlier.close()
     except EverstepError as error:
         print(f"everstep: the earlier Checkpointer of {run}: {error}", file=sys.stderr)
-
-
-def _run_path(path: str | os.PathLike[str]) -> PurePath:
-    if not isinstance(path, (str, os.PathLike)):
-        raise OptionError(f"the run folder must be a path, not {path!r}")
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{path!r} is no path of a run folder")
-    if _URL.match(text):
-        raise OptionError(
-            f"{text}: object stores are not in this version", hint="a directory, for now"
-        )
-    return PurePath(os.path.abspath(text))
 
 
 def _check_platform() -> None:

@@ -70,7 +70,7 @@ class RenamesFirst(Wrapped):
 
 
 class FirstSyncLies(Wrapped):
-    """The first sync of each file of a base does nothing."""
+    """The first sync of each data file does nothing."""
 
     opened_by = "create"
 
@@ -79,9 +79,13 @@ class FirstSyncLies(Wrapped):
         if name != self.opened_by:
             return found
 
-        def opens(path: PurePath, *, direct: bool = False) -> WriteFile | None:
+        def opens(path: PurePath, *, direct: bool = False) -> Any:
             file = found(path, direct=direct)
-            return None if file is None else cast(WriteFile, _FirstSyncLies(file))
+            if file is None or (
+                not path.match("*.safetensors.tmp") and path.parent.name != "slots"
+            ):
+                return cast("WriteFile | None", file)
+            return cast(WriteFile, _FirstSyncLies(file))
 
         return opens
 
@@ -105,14 +109,29 @@ class _FirstSyncLies:
         self._lied = True
 
 
+class OnlyTheDisk(TrainingScenario):
+    """Checks what lies on the disk without resuming from it, which is much quicker."""
+
+    def check_resuming(self, fs: SimFileSystem, promised: tuple[int, int]) -> None:
+        pass
+
+
 def wrapped(kind: type[Wrapped]) -> Wrap:
     return lambda fs: cast(FileSystem, kind(fs))
 
 
-def search(wrap: Wrap | None, **options: Any) -> Report:
-    settings = {"done": 1, "saves": 1, "keep": 1, **options}
-    scenario = TrainingScenario(wrap=wrap, **settings)
-    return watch_crashes(scenario, images_per_point=6, violations_max=1)
+def search(wrap: Wrap | None, **options: int) -> Report:
+    """Looks at many disks, and if they are in order, resumes from some."""
+    report = watch_crashes(_scenario(OnlyTheDisk, wrap, **options), images_per_point=40)
+    if report.violations:
+        return report
+    return watch_crashes(_scenario(TrainingScenario, wrap, **options), violations_max=1)
+
+
+def _scenario(
+    kind: type[TrainingScenario], wrap: Wrap | None, *, saves: int = 1
+) -> TrainingScenario:
+    return kind(done=1, saves=saves, keep=1, wrap=wrap)
 
 
 PLANTED: dict[str, tuple[Wrap, str]] = {
@@ -125,7 +144,7 @@ PLANTED: dict[str, tuple[Wrap, str]] = {
         "which is not there",
     ),
     "rename before write": (wrapped(RenamesFirst), "has its final name and is torn"),
-    "header written before the body was synced": (wrapped(FirstSyncLies), "torn"),
+    "header written before the body was synced": (wrapped(FirstSyncLies), "is accepted, but"),
 }
 
 
@@ -193,4 +212,4 @@ def test_a_flipped_bit_is_passed_over_and_if_not_that_is_found(
 
 
 def test_nothing_is_found_where_nothing_is_planted() -> None:
-    search(None).raise_if_any()
+    search(None, saves=2).raise_if_any()

@@ -5,4 +5,6 @@
 ``persist``  one base: files, marker, manifest
 ``retain``   deletes, parks and cleans up
 ``local``    the keeper inside the training process
+``saver``    takes bases in the training thread and hands them to the keeper
+``budget``, ``stats``  what it will take, what it has taken
 """

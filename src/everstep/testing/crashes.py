@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _LOG_TAIL = 12
+_ORIGIN_CHARS = 600
 _PROCESS_KILL = -1
 
 When = Literal["crash_before", "crash_partly", "crash_after", "ended", "error"]
@@ -111,7 +112,7 @@ class Violation:
         how += f" {errnos.errorcode.get(self.errno, self.errno)}" if self.when == "error" else ""
         tail = "\n".join(f"    {operation}" for operation in self.log)
         where = f"operation {self.operation}, {how}, image {self.image} of seed {self.seed}"
-        return f"{where}: {self.problem}\n  {self.origin}\n{tail}"
+        return f"{where}: {self.problem}\n  {self.origin:.{_ORIGIN_CHARS}}\n{tail}"
 
 
 @dataclass(slots=True)

@@ -220,8 +220,9 @@ class SimFileSystem:
         """Durable states that a power loss now may leave.
 
         Always "nothing unsynced survives" and "everything survives", then ``count`` more:
-        every name but no data, all data but no name, and after those seeded random subsets
-        with torn writes. Everything on an image is durable.
+        every name but no data, all data but no name, one effect lost alone, one kept alone
+        (which, goes round with the seed), and after those random subsets with torn writes.
+        Everything on an image is durable.
         """
         with self._journal.lock:
             disk = self._disk.clone()
@@ -229,7 +230,7 @@ class SimFileSystem:
         is_data = [isinstance(effect, DataEffect) for effect in effects]
         for index in range(count + 2):
             rng = random.Random(f"{seed}/{index}")
-            kind, fates = _fates(index, is_data, rng)
+            kind, fates = _fates(index, seed, is_data, rng)
             image = self._successor(disk.after_power_loss(fates, rng), "")
             kept = ", ".join(f"{f.value}: {e}" for f, e in zip(fates, effects, strict=True))
             image.origin = f"power loss, image {index} of seed {seed} ({kind}): {kept or '-'}"
@@ -364,28 +365,33 @@ class MappedFile:
             self._open = False
 
 
-_FATES: tuple[tuple[str, Callable[[bool, random.Random], Fate]], ...] = (
-    ("nothing survives", lambda is_data, rng: Fate.LOST),
-    ("everything survives", lambda is_data, rng: Fate.KEPT),
-    ("names without data", lambda is_data, rng: Fate.LOST if is_data else Fate.KEPT),
-    ("data without names", lambda is_data, rng: Fate.KEPT if is_data else Fate.LOST),
+_FIXED: tuple[tuple[str, Fate, Fate], ...] = (
+    # What it is, and the fate of names and of data.
+    ("nothing survives", Fate.LOST, Fate.LOST),
+    ("everything survives", Fate.KEPT, Fate.KEPT),
+    ("names without data", Fate.KEPT, Fate.LOST),
+    ("data without names", Fate.LOST, Fate.KEPT),
 )
 
 
-def _fates(index: int, is_data: list[bool], rng: random.Random) -> tuple[str, list[Fate]]:
-    """The fate of each effect on image ``index``; the first four images are fixed."""
-    if index < len(_FATES):
-        kind, fate = _FATES[index]
-        return kind, [fate(data, rng) for data in is_data]
-    odds_kept = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0))
-    odds_torn = rng.choice((0.0, 0.3, 1.0))
+def _fates(
+    index: int, seed: int, is_data: list[bool], rng: random.Random
+) -> tuple[str, list[Fate]]:
+    """The fate of each effect on image ``index``: six patterns, then chance."""
+    count = len(is_data)
+    if index < len(_FIXED):
+        kind, names, data = _FIXED[index]
+        return kind, [data if is_it else names for is_it in is_data]
+    if index < len(_FIXED) + 2:  # which one, goes round with the seed
+        most, one = (Fate.KEPT, Fate.LOST) if index == len(_FIXED) else (Fate.LOST, Fate.KEPT)
+        kind = f"one {one.value}, the others {most.value}"
+        return kind, [one if i == seed % count else most for i in range(count)]
+    odds_kept, odds_torn = rng.choice((0.1, 0.5, 0.9)), rng.choice((0.0, 0.3, 1.0))
     fates = [Fate.KEPT if rng.random() < odds_kept else Fate.LOST for _ in is_data]
-    for position, data in enumerate(is_data):
-        if data and rng.random() < odds_torn:
+    for position, is_it in enumerate(is_data):
+        if is_it and rng.random() < odds_torn:
             fates[position] = Fate.TORN
-    if is_data and odds_kept in (0.0, 1.0):  # all but one, or only one
-        fates[rng.randrange(len(fates))] = Fate.LOST if odds_kept else Fate.KEPT
-    return f"random, {odds_kept} kept, {odds_torn} of the writes torn", fates
+    return f"by chance, {odds_kept} kept, {odds_torn} of the writes torn", fates
 
 
 def _dir_entry(name: str, node: FileNode | DirNode) -> DirEntry:

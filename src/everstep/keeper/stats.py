@@ -1,0 +1,36 @@
+"""What checkpointing has cost and done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What checkpointing has cost and done since construction.
+
+    Attributes:
+        step: the user's step now.
+        durable_step: newest step that is durable, of this timeline; None if none is.
+        lag_steps: steps that a crash now would lose; None while nothing is durable.
+        saves, committed, failed: bases asked for, durable, failed.
+        stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
+            the state), ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync``
+            only: writing).
+        written_bytes: bytes made durable.
+        persist_s: seconds spent in making bases durable, in whichever thread.
+        host_bytes: host memory that holds captured state.
+    """
+
+    step: int
+    durable_step: int | None
+    lag_steps: int | None
+    saves: int
+    committed: int
+    failed: int
+    stall_s: dict[str, float]
+    written_bytes: int
+    persist_s: float
+    host_bytes: int

@@ -1,0 +1,64 @@
+"""Opens the run folder: makes it if it is not there, refuses it if it cannot be used."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import PurePath
+
+from everstep.errors import OptionError, StateError
+from everstep.format.names import RUN_RECORD
+from everstep.format.records import RunRecord
+from everstep.recover.scan import Inventory, scan_run
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
+
+__all__ = ["open_run_folder", "run_path"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two
+
+
+def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
+    """Makes the folder a run, and finds out now whether it can be written.
+
+    Raises:
+        ForeignDirectoryError: when it holds other people's files.
+        StorageError: when it cannot be written, or is damaged beyond use.
+    """
+    with storage_errors("open the run folder", run):
+        ensure_dirs(filesystem, run)
+        inventory = scan_run(filesystem, run)
+        record = RunRecord(run=inventory.run or uuid.uuid4().hex)
+        path = run / RUN_RECORD
+        # Creating it exclusively also tells whether the folder can be written.
+        created = create_exclusive(
+            filesystem, path, record.encode(), unique=f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        )
+        if created or inventory.run is None:
+            inventory = scan_run(filesystem, run)
+    if inventory.run is None:
+        raise StateError(
+            f"{path} is damaged, and nothing else in the run tells its id",
+            path=path,
+            hint="remove it: there is nothing to recover here",
+        )
+    return inventory
+
+
+def run_path(path: str | os.PathLike[str]) -> PurePath:
+    """The absolute path of a run folder as the user gave it.
+
+    Raises:
+        OptionError: for what is no path, or a URL.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"the run folder must be a path, not {path!r}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(f"{path!r} is no path of a run folder")
+    if _URL.match(text):
+        raise OptionError(
+            f"{text}: object stores are not in this version", hint="a directory, for now"
+        )
+    return PurePath(os.path.abspath(text))
