@@ -13,7 +13,6 @@ import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from everstep.capture.lane import Copy, Lane
@@ -83,11 +82,11 @@ class LiveBody:
                 for piece in pieces(part.data):
                     seen(piece)
                 continue
-            host = host[start - place.begin : stop - place.begin]
+            copied, live = part.data, host[start - place.begin : stop - place.begin].data
             for at in range(0, stop - start, PIECE_BYTES):
-                piece_of_target = part[at : at + PIECE_BYTES]
-                np.copyto(piece_of_target, host[at : at + PIECE_BYTES])
-                seen(piece_of_target.data)
+                piece = copied[at : at + PIECE_BYTES]
+                piece[:] = live[at : at + PIECE_BYTES]
+                seen(piece)
 
     def held(self, begin: int, end: int) -> torch.Tensor | None:
         return None

@@ -13,6 +13,7 @@ met, 4 environment, 130 interrupted. With ``--json`` standard output carries one
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import sys
 from typing import Annotated
@@ -61,9 +62,10 @@ def _root(
     pass
 
 
-for _verb in (ls, inspect, verify, rm, du, doctor):
+for _verb in (ls, inspect, verify, rm, du, doctor, demo):
     app.command()(_verb)
-app.command(short_help="Trains, gets killed, resumes, compares every bit.")(demo)
+if importlib.util.find_spec("everstep.cli.bench") is not None:
+    app.add_typer(importlib.import_module("everstep.cli.bench").app, name="bench")
 
 
 def main() -> int:

@@ -43,25 +43,39 @@ class Digester:
         self._on_entry = on_entry
         self._placed = placed
         self._next = 0
-        self._position = 0
+        self._left_bytes = 0  # of the entry under way
         self._hash = xxhash.xxh3_128()
+        self._update = self._hash.update
         self.digests: list[str] = []
-        self._finish_entries()
+        self._begin_entry()
 
     def update(self, data: memoryview) -> None:
         """Takes the next bytes of the body."""
-        while data.nbytes:
-            entry_end = self._placed[self._next].end
-            size = min(data.nbytes, entry_end - self._position)
-            self._hash.update(data[:size])
-            self._position += size
-            data = data[size:]
-            self._finish_entries()
+        size = data.nbytes
+        while size >= self._left_bytes:
+            if not size:
+                return
+            self._update(data[: self._left_bytes])
+            data = data[self._left_bytes :]
+            size -= self._left_bytes
+            self._end_entry()
+            self._begin_entry()
+        self._update(data)
+        self._left_bytes -= size
 
-    def _finish_entries(self) -> None:
-        while self._next < len(self._placed) and self._position == self._placed[self._next].end:
-            self.digests.append(self._hash.hexdigest())
-            self._hash.reset()
-            self._next += 1
-            if self._on_entry is not None:
-                self._on_entry(self._next - 1, self.digests[-1])
+    def _begin_entry(self) -> None:
+        """Sets out on the next entry; one without bytes is finished at once."""
+        while self._next < len(self._placed):
+            place = self._placed[self._next]
+            self._left_bytes = place.end - place.begin
+            if self._left_bytes:
+                return
+            self._end_entry()
+        self._left_bytes = 0
+
+    def _end_entry(self) -> None:
+        self.digests.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._next += 1
+        if self._on_entry is not None:
+            self._on_entry(self._next - 1, self.digests[-1])

@@ -123,6 +123,7 @@ class Persister:
         self._run = run
         self._ring = ring
         self._slots = slots
+        self._has_base_dir = False
         self._timeout_s = timeout_s
 
     def persist(self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink) -> None:
@@ -193,7 +194,9 @@ class Persister:
         self._slots.drop_unfit(shard.size_bytes for shard in plan.shards)
         filesystem = self._filesystem
         self._check_space(plan)
-        ensure_dir(filesystem, directory.parent)
+        if not self._has_base_dir:  # its name is durable from the first base on
+            ensure_dir(filesystem, directory.parent)
+            self._has_base_dir = True
         ensure_dir(filesystem, directory)
         records = []
         for shard, body in zip(plan.shards, bodies, strict=True):

@@ -126,8 +126,13 @@ class State:
             for section, provider in self.providers.items()
         }
         problems = [(name, why) for name, t in named.items() if (why := why_not_storable(t))]
-        for section, tree in trees.items():
-            problems += unsupported_leaves(tree, section)
+        objects: dict[str, bytes] = {}
+        try:
+            for section, tree in trees.items():
+                objects[OBJECT_PREFIX + section] = encode(tree)
+        except UnsupportedStateError:
+            for section, tree in trees.items():  # of all sections, by name
+                problems += unsupported_leaves(tree, section)
         if problems:
             raise _unsupported(tuple(problems))
         tensors: dict[str, torch.Tensor] = {}
@@ -140,7 +145,6 @@ class State:
             else:
                 aliases[name] = first
         entries = tuple(stored_form(name, tensor, lsn) for name, tensor in tensors.items())
-        objects = {OBJECT_PREFIX + section: encode(tree) for section, tree in trees.items()}
         too_large = tuple(
             (name.removeprefix(OBJECT_PREFIX), "objects of more than 1 GiB; use torch tensors")
             for name, data in objects.items()
