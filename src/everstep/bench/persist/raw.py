@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,9 +147,11 @@ class RawArm:
         block_bytes = self.setting.block_bytes
         blocks = itertools.count(0, block_bytes)  # next() is one step of the interpreter
 
+        stop = threading.Event()
+
         def work(thread: int) -> None:
             memory = self._ring.view[thread * block_bytes : (thread + 1) * block_bytes]
-            while (begin := next(blocks)) < self._size_bytes:
+            while not stop.is_set() and (begin := next(blocks)) < self._size_bytes:
                 want = min(block_bytes, self._size_bytes - begin)
                 got = call(memory[:want], begin)
                 if got != want:
@@ -157,5 +161,10 @@ class RawArm:
             work(0)
             return
         jobs = [self._threads.submit(work, thread) for thread in range(self.setting.threads)]
-        for job in jobs:
-            job.result(timeout=_TIMEOUT_S)
+        try:
+            for job in jobs:
+                job.result(timeout=_TIMEOUT_S)
+        finally:
+            # Whatever happened, no thread may go on with a descriptor that is about to close.
+            stop.set()
+            wait_futures(jobs, timeout=_TIMEOUT_S)
