@@ -19,13 +19,19 @@ What lives where, in the order in which data flows; imports go down this list, n
 ======================  ====================================================================
 """
 
-from everstep import errors
-from everstep.checkpointer import Checkpointer
-from everstep.errors import EverstepError
-from everstep.keeper.save import Save
-from everstep.keeper.stats import Stats
-from everstep.options import Budget, Method, presets
-from everstep.recover.report import Recovery
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep import errors
+    from everstep.checkpointer import Checkpointer
+    from everstep.errors import EverstepError
+    from everstep.keeper.save import Save
+    from everstep.keeper.stats import Stats
+    from everstep.options import Budget, Method, presets
+    from everstep.recover.report import Recovery
 
 __version__ = "0.1.0"
 
@@ -41,3 +47,27 @@ __all__ = [
     "errors",
     "presets",
 ]
+
+# Imported when first used: the command line answers without waiting for torch.
+_WHERE = {
+    "Budget": "options",
+    "Checkpointer": "checkpointer",
+    "EverstepError": "errors",
+    "Method": "options",
+    "Recovery": "recover.report",
+    "Save": "keeper.save",
+    "Stats": "keeper.stats",
+    "presets": "options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("everstep.errors")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"everstep.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,13 @@ def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 ALL_DTYPES = [*DTYPE_CODES, torch.complex128]
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (5, 7)], ids=str)
-def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...], run_folder: Path) -> None:
+def test_every_dtype(shape: tuple[int, ...], run_folder: Path) -> None:
+    assert len(ALL_DTYPES) >= 19
+
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return Holder(values(dtype, shape))
+        return Holder(*(values(dtype, shape) for dtype in ALL_DTYPES))
 
     check(run_folder, build)
 
@@ -343,14 +345,21 @@ def test_what_modules_do_on_loading_is_done(kind: type[Caching], run_folder: Pat
     assert torch.equal(live.doubled, saved.weight.detach() * 2)
 
 
+def compiled(module: nn.Module) -> Any:
+    """Wrapped by ``torch.compile``, which compiles nothing before the first call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own modules, at their first import
+        return torch.compile(module, backend="eager")
+
+
 def test_torch_compile_does_not_change_names(run_folder: Path) -> None:
     """Saved plain, resumed compiled; the module inside and a compiled part of a module alike."""
     seed_everything(1)
     saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     seed_everything(2)
     live = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    live[0] = torch.compile(live[0])
-    wrapped: Any = torch.compile(live)
+    live[0] = compiled(live[0])
+    wrapped = compiled(live)
     assert "_orig_mod.0._orig_mod.weight" in wrapped.state_dict()
     save_and_resume(run_folder, saved, wrapped)
     assert_same(list(live.state_dict().values()), list(saved.state_dict().values()))
@@ -362,16 +371,16 @@ def test_torch_compile_does_not_change_names(run_folder: Path) -> None:
 
 
 def test_the_optimizer_of_a_compiled_module_has_the_same_names(run_folder: Path) -> None:
-    def build(seed: int, *, compiled: bool) -> dict[str, Any]:
+    def build(seed: int, *, wrap: bool) -> dict[str, Any]:
         seed_everything(seed)
         plain = nn.Linear(2, 2)
-        model: Any = torch.compile(plain) if compiled else plain
+        model = compiled(plain) if wrap else plain
         optimizer = torch.optim.Adam(model.parameters())
         plain(torch.randn(3, 2)).sum().backward()
         optimizer.step()
         return {"model": model, "optimizer": optimizer}
 
-    saved, live = build(1, compiled=False), build(2, compiled=True)
+    saved, live = build(1, wrap=False), build(2, wrap=True)
     with opened(run_folder, saved) as ckpt:
         ckpt.step()
         ckpt.save()

@@ -201,11 +201,22 @@ def seed_everything(seed: int) -> None:
 
 def assert_same(found: Any, wanted: Any) -> None:
     """Equal in every bit, type and order of keys."""
-    found, wanted = freeze(found), freeze(wanted)
+    found, wanted = freeze(_resolved(found)), freeze(_resolved(wanted))
     if isinstance(wanted, dict) and isinstance(found, dict):
         different = [key for key in wanted if key not in found or found[key] != wanted[key]]
         assert not different, f"these parts differ: {different}"
     assert found == wanted
+
+
+def _resolved(value: Any) -> Any:
+    """Without conjugate and negative bits, which cannot be looked at as bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().resolve_conj().resolve_neg()
+    if isinstance(value, dict):
+        return {key: _resolved(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_resolved(item) for item in value)
+    return value
 
 
 def base_folder(run: Path, step: int, timeline: int = 1) -> Path:

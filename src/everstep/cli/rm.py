@@ -191,7 +191,7 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
 def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
     """Deletes ``base``; returns the names that are still there."""
     from everstep.format.names import MANIFEST
-    from everstep.keeper.retain import _delete_files, delete_base
+    from everstep.keeper.retain import delete_base, delete_files
     from everstep.tiers.disk import storage_errors, write_durably
 
     with storage_errors("delete the base", base.path, step=base.id.step):
@@ -203,7 +203,7 @@ def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> li
             # A person at the command line is fenced off by no timeline.
             delete_base(filesystem, inventory.path, base, None, timeline=None)
         else:
-            _delete_files(filesystem, base, None)
+            delete_files(filesystem, base, None)
     try:
         return [entry.name for entry in filesystem.scan(base.path)]
     except FileNotFoundError:

@@ -34,7 +34,7 @@ from everstep.seams.progress import silent
 from everstep.tiers.disk import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["Retention", "delete_base"]
+__all__ = ["Retention", "delete_base", "delete_files"]
 
 
 class Retention:
@@ -91,7 +91,7 @@ class Retention:
             if base.id.timeline > self._timeline or base.id in in_flight:
                 continue
             if base.status in ("incomplete", "condemned") and _only_ours(base):
-                self._finish_deleting(base)
+                delete_files(self._filesystem, base, self._slots)
             elif base.status in ("committed", "complete"):
                 self._remove_temporary(base.path)
         for number in sorted(here | set(inventory.abandoned)):
@@ -148,9 +148,6 @@ class Retention:
         if newest > self._timeline:
             raise _fenced(self._timeline, newest)
 
-    def _finish_deleting(self, base: BaseFound) -> None:
-        _delete_files(self._filesystem, base, self._slots)
-
     def _remove_temporary(self, directory: PurePath) -> None:
         with contextlib.suppress(FileNotFoundError):
             for entry in self._filesystem.scan(directory):
@@ -185,11 +182,14 @@ def delete_base(
         filesystem.rename(base.path / CONDEMNED, base.path / MANIFEST)
         filesystem.sync_dir(base.path)
         raise _fenced(timeline, newest)
-    _delete_files(filesystem, base, slots)
+    delete_files(filesystem, base, slots)
 
 
-def _delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | None) -> None:
-    """Markers first: with them gone nothing can be made of the files that are left."""
+def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | None) -> None:
+    """Removes the files of a base that is condemned or was never finished.
+
+    Markers first: with them gone nothing can be made of the files that are left.
+    """
     entries = sorted(filesystem.scan(base.path), key=lambda entry: entry.name)
     for entry in entries:
         if parse_marker(entry.name) is not None:

@@ -114,6 +114,20 @@ class OpenBase:
                 trees[name.removeprefix(OBJECT_PREFIX)] = decode(bytes(data))
         return trees
 
+    def contents(self) -> tuple[dict[str, Any], dict[str, Entry]]:
+        """Object trees by section, and entries by every name, which fit each other.
+
+        Raises:
+            DamageError, FormatError: they do not, or cannot be read.
+        """
+        trees, entries = self.objects(), self.entries()
+        for tree in trees.values():
+            missing = [name for name in references(tree) if name not in entries]
+            if missing:
+                raise FormatError(f"entry {missing[0]!r} is referred to but not there")
+        _refuse_unused(self, trees, entries)
+        return trees, entries
+
     def close(self) -> None:
         for file, _, _, _ in self.shards:
             file.close()
@@ -155,12 +169,7 @@ def load_base(
         MismatchError: listing every difference; nothing has been touched.
         DamageError: naming file and entry; live state may be partly overwritten.
     """
-    trees, entries = opened.objects(), opened.entries()
-    for tree in trees.values():
-        missing = [name for name in references(tree) if name not in entries]
-        if missing:
-            raise FormatError(f"entry {missing[0]!r} is referred to but not there")
-    _refuse_unused(opened, trees, entries)
+    trees, entries = opened.contents()
     plans = state.plan_restore(trees, entries)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
     if mismatches and strict:

@@ -213,7 +213,15 @@ def _scan_timeline(
         if entry.kind != "dir":
             inventory.problems.append((directory / BASE_DIR / entry.name, f"is a {entry.kind}"))
             continue
-        inventory.bases.append(scan_base(filesystem, inventory.path, BaseId(number, step)))
+        base = BaseId(number, step)
+        try:
+            inventory.bases.append(scan_base(filesystem, inventory.path, base))
+        except FileNotFoundError:
+            continue  # deleted since the listing
+        except OSError as error:  # this one cannot be read; the others may be fine
+            reason = f"cannot be read: {error.strerror or error}"
+            path = directory / BASE_DIR / entry.name
+            inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
     if TIMELINE_RECORD in names:
         return
     to_lose = ("committed", "complete", "damaged")

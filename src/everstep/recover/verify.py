@@ -90,8 +90,8 @@ def verify_base(
                 for damage in found:
                     note(str(path), damage)
             if not damages:
-                opened.objects()
-        except (DamageError, FormatError) as error:
+                opened.contents()
+        except (DamageError, FormatError, OSError) as error:
             note(str(base.path), error)
         finally:
             opened.close()
