@@ -26,7 +26,8 @@ MARK = "EVERSTEP_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 
 _PROC = Path("/proc")
-_PYTHONS_OWN = b"multiprocessing.resource_tracker"  # ends with the process that started it
+# Servants of Python and torch that stay until the process that started them ends.
+_SERVANTS = (b"multiprocessing.resource_tracker", b"_inductor/compile_worker")
 
 
 def processes_marked(run_id: str) -> dict[int, str]:
@@ -38,9 +39,11 @@ def processes_marked(run_id: str) -> dict[int, str]:
             if wanted not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             command = (folder / "cmdline").read_bytes().rstrip(b"\0")
+            parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
         except OSError:  # it has ended, or is somebody else's
             continue
-        if int(folder.name) != os.getpid() and _PYTHONS_OWN not in command:
+        ours = parent == os.getpid() and any(servant in command for servant in _SERVANTS)
+        if int(folder.name) != os.getpid() and not ours:
             found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
 

@@ -76,9 +76,7 @@ def test_every_dtype(shape: tuple[int, ...], run_folder: Path) -> None:
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.randn(3, 5).t(),
     "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "channels_last_3d": lambda: torch.randn(1, 2, 2, 3, 2).to(
-        memory_format=torch.channels_last_3d
-    ),
+    "channels_last_3d": lambda: torch.randn(1, 2, 2, 3, 2).to(memory_format=torch.channels_last_3d),
     "every second": lambda: torch.randn(10)[::2],
     "a column": lambda: torch.randn(4, 6)[:, 2],
     "expanded": lambda: torch.randn(3, 1).expand(3, 4),
@@ -120,7 +118,12 @@ def test_every_layout(layout: str, method: str, run_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("transposed", "plain"), ("plain", "transposed"), ("plain", "channels"), ("channels", "plain")],
+    [
+        ("transposed", "plain"),
+        ("plain", "transposed"),
+        ("plain", "channels"),
+        ("channels", "plain"),
+    ],
 )
 def test_the_layout_may_change(before: str, after: str, run_folder: Path) -> None:
     """Bytes are stored in row-major order, so the strides of the live tensor do not matter."""
@@ -241,7 +244,9 @@ def test_slices_of_one_flat_memory(run_folder: Path) -> None:
         lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
         lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True),
         lambda: nn.BatchNorm2d(3),
-        lambda: nn.ModuleDict({"a~b": nn.Linear(2, 2), "c": nn.ParameterDict({"x": torch.ones(2)})}),
+        lambda: nn.ModuleDict(
+            {"a~b": nn.Linear(2, 2), "c": nn.ParameterDict({"x": torch.ones(2)})}
+        ),
         lambda: nn.Sequential(),
         lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
     ],

@@ -438,7 +438,7 @@ say("resumed", step=start, base_step=start, replayed=0, exact=True, evidence="x"
 timeline = len(list(run.glob("timeline-*"))) + 1
 for step in range(start + 1, steps + 1):
     say("step", step=step, loss=float(step).hex())
-    if killed and not name and timeline == 1 and step == 43 and what != "outruns":
+    if killed and not name and timeline == 1 and step == 20 and what != "outruns":
         signal.pause()  # until the supervisor has sent its kill
     if not every or step % every:
         continue
@@ -511,6 +511,9 @@ def all_dead(children: Sequence[Child]) -> bool:
 
 class TestSupervisor:
     PLAN = demo_plan(quick=True, seed=3)
+
+    def test_the_scripted_child_waits_where_the_first_kill_falls(self) -> None:
+        assert self.PLAN.kills[0].step == 20
 
     @pytest.mark.parametrize(
         ("what", "words"),
@@ -591,7 +594,8 @@ class TestSupervisor:
         sound = run_demo(self.PLAN, Quiet(), child_command=scripted(""))
         assert sound.verdict.differences == ()
         assert [row.kill for row in sound.kills] == list(self.PLAN.kills)
-        rename, manifest = sound.kills[1:]
+        moment, rename, manifest = sound.kills
+        assert (moment.reached, moment.recovered, moment.lost) == (20, 15, 5)
         assert rename.recovered == rename.kill.step - self.PLAN.every
         assert manifest.recovered == manifest.kill.step
         assert manifest.left.committed < manifest.recovered
@@ -609,7 +613,7 @@ class TestSupervisor:
         report = run_demo(plan, Quiet(), child_command=scripted("forgets"))
         (difference,) = report.verdict.differences
         assert (difference.witness, difference.name) == ("recovery", "kill 1")
-        assert difference.detail == "base 40 was committed, but step 0 came back"
+        assert difference.detail == "base 15 was committed, but step 0 came back"
 
     def test_an_orphan_notices(self, tmp_path: Path, deterministic: None) -> None:
         text = tmp_path / "text"

@@ -14,9 +14,11 @@ __all__ = ["demo"]
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(help="Steps of either run: 150, quick 120.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of either run (default 120).")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data order, dropout and kills.")] = 1234,
-    every: Annotated[int | None, typer.Option(help="Steps between two bases: 10, quick 5.")] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Steps between two bases (default 10, quick 5).")
+    ] = None,
     method: Annotated[str, typer.Option(help="How bases are taken.")] = "async",
     run: Annotated[
         Path | None,

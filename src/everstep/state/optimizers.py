@@ -160,7 +160,7 @@ def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
         on = got.device if isinstance(got, torch.Tensor) else device
         same = isinstance(got, torch.Tensor) and got.dtype == value.dtype
         return got if same else value.to(on)
-    if isinstance(value, (dict, OrderedDict)):
+    if type(value) in (dict, OrderedDict):
         parts = got if isinstance(got, dict) else {}
         return type(value)((k, _as_loaded(v, parts.get(k), device)) for k, v in value.items())
     if type(value) in (list, tuple):

@@ -57,7 +57,8 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
     """
     if isinstance(tree, TensorRef):
         return tensors[tree.name]
-    if isinstance(tree, (dict, OrderedDict)):
+    if type(tree) in (dict, OrderedDict):  # not a Counter, which would count the pairs
+        assert isinstance(tree, dict)
         return type(tree)((key, join(item, tensors)) for key, item in tree.items())
     if type(tree) in (list, tuple):
         assert isinstance(tree, (list, tuple))
@@ -69,7 +70,8 @@ def references(tree: object) -> Iterator[str]:
     """Names of all tensors that ``tree`` refers to, in order."""
     if isinstance(tree, TensorRef):
         yield tree.name
-    elif isinstance(tree, (dict, OrderedDict)):
+    elif type(tree) in (dict, OrderedDict):
+        assert isinstance(tree, dict)
         for item in tree.values():
             yield from references(item)
     elif type(tree) in (list, tuple):

@@ -102,7 +102,7 @@ class TrainingScenario(Scenario):
         thorough: the check also resumes twice in a row.
     """
 
-    run = PurePath("/work/run")
+    run = PurePath("/disk/run")
 
     def __init__(
         self,

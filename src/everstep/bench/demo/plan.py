@@ -16,7 +16,7 @@ _BEFORE_RENAME = "save.before_rename"
 _BEFORE_MANIFEST = "save.before_manifest"
 _SAVES_MIN = 8
 
-_FULL = (GPTConfig(layers=4, width=128, heads=4, context=128), 16, 4 << 20, 150, 10)
+_FULL = (GPTConfig(layers=4, width=128, heads=4, context=128), 16, 4 << 20, 120, 10)
 _QUICK = (GPTConfig(layers=2, width=64, heads=2, context=64), 16, 1 << 18, 120, 5)
 
 

@@ -32,8 +32,12 @@ class Arm(Protocol):
         """What exactly it does, in a few words."""
         ...
 
+    def open(self) -> None:
+        """Before the first run; not timed. The live state is what it was made as."""
+        ...
+
     def prepare(self) -> None:
-        """Before each run; not timed. Afterwards everything is synced."""
+        """Before each run; not timed. Everything is synced between it and the run."""
         ...
 
     def run(self) -> Sample:
@@ -45,5 +49,5 @@ class Arm(Protocol):
         ...
 
     def close(self) -> None:
-        """After the last one."""
+        """After the last run, and after an ``open`` that failed."""
         ...

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -26,6 +25,7 @@ from everstep.seams import PosixFileSystem, Seams, WriteFile
 __all__ = ["CommitWatch", "OursRead", "OursWrite"]
 
 _UNTIL_RECYCLED = 3  # the first base is kept, the second too until it is read back
+_KEEP_ALL = 1_000_000
 
 
 class CommitWatch(PosixFileSystem):
@@ -77,26 +77,27 @@ class OursWrite:
         self.name = "everstep"
         self.detail = 'method="sync", ' + ("keep=1" if column == "recycled" else "new files")
         self._run = run
+        self._state = state
         self._watch = CommitWatch()
+        self._checkpointer: Checkpointer | None = None
+
+    def open(self) -> None:
+        """Begins the run; saves until files are recycled, if they are to be."""
+        recycled = self.column == "recycled"
         with _quiet():
             self._checkpointer = Checkpointer(
-                run,
-                state.parts(),
+                self._run,
+                self._state.parts(),
                 method="sync",
                 every=1,
-                keep=1 if column == "recycled" else sys.maxsize,
+                keep=1 if recycled else _KEEP_ALL,
                 seams=Seams(filesystem=self._watch),
             )
-        self._warm = column == "fresh"
+        for _ in range(_UNTIL_RECYCLED if recycled else 0):
+            self._checkpointer.step()
 
     def prepare(self) -> None:
-        """Saves until files are recycled, once; or deletes what the last run has saved."""
-        if not self._warm:
-            for _ in range(_UNTIL_RECYCLED):
-                self._checkpointer.step()
-            self._warm = True
-        if self.column == "fresh":
-            self._delete_bases()
+        """Nothing is needed: :meth:`clean` has deleted what the last run has saved."""
 
     def run(self) -> Sample:
         """Saves once.
@@ -104,6 +105,7 @@ class OursWrite:
         Raises:
             EverstepError: also when files were recycled that should be new, or the reverse.
         """
+        assert self._checkpointer is not None
         reused = self._watch.reused
         self._watch.committed = None
         begin = now()
@@ -123,7 +125,8 @@ class OursWrite:
 
     def close(self) -> None:
         """Closes the run; its folder stays."""
-        self._checkpointer.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
 
     def _delete_bases(self) -> None:
         for timeline in self._run.iterdir():
@@ -148,6 +151,9 @@ class OursRead:
         self._state = state
         self._run = run
         self._checkpointer: Checkpointer | None = None
+
+    def open(self) -> None:
+        """Nothing is needed."""
 
     def prepare(self) -> None:
         """A new Checkpointer, nothing in the cache, zeros in the tensors."""

@@ -7,18 +7,19 @@ whose pages are not in the page cache; none of them verifies what it reads.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 from everstep.bench.persist.arms import Column, Role
 from everstep.bench.persist.machine import drop_cache, sync_folder
@@ -64,6 +65,9 @@ class PeerWrite:
         self.detail = peer.save_detail
         self._peer, self._state, self._path = peer, state, path
 
+    def open(self) -> None:
+        """Nothing is needed."""
+
     def prepare(self) -> None:
         """Makes sure that the name is free."""
         _remove(self._path)
@@ -93,10 +97,12 @@ class PeerRead:
         self.detail = peer.load_detail
         self._peer, self._state, self._path = peer, state, path
 
+    def open(self) -> None:
+        """Saves, while the live state is still what it was."""
+        self._peer.save(self._state, self._path)
+
     def prepare(self) -> None:
-        """Saves, the first time; takes the files out of the cache."""
-        if not self._path.exists():
-            self._peer.save(self._state, self._path)
+        """Takes the files out of the cache."""
         drop_cache(self._path)
         if self._peer.in_place:
             self._state.blank()
@@ -141,21 +147,26 @@ def _load_safetensors(state: BenchState, path: Path) -> Mapping[str, torch.Tenso
 
 def _save_dcp(state: BenchState, path: Path) -> None:
     # Its writer syncs the data files and .metadata, but no directory.
-    dcp.save(state.nested(), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    writer = filesystem.FileSystemWriter(path)
+    with _without_warnings():
+        state_dict_saver.save(state.nested(), storage_writer=writer, no_dist=True)
     sync_folder(path)
     sync_folder(path.parent)
 
 
 def _load_dcp(state: BenchState, path: Path) -> Mapping[str, torch.Tensor]:
     nested = state.nested()
-    dcp.load(nested, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    reader = filesystem.FileSystemReader(path)
+    with _without_warnings():
+        state_dict_loader.load(nested, storage_reader=reader, no_dist=True)
     return flatten(nested)
 
 
 def _save_torchsnapshot(state: BenchState, path: Path) -> None:
     from torchsnapshot import Snapshot, StateDict
 
-    Snapshot.take(str(path), {"state": StateDict(**state.flat())})
+    with _without_warnings():
+        Snapshot.take(str(path), {"state": StateDict(**state.flat())})
     folders = [path.parent, path]
     for found in path.rglob("*"):
         if found.is_dir():
@@ -170,9 +181,7 @@ def _load_torchsnapshot(state: BenchState, path: Path) -> Mapping[str, torch.Ten
     from torchsnapshot import Snapshot, StateDict
 
     target = StateDict(**state.flat())
-    with warnings.catch_warnings():
-        # It uses a storage class that torch is going to remove.
-        warnings.simplefilter("ignore", UserWarning)
+    with _without_warnings():
         Snapshot(str(path)).restore({"state": target})
     return dict(target)
 
@@ -181,7 +190,7 @@ PEERS = (
     Peer(
         "torch.save",
         "torch",
-        "+ fsync of file and directory",
+        "of a path; + fsync of file and directory",
         "torch.load(weights_only=True) into new tensors",
         _save_torch,
         _load_torch,
@@ -189,7 +198,7 @@ PEERS = (
     Peer(
         "safetensors",
         "safetensors",
-        "save_file + fsync of file and directory",
+        "save_file; + fsync of file and directory",
         "load_file into new tensors",
         _save_safetensors,
         _load_safetensors,
@@ -197,9 +206,9 @@ PEERS = (
     Peer(
         "DCP",
         "torch.distributed.checkpoint",
-        "dcp.save, one process, FileSystemWriter() as it comes: one thread, syncs its files; "
-        "+ fsync of the directory",
-        "dcp.load into live tensors",
+        "one process; FileSystemWriter as it comes: one thread, syncs its files; + fsync of "
+        "directories",
+        "load into live tensors",
         _save_dcp,
         _load_dcp,
         in_place=True,
@@ -207,7 +216,7 @@ PEERS = (
     Peer(
         "torchsnapshot",
         "torchsnapshot",
-        "Snapshot.take + fsync of files and directories",
+        "Snapshot.take; + fsync of files and directories",
         "Snapshot.restore into live tensors",
         _save_torchsnapshot,
         _load_torchsnapshot,
@@ -215,6 +224,14 @@ PEERS = (
     ),
 )
 """All peers, in the order in which they are shown."""
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """DCP says that there is one process; torchsnapshot uses a class that torch will remove."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _sync_file(path: Path) -> None:

@@ -98,14 +98,16 @@ class RawArm:
         self._direct = os.O_DIRECT if direct else 0
         self._threads = IoThreads(setting.threads, "everstep-bench-raw")
 
+    def open(self) -> None:
+        """Makes the file that is going to be rewritten or read, if it is not there."""
+        if self.column != "fresh" and not self._path.exists():
+            self._write(os.O_CREAT | os.O_EXCL)
+
     def prepare(self) -> None:
-        """Makes sure that the file is there, or not there."""
+        """Makes sure that the name of a fresh file is free."""
         if self.column == "fresh":
             self._path.unlink(missing_ok=True)
-            return
-        if not self._path.exists() or self._path.stat().st_size != self._size_bytes:
-            self._write(os.O_CREAT | os.O_TRUNC)
-        if not self._direct:
+        elif not self._direct:
             drop_cache(self._path)
 
     def run(self) -> Sample:

@@ -38,7 +38,7 @@ def shape_of(size_bytes: int) -> GPTConfig:
         raise OptionError(f"a state of {size_bytes} bytes is too small: {SIZE_BYTES_MIN} at least")
     params = size_bytes // _BYTES_PER_PARAMETER
     vocab, context, _ = next(item for item in _VOCABULARIES if params >= item[2])
-    found = []
+    found: list[tuple[float, float, GPTConfig]] = []
     for width in range(_WIDTH_STEP, 1 << 16, _WIDTH_STEP):
         least = GPTConfig(1, width, width // _WIDTH_STEP, context, vocab=vocab)
         if found and least.params > params:
