@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from rich.filesize import decimal
+
 from everstep.errors import OutOfSpaceError
 from everstep.options import Options
 from everstep.seams.machine import memory_available_bytes
@@ -46,7 +48,7 @@ def check_disk_budget(options: Options, run: PurePath, base_bytes: int) -> None:
 
 def announcement(options: Options, run: PurePath, state_bytes: int, host_bytes: int) -> str:
     """The line printed at start: what was chosen, and what it will take."""
-    every, state_mib = options.every, state_bytes / 2**20
+    every, state = options.every, decimal(state_bytes)
     when = "on save() only"
     if every.steps is not None:
         when = f"every {every.steps} steps"
@@ -54,9 +56,8 @@ def announcement(options: Options, run: PurePath, state_bytes: int, host_bytes: 
         when = f"every {every.seconds:g} s"
     host = "a few chunks"
     if options.method.base != "sync":
-        host = f"{state_mib:.1f} MiB per base in flight (budget {host_bytes / 2**20:.0f} MiB)"
+        host = f"{state} per base in flight (budget {decimal(host_bytes)})"
     return (
-        f"everstep: {run}: {options.method_name}, {when}, keep {options.keep}; state "
-        f"{state_mib:.1f} MiB; host memory {host}; disk up to "
-        f"{(options.keep + 1) * state_mib:.1f} MiB"
+        f"everstep: {run}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
+        f"host memory {host}; disk up to {decimal((options.keep + 1) * state_bytes)}"
     )

@@ -6,7 +6,7 @@ import contextlib
 import random
 import struct
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Literal
@@ -121,6 +121,7 @@ class TrainingScenario(Scenario):
         self._method, self._keep = method, keep
         self._wrap: Callable[[SimFileSystem], FileSystem] = wrap or (lambda fs: fs)
         self._begun = done
+        self._names = random.Random()
         self._last: Checkpointer | None = None
         self._live: tuple[TinyTraining, Checkpointer] | None = None
         training = TinyTraining(1)
@@ -142,7 +143,7 @@ class TrainingScenario(Scenario):
         if self._crash_first is not None:
             fs.inject(replace(self._crash_first, at=len(fs.log) + self._crash_first.at))
             with contextlib.suppress(SimulatedCrash):
-                self.act(fs)
+                self._act(fs, "first")
             assert fs.crashed, "the operation to crash at was not reached"
             self._floor, _ = self.promised()
             probe, checkpointer = self._start(fs.survive_all(), seed=2)
@@ -151,8 +152,11 @@ class TrainingScenario(Scenario):
             checkpointer.close()
 
     def act(self, fs: SimFileSystem) -> None:
+        self._act(fs, "act")
+
+    def _act(self, fs: SimFileSystem, process: str) -> None:
         self._begun, self._last, self._live = self._done, None, None
-        training, checkpointer = self._start(self._wrap(fs), seed=1)
+        training, checkpointer = self._start(self._wrap(fs), seed=1, process=process)
         self._last = checkpointer
         try:
             self._resume(training, checkpointer, {self._done: self._expected[self._done]})
@@ -215,13 +219,12 @@ class TrainingScenario(Scenario):
         parked = operation.op == "unlink" and PurePath(operation.path).parent.name == SLOTS_DIR
         return operation.op in ("reuse", "remove_dir") or parked
 
-    def _start(self, fs: FileSystem, *, seed: int) -> tuple[TinyTraining, Checkpointer]:
+    def _start(
+        self, fs: FileSystem, *, seed: int, process: str = "other"
+    ) -> tuple[TinyTraining, Checkpointer]:
         training = TinyTraining(seed)
-        # Known names for temporary files: what is the same then looks the same, and a
-        # violation can be replayed.
-        names = random.Random(seed)
-        make = mock.Mock(side_effect=lambda: uuid.UUID(int=names.getrandbits(128), version=4))
-        with mock.patch("uuid.uuid4", make):
+        self._names = random.Random(f"{process} {seed}")
+        with _known_names(self._names):
             checkpointer = Checkpointer(
                 str(self.run),
                 training.state,
@@ -236,7 +239,8 @@ class TrainingScenario(Scenario):
         self, training: TinyTraining, checkpointer: Checkpointer, allowed: Mapping[int, Any]
     ) -> int:
         """Resumes; what comes back must be exactly what is allowed at the step it claims."""
-        recovery = checkpointer.resume()
+        with _known_names(self._names):
+            recovery = checkpointer.resume()
         step = recovery.step
         skipped = f"; passed over: {recovery.skipped}" if recovery.skipped else ""
         assert step in allowed, f"resumed at step {step}, not at one of {sorted(allowed)}{skipped}"
@@ -253,3 +257,12 @@ class TrainingScenario(Scenario):
     def _assert_tidy(self, fs: SimFileSystem) -> None:
         left = [path for path in fs.paths() if path.endswith(TEMPORARY_SUFFIX)]
         assert not left, f"left behind by a save that succeeded: {', '.join(left)}"
+
+
+@contextlib.contextmanager
+def _known_names(draws: random.Random) -> Iterator[None]:
+    """Ids and names of temporary files that are the same every time: states of the disk that
+    are alike then look alike, and a violation can be replayed."""
+    make = mock.Mock(side_effect=lambda: uuid.UUID(int=draws.getrandbits(128), version=4))
+    with mock.patch("uuid.uuid4", make):
+        yield

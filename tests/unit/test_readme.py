@@ -1,0 +1,79 @@
+"""Every block of README.md is executed, and what it shows is what comes out."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+TIMEOUT_S = 120
+
+
+def blocks(language: str) -> list[str]:
+    """The contents of all fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "COLUMNS": "100", "TZ": "UTC"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def masked(text: str) -> list[str]:
+    """Lines without what differs from run to run: digits, ids, sizes' units and padding."""
+    text = re.sub(r"\b[0-9a-f]{32}\b", "ID", text)
+    text = re.sub(r"[0-9][0-9.,:-]*", "#", text)
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the first block has run."""
+    folder = tmp_path_factory.mktemp("readme")
+    run([sys.executable, "-c", blocks("python")[0]], folder)
+    return folder
+
+
+def test_there_are_blocks() -> None:
+    assert len(blocks("python")) == 2
+    assert len(blocks("console")) == 3
+
+
+@pytest.mark.parametrize("block", blocks("console"), ids=lambda block: block.split("\n")[0])
+def test_console(folder: Path, block: str) -> None:
+    first, _, shown = block.partition("\n")
+    command = shlex.split(first.removeprefix("$ "))
+    assert command[0] == "everstep"
+    found = run([sys.executable, "-m", *command], folder)
+    assert masked(found) == masked(shown)
+
+
+def test_reading_without_everstep(folder: Path) -> None:
+    assert run([sys.executable, "-c", blocks("python")[1]], folder) == "torch.Size([1, 4])\n"
+
+
+def test_running_again_resumes(folder: Path) -> None:
+    again = blocks("python")[0] + "\nprint(recovery.step, recovery.exact)"
+    assert run([sys.executable, "-c", again], folder) == "100 True\n"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake ([a-z-]+)", "\n".join(blocks(""))):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_linked_files_exist() -> None:
+    for path in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / path).exists(), path
