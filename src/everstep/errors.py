@@ -180,8 +180,12 @@ class FencedError(EverstepError):
     """A newer timeline has taken this run over; this process may not commit or delete (I11)."""
 
 
-class DeadlineError(EverstepError, TimeoutError):
-    """Something took longer than its stated time."""
+class DeadlineError(EverstepError):
+    """Something took longer than its stated time.
+
+    Not a ``TimeoutError``: that is an ``OSError``, and would be taken for the file system's
+    answer by everything that handles those.
+    """
 
 
 class UnavailableError(EverstepError):

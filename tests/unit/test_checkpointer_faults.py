@@ -45,13 +45,23 @@ def leftovers(run: Path) -> list[str]:
     return [str(path) for path in run.rglob("*.tmp")]
 
 
+def save_and_wait(ckpt: everstep.Checkpointer) -> None:
+    ckpt.save()
+    ckpt.wait()
+
+
+def step_and_wait(ckpt: everstep.Checkpointer) -> None:
+    ckpt.step()
+    ckpt.wait()
+
+
 def check_usable(run: Path, state: dict[str, Any], step: int) -> None:
     """The run resumes at ``step``, with the value of that step, and every base is whole."""
     assert not leftovers(run)
     for base in inventory_of(run).bases:
         assert base.status == "committed"
         assert not verdict_of(base).damages
-    live = {key: None for key in state}
+    live: dict[str, Any] = dict.fromkeys(state)
     with opened(run, live) as ckpt:
         assert ckpt.resume().step == step
     assert_same(live, state)
@@ -97,8 +107,7 @@ def test_a_full_disk_at_any_moment(
         ckpt.step()
         fs.hook = raising(no_space(), op, path, nth=nth)
         with pytest.raises(OutOfSpaceError) as error:
-            ckpt.save()
-            ckpt.wait()
+            save_and_wait(ckpt)
         assert error.value.step in (2, None)
         assert "free some space" in str(error.value)
         assert not leftovers(run_folder)
@@ -141,10 +150,9 @@ def test_retention_that_fails_keeps_the_base(method: str, run_folder: Path) -> N
         ckpt.wait()
         state["n"][0] = 2
         ckpt.step()
-        fs.hook = raising(OSError(errno.EIO, "Input/output error"), "unlink")
+        fs.hook = raising(OSError(errno.EIO, "Input/output error"), "unlink", "*/000000000001/*")
         with pytest.raises(StorageError, match="could not clean up"):
-            ckpt.save()
-            ckpt.wait()
+            save_and_wait(ckpt)
         assert ckpt.stats().durable_step == 2
         state["n"][0] = 3
         ckpt.step()
@@ -163,10 +171,8 @@ def test_warnings_instead_of_errors(method: str, run_folder: Path) -> None:
     with opened(run_folder, {"n": 1}, fs=fs, method=method, on_failure="warn", every=1) as ckpt:
         fs.hook = raising(no_space(), "write", "*.safetensors.tmp")
         with pytest.warns(RuntimeWarning, match="could not write the base"):
-            ckpt.step()
-            ckpt.wait()
-        ckpt.step()
-        ckpt.wait()
+            step_and_wait(ckpt)
+        step_and_wait(ckpt)
         assert (ckpt.stats().committed, ckpt.stats().failed) == (1, 1)
 
 
@@ -198,19 +204,26 @@ def test_each_error_is_raised_once(run_folder: Path) -> None:
 
 def test_errors_do_not_hide_the_users_own(run_folder: Path) -> None:
     fs = HookedFileSystem(raising(no_space(), "write", "*.safetensors.tmp"))
-    with (
-        pytest.raises(ZeroDivisionError),
-        opened(run_folder, {"n": 1}, fs=fs, method="async") as ckpt,
-    ):
-        ckpt.step()
-        ckpt.save()
-        raise ZeroDivisionError
+
+    def train() -> None:
+        with opened(run_folder, {"n": 1}, fs=fs, method="async") as ckpt:
+            ckpt.step()
+            ckpt.save()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_a_folder_that_cannot_be_written(code: int, run_folder: Path) -> None:
     """Found out when the Checkpointer is made, not at the first save."""
-    fs = HookedFileSystem(raising(OSError(code, os.strerror(code)), "create"))
+
+    def refuse(op: str, path: PurePath) -> None:
+        if op == "create":
+            raise OSError(code, os.strerror(code))
+
+    fs = HookedFileSystem(refuse)
     with pytest.raises(PermissionDeniedError) as error, opened(run_folder, {"n": 1}, fs=fs):
         pass
     assert str(run_folder) in str(error.value)
@@ -319,8 +332,7 @@ def test_a_write_that_hangs(method: str, run_folder: Path) -> None:
         ckpt.step()
         fs.hook = raising(gate.wait_at, "write", "*.safetensors.tmp")
         with pytest.raises(DeadlineError, match="storage hangs"):
-            ckpt.save()
-            ckpt.wait()
+            save_and_wait(ckpt)
         gate.open()
         ckpt.step()
         ckpt.save()
@@ -387,10 +399,10 @@ def test_interrupted_in_retention(run_folder: Path) -> None:
         for number in (1, 2):
             state["n"][0] = number
             ckpt.step()
-            fs.hook = raising(KeyboardInterrupt(), "unlink", "*/000000000001/*")
             if number == 1:
                 ckpt.save()
             else:
+                fs.hook = raising(KeyboardInterrupt(), "unlink", "*/000000000001/*")
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save()
                 state["n"][0] = -1
@@ -456,7 +468,7 @@ def test_a_function_that_fails_for_no_reason_of_ours(
         ckpt.step()
         monkeypatch.setattr(Persister, "persist", broken)
         save = ckpt.save()
-        with pytest.raises(EverstepError, match="internal error.*a bug"):
+        with pytest.raises(EverstepError, match=r"internal error.*a bug"):
             ckpt.wait()
         assert save.durable.exception(0) is not None
         monkeypatch.undo()

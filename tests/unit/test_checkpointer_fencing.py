@@ -1,0 +1,324 @@
+"""Two processes on one run: the newer one owns it, whatever the order in which they act."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.commit.lineage import BaseId
+from everstep.errors import FencedError, RecoveryError
+from everstep.format.names import CONDEMNED, MANIFEST
+from everstep.keeper.retain import delete_base
+from everstep.recover.resume import open_timeline
+from everstep.recover.scan import newest_timeline, scan_base
+from everstep.seams import ManualClock, PosixFileSystem, Seams
+from tests.unit.world import (
+    HookedFileSystem,
+    assert_same,
+    base_folder,
+    forget,
+    inventory_of,
+    opened,
+    raising,
+    verdict_of,
+)
+
+
+@contextmanager
+def two(
+    run: Path, older: dict[str, Any], newer: dict[str, Any], **options: Any
+) -> Iterator[tuple[everstep.Checkpointer, everstep.Checkpointer]]:
+    """Two Checkpointers of one run, as of two processes; the older one has a base of step 1."""
+    fs = options.pop("older_fs", None)
+    with opened(run, older, fs=fs, **{"on_failure": lambda error: None} | options) as first:
+        first.resume()
+        first.step()
+        first.save().durable.result(20)
+        forget(run)
+        with opened(run, newer, **options) as second:
+            yield first, second
+
+
+@pytest.mark.parametrize("method", ["sync", "async"])
+def test_the_older_one_can_no_longer_commit(method: str, run_folder: Path) -> None:
+    with two(run_folder, {"n": 1}, {"n": 0}, method=method) as (older, newer):
+        assert newer.resume().timeline == 2
+        older.step()
+        error = older.save().durable.exception(20)
+        assert isinstance(error, FencedError)
+        assert "timeline 2 has taken the run over" in str(error)
+        newer.step()
+        newer.save().durable.result(20)
+    assert [base.id for base in inventory_of(run_folder).bases] == [BaseId(1, 1), BaseId(2, 2)]
+
+
+def test_it_is_raised_at_the_next_call(run_folder: Path) -> None:
+    with two(run_folder, {"n": 1}, {"n": 0}, on_failure="raise", every=1) as (older, newer):
+        newer.resume()
+        with pytest.raises(FencedError):
+            older.step()
+        with pytest.raises(FencedError):
+            older.step()  # again and again: it may not go on unnoticed
+
+
+def test_fenced_off_between_files_and_manifest(run_folder: Path) -> None:
+    """The fence is looked at once more just before the commit."""
+    fs = HookedFileSystem()
+    with two(run_folder, {"n": 1}, {"n": 0}, older_fs=fs) as (older, newer):
+        older.step()
+        fs.hook = raising(lambda: assert_same(newer.resume().step, 1), "rename", "*.done")
+        assert isinstance(older.save().durable.exception(20), FencedError)
+    late = scan_base(PosixFileSystem(), run_folder, BaseId(1, 2))
+    assert late.status == "complete"
+    with opened(run_folder, {"n": 0}) as ckpt:
+        recovery = ckpt.resume()
+    assert (recovery.step, recovery.timeline) == (1, 3)
+    assert [(s.step, s.reason) for s in recovery.skipped] == [
+        (2, "not in the history of the newest timeline")
+    ]
+
+
+def test_a_commit_that_slips_through_is_no_progress(run_folder: Path) -> None:
+    """Taken over after the last look at the fence: the base is there, and in nobody's history."""
+    fs, older_state, newer_state = HookedFileSystem(), {"n": 1}, {"n": 0}
+    with two(run_folder, older_state, newer_state, older_fs=fs) as (older, newer):
+        older_state["n"] = 666
+        older.step()
+        fs.hook = raising(lambda: assert_same(newer.resume().step, 1), "rename", f"*/{MANIFEST}")
+        older.save().durable.result(20)
+        newer_state["n"] = 2
+        newer.step()
+        newer.save()
+    assert scan_base(PosixFileSystem(), run_folder, BaseId(1, 2)).status == "committed"
+    live = {"n": 0}
+    with opened(run_folder, live) as ckpt:
+        assert ckpt.resume().step == 2
+    assert live == {"n": 2}
+
+
+def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
+    with two(run_folder, {"n": 1}, {"n": 0}, keep=1) as (older, newer):
+        newer.resume()
+        newer.step()
+        newer.save()
+        keeper = older._keeper
+        assert keeper is not None
+        with pytest.raises(FencedError, match="may not delete anything"):
+            keeper.retention.run(lambda error: None)
+    assert base_folder(run_folder, 2, timeline=2).is_dir()
+
+
+def test_the_older_one_may_take_the_run_over_again(run_folder: Path) -> None:
+    older_state = {"n": 1}
+    with two(run_folder, older_state, {"n": 0}) as (older, newer):
+        newer.resume()
+        newer.step()
+        newer.save()
+        assert older.resume().step == 2
+        older.step()
+        older.save().durable.result(20)
+        newer.step()
+        with pytest.raises(FencedError):
+            newer.save()
+
+
+def test_both_resume_at_the_same_moment(run_folder: Path) -> None:
+    """Each gets a timeline of its own; the later one owns the run."""
+    fs, state = HookedFileSystem(), {"n": 0}
+    with two(run_folder, {"n": 1}, {"n": 0}) as (_, newer):
+        forget(run_folder)
+        with opened(run_folder, state, fs=fs) as third:
+            fs.hook = raising(lambda: assert_same(newer.resume().timeline, 2), "link")
+            recovery = third.resume()
+            assert recovery.timeline == 3
+            newer.step()
+            with pytest.raises(FencedError):
+                newer.save()
+            third.step()
+            third.save().durable.result(20)
+
+
+# Deleting and resuming at the same time. The deleter looks at the fence after condemning,
+# the resumer looks for the mark after fencing: never do both go ahead.
+
+
+DELETER_STEPS = ["scan before", "rename", "sync_dir", "scan after", "unlink"]
+
+
+@pytest.mark.parametrize("when", DELETER_STEPS)
+def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
+    """``when``: the moment of the deletion at which the other process resumes."""
+    run, fs = run_folder, HookedFileSystem()
+    with opened(run, {"n": 1}, keep=5) as ckpt:
+        for _ in range(2):
+            ckpt.step()
+            ckpt.save()
+    victim = scan_base(fs, run, BaseId(1, 2))
+    recoveries: list[everstep.Recovery] = []
+    live = {"n": 0}
+
+    def resume_now() -> None:
+        fs.hook = lambda op, path: None
+        with opened(run, live, keep=5) as other:
+            recoveries.append(other.resume())
+
+    condemned = False
+
+    def hook(op: str, path: PurePath) -> None:
+        nonlocal condemned
+        condemned = condemned or (op == "rename" and path.name == CONDEMNED)
+        moment = f"scan {'after' if condemned else 'before'}" if path == run else op
+        if moment == when:
+            resume_now()
+
+    fs.hook = hook
+    fenced = False
+    try:
+        delete_base(fs, run, victim, None, timeline=1)
+    except FencedError:
+        fenced = True
+    (recovery,) = recoveries
+    there = base_folder(run, 2)
+    if recovery.step == 2:
+        assert fenced, "deleted under the feet of the one that resumed from it"
+        assert (there / MANIFEST).is_file()
+        assert not verdict_of(scan_base(PosixFileSystem(), run, BaseId(1, 2))).damages
+    else:
+        assert recovery.step == 1
+        assert [s.step for s in recovery.skipped if s.reason == "it is being deleted"] == [2]
+    assert live == {"n": 1}
+    expected = {"scan before": 2, "rename": 2}
+    assert recovery.step == expected.get(when, 1)
+
+
+RESUMER_STEPS = [("scan", "*/run"), ("open", "*/manifest.json"), ("open", "*.safetensors")]
+RESUMER_STEPS += [("create", "*/timeline.json.*"), ("link", "*/timeline.json")]
+
+
+@pytest.mark.parametrize(("op", "path"), RESUMER_STEPS)
+def test_deleted_while_being_resumed(op: str, path: str, run_folder: Path) -> None:
+    """The older process commits a newer base and deletes the one that is being read (keep=1):
+    the resumer notices, and takes the newer one instead of failing."""
+    fs, live, older_state = HookedFileSystem(), {"n": 0}, {"n": 1, "pad": torch.ones(400_000)}
+    with opened(run_folder, older_state, keep=1, on_failure=lambda error: None) as older:
+        older.step()
+        older.save()
+        forget(run_folder)
+        live |= {"pad": torch.zeros(400_000)}  # type: ignore[dict-item]
+        with opened(run_folder, live, fs=fs, keep=1) as newer:
+
+            def replace() -> None:
+                older_state["n"] = 2
+                older.step()
+                older.save()
+
+            fs.hook = raising(replace, op, path)
+            recovery = newer.resume()
+            newer.step()
+            newer.save()
+    assert recovery.step == 2
+    assert live["n"] == 2
+    assert not base_folder(run_folder, 1).exists()
+
+
+def test_deleted_after_the_new_timeline_is_open(run_folder: Path) -> None:
+    """Too late for the deleter: it lifts its mark again."""
+    fs, older_state, live = HookedFileSystem(), {"n": 1}, {"n": 0}
+    with opened(run_folder, older_state, keep=1, on_failure=lambda error: None) as older:
+        older.step()
+        older.save()
+        forget(run_folder)
+        with opened(run_folder, live, fs=fs, keep=1) as newer:
+
+            def replace() -> None:
+                older.step()
+                assert isinstance(older.save().durable.exception(20), FencedError)
+
+            fs.hook = raising(replace, "sync_dir", "*/timeline-00002")
+            recovery = newer.resume()
+    assert (recovery.step, recovery.timeline) == (1, 2)
+    assert verdict_of(scan_base(PosixFileSystem(), run_folder, BaseId(1, 1))).damages == ()
+
+
+def test_whoever_keeps_deleting_is_named(run_folder: Path) -> None:
+    """A deleter that no fence stops (a person) cannot make the resumer wait for ever."""
+    fs = HookedFileSystem()
+    with opened(run_folder, {"n": 1}, keep=20) as ckpt:
+        for _ in range(12):
+            ckpt.step()
+            ckpt.save()
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "link" and path.name == "timeline.json":
+            fs.hook, kept = (lambda op, path: None), fs.hook
+            newest = max(inventory_of(run_folder).bases, key=lambda base: base.id)
+            delete_base(PosixFileSystem(), run_folder, newest, None, timeline=None)
+            fs.hook = kept
+
+    with opened(run_folder, {"n": 1}, fs=fs) as ckpt:
+        fs.hook = hook
+        with pytest.raises(RecoveryError, match="another process keeps deleting"):
+            ckpt.resume()
+
+
+# Files of other processes in the way.
+
+
+def test_a_sweep_that_takes_our_temporary_file(run_folder: Path) -> None:
+    """Another process that cleans up cannot know that it is in use: we write it again."""
+    swept = 0
+
+    def sweep(op: str, path: PurePath) -> None:
+        nonlocal swept
+        if op == "link" and swept < 3:
+            swept += 1
+            for left in Path(path).parent.glob("*.tmp"):
+                left.unlink()
+
+    fs = HookedFileSystem(sweep)
+    with opened(run_folder, {"n": 1}, fs=fs) as ckpt:
+        swept = 0
+        ckpt.resume()
+        ckpt.step()
+        ckpt.save()
+    assert newest_timeline(PosixFileSystem(), run_folder) == 1
+
+
+def test_temporary_names_do_not_collide_between_machines(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers every process has number 1: each needs a temporary file of its own."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    fs = HookedFileSystem()
+    with opened(run_folder, {"n": 1}, fs=fs) as ckpt:
+        ckpt.resume()
+        ckpt.resume()
+    staged = [str(path) for op, path in fs.seen if op == "create" and "timeline.json" in path.name]
+    endings = {name.rsplit("timeline.json", 1)[1] for name in staged}
+    assert len(endings) == len(staged) == 2
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.EMLINK])
+def test_where_there_are_no_hard_links(code: int, run_folder: Path) -> None:
+    """The fence is created exclusively instead; still only one can have a number."""
+
+    def no_links(op: str, path: PurePath) -> None:
+        if op == "link":
+            raise OSError(code, "no links here")
+
+    fs = HookedFileSystem(no_links)
+    seams = Seams(filesystem=fs, clock=ManualClock())
+    with opened(run_folder, {"n": 1}, fs=fs) as ckpt:
+        assert ckpt.resume().timeline == 1
+        inventory = inventory_of(run_folder)
+        first = open_timeline(seams, PurePath(run_folder), inventory, parent=None, exact=True)
+        second = open_timeline(seams, PurePath(run_folder), inventory, parent=None, exact=True)
+        assert (first, second) == (2, 3)
+    assert all(inventory_of(run_folder).timelines.values())
