@@ -32,11 +32,11 @@ def park_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everstep.tiers.slots, "_WORTH_BYTES", 1)
 
 
-def lying(*ops: str, path: str | None = None, once: bool = False) -> Wrap:
+def lying(*ops: str, path: str | None = None) -> Wrap:
     """Syncs that report success and do nothing."""
 
     def wrap(fs: SimFileSystem) -> FileSystem:
-        fs.inject(Fault("lie", ops=frozenset(ops), path=path, persistent=not once))
+        fs.inject(Fault("lie", ops=frozenset(ops), path=path, persistent=True))
         return fs
 
     return wrap
@@ -140,7 +140,7 @@ PLANTED: dict[str, tuple[Wrap, str]] = {
     "every sync left out": (lying("sync", "sync_dir"), ""),
     "names in the base not synced": (lying("sync_dir", path="*/base/000000000002"), ""),
     "condemned mark not synced": (
-        lying("sync_dir", path="*/base/000000000001", once=True),
+        lying("sync_dir", path="*/base/000000000001"),
         "which is not there",
     ),
     "rename before write": (wrapped(RenamesFirst), "has its final name and is torn"),

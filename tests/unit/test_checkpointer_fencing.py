@@ -21,7 +21,6 @@ from everstep.recover.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from tests.unit.world import (
     HookedFileSystem,
-    assert_same,
     base_folder,
     forget,
     inventory_of,
@@ -69,38 +68,52 @@ def test_it_is_raised_at_the_next_call(run_folder: Path) -> None:
 
 
 def test_fenced_off_between_files_and_manifest(run_folder: Path) -> None:
-    """The fence is looked at once more just before the commit."""
-    fs = HookedFileSystem()
+    """The new owner sweeps the unfinished base away; the older one is told why."""
+    fs, recoveries = HookedFileSystem(), list[everstep.Recovery]()
     with two(run_folder, {"n": 1}, {"n": 0}, older_fs=fs) as (older, newer):
         older.step()
-        fs.hook = raising(lambda: assert_same(newer.resume().step, 1), "rename", "*.done")
+        fs.hook = raising(lambda: recoveries.append(newer.resume()), "rename", "*.done")
         assert isinstance(older.save().durable.exception(20), FencedError)
-    late = scan_base(PosixFileSystem(), run_folder, BaseId(1, 2))
-    assert late.status == "complete"
+    assert recoveries[0].step == 1
     with opened(run_folder, {"n": 0}) as ckpt:
         recovery = ckpt.resume()
-    assert (recovery.step, recovery.timeline) == (1, 3)
-    assert [(s.step, s.reason) for s in recovery.skipped] == [
-        (2, "not in the history of the newest timeline")
-    ]
+    assert (recovery.step, recovery.timeline, recovery.skipped) == (1, 3, ())
 
 
-def test_a_commit_that_slips_through_is_no_progress(run_folder: Path) -> None:
-    """Taken over after the last look at the fence: the base is there, and in nobody's history."""
-    fs, older_state, newer_state = HookedFileSystem(), {"n": 1}, {"n": 0}
-    with two(run_folder, older_state, newer_state, older_fs=fs) as (older, newer):
+def test_a_base_whose_marker_is_there_is_rolled_forward(run_folder: Path) -> None:
+    """Taken over between marker and manifest: the base is complete, and nobody's loss."""
+    fs, older_state, live = HookedFileSystem(), {"n": 1}, {"n": 0}
+    recoveries: list[everstep.Recovery] = []
+    with two(run_folder, older_state, live, older_fs=fs) as (older, newer):
+        older_state["n"] = 2
+        older.step()
+        fs.hook = raising(lambda: recoveries.append(newer.resume()), "open", "*.done")
+        assert isinstance(older.save().durable.exception(20), FencedError)
+    assert recoveries[0].step == 2
+    assert live == {"n": 2}
+    assert scan_base(PosixFileSystem(), run_folder, BaseId(1, 2)).status == "committed"
+
+
+def test_a_commit_that_comes_too_late_is_no_progress(run_folder: Path) -> None:
+    """Committed after the last look at the fence: the base is there, and in nobody's history."""
+    older_state, newer_state = {"n": 1}, {"n": 0}
+    late, aside = base_folder(run_folder, 2), run_folder.with_name("aside")
+    with two(run_folder, older_state, newer_state) as (older, newer):
         older_state["n"] = 666
         older.step()
-        fs.hook = raising(lambda: assert_same(newer.resume().step, 1), "rename", f"*/{MANIFEST}")
         older.save().durable.result(20)
+        late.rename(aside)
+        assert newer.resume().step == 1
+        aside.rename(late)
         newer_state["n"] = 2
         newer.step()
         newer.save()
     assert scan_base(PosixFileSystem(), run_folder, BaseId(1, 2)).status == "committed"
     live = {"n": 0}
     with opened(run_folder, live) as ckpt:
-        assert ckpt.resume().step == 2
+        recovery = ckpt.resume()
     assert live == {"n": 2}
+    assert [(s.timeline, s.step) for s in recovery.skipped] == [(1, 2)]
 
 
 def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
@@ -130,19 +143,24 @@ def test_the_older_one_may_take_the_run_over_again(run_folder: Path) -> None:
 
 
 def test_both_resume_at_the_same_moment(run_folder: Path) -> None:
-    """Each gets a timeline of its own; the later one owns the run."""
-    fs, state = HookedFileSystem(), {"n": 0}
-    with two(run_folder, {"n": 1}, {"n": 0}) as (_, newer):
+    """Each gets a timeline of its own, and exactly one of them owns the run."""
+    fs, recoveries = HookedFileSystem(), list[everstep.Recovery]()
+    with two(run_folder, {"n": 1}, {"n": 0}, on_failure="raise") as (_, newer):
         forget(run_folder)
-        with opened(run_folder, state, fs=fs) as third:
-            fs.hook = raising(lambda: assert_same(newer.resume().timeline, 2), "link")
-            recovery = third.resume()
-            assert recovery.timeline == 3
-            newer.step()
-            with pytest.raises(FencedError):
-                newer.save()
-            third.step()
-            third.save().durable.result(20)
+        with opened(run_folder, {"n": 0}, fs=fs) as third:
+            fs.hook = raising(lambda: recoveries.append(newer.resume()), "link")
+            recoveries.append(third.resume())
+            assert sorted(recovery.timeline for recovery in recoveries) == [2, 3]
+            assert {recovery.step for recovery in recoveries} == {1}
+            owners = []
+            for ckpt in (newer, third):
+                try:
+                    ckpt.step()
+                    ckpt.save()
+                    owners.append(ckpt)
+                except FencedError:
+                    pass
+            assert len(owners) == 1
 
 
 # Deleting and resuming at the same time. The deleter looks at the fence after condemning,
@@ -193,6 +211,7 @@ def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
     else:
         assert recovery.step == 1
         assert [s.step for s in recovery.skipped if s.reason == "it is being deleted"] == [2]
+        assert fenced
     assert live == {"n": 1}
     expected = {"scan before": 2, "rename": 2}
     assert recovery.step == expected.get(when, 1)

@@ -9,7 +9,7 @@ import typer
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit
 
-__all__ = ["app"]
+__all__ = ["app", "persist"]
 
 app = typer.Typer(
     name="bench",
@@ -46,8 +46,12 @@ def persist(
     from everstep.bench.persist.show import present, progress_display
 
     options = PersistOptions(parse_size(size), repeats, seed, folder)
-    with progress_display() as display:
-        report = run_persist(options, display)
+    try:
+        with progress_display() as display:
+            report = run_persist(options, display)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what was written is removed", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     if json_output:
         emit(report.as_json())
     else:

@@ -147,9 +147,16 @@ class Persister:
                     action = commit.on(self._perform(action, plan, bodies, directory, progress))
             except FencedError:
                 raise  # what lies there is the new timeline's to judge and to delete
+            except FileNotFoundError:  # swept away by whoever has taken the run over?
+                BaseCommit(plan.identity).on(self._look_at_fence())
+                self._clean_up(plan, directory)
+                raise
             except BaseException:
                 self._clean_up(plan, directory)
                 raise
+
+    def _look_at_fence(self) -> FenceSeen:
+        return FenceSeen(newest_timeline(self._filesystem, self._run))
 
     def _is_committed(self, plan: BasePlan) -> bool:
         try:
@@ -166,7 +173,7 @@ class Persister:
         progress: ProgressSink,
     ) -> Event:
         if isinstance(action, CheckFence):
-            return FenceSeen(newest_timeline(self._filesystem, self._run))
+            return self._look_at_fence()
         if isinstance(action, WriteFiles):
             return FilesDurable(self._write_files(plan, bodies, directory, progress))
         if isinstance(action, WriteMarker):

@@ -171,18 +171,28 @@ def delete_base(
             timeline fences off.
 
     Raises:
-        FencedError: a newer timeline has begun; the base is whole and there as before.
+        FencedError: a newer timeline has begun; the base is whole and there as before, or the
+            process of that timeline, which saw the mark, has deleted it itself.
     """
-    if timeline is not None and (newest := newest_timeline(filesystem, run)) > timeline:
-        raise _fenced(timeline, newest)
-    filesystem.rename(base.path / MANIFEST, base.path / CONDEMNED)
-    filesystem.sync_dir(base.path)
-    failpoint("retain.after_condemn")
-    if timeline is not None and (newest := newest_timeline(filesystem, run)) > timeline:
-        filesystem.rename(base.path / CONDEMNED, base.path / MANIFEST)
+
+    def fenced() -> FencedError | None:
+        newest = newest_timeline(filesystem, run)
+        return _fenced(timeline, newest) if timeline is not None and newest > timeline else None
+
+    if error := fenced():
+        raise error
+    try:
+        filesystem.rename(base.path / MANIFEST, base.path / CONDEMNED)
         filesystem.sync_dir(base.path)
-        raise _fenced(timeline, newest)
-    delete_files(filesystem, base, slots)
+        failpoint("retain.after_condemn")
+        if error := fenced():
+            filesystem.rename(base.path / CONDEMNED, base.path / MANIFEST)
+            filesystem.sync_dir(base.path)
+            raise error
+        delete_files(filesystem, base, slots)
+    except FileNotFoundError:  # somebody else was deleting it, too
+        if error := fenced():
+            raise error from None
 
 
 def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | None) -> None:
@@ -191,6 +201,7 @@ def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | Non
     Markers first: with them gone nothing can be made of the files that are left.
     """
     entries = sorted(filesystem.scan(base.path), key=lambda entry: entry.name)
+    filesystem.sync_dir(base.path)  # the mark of whoever condemned it, if that was not durable
     for entry in entries:
         if parse_marker(entry.name) is not None:
             remove_if_there(filesystem, base.path / entry.name)

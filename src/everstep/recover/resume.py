@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -72,8 +72,9 @@ def resume(
         MismatchError: when the newest one is of another model.
     """
     with storage_errors("resume", run):
+        opened: set[int] = set()
         for _ in range(_ATTEMPTS):
-            inventory = scan_run(seams.filesystem, run)
+            inventory = _inventory(seams, run, opened)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             try:
                 found, loaded, skipped = (
@@ -92,7 +93,8 @@ def resume(
             timeline = open_timeline(
                 seams, run, inventory, parent=found.id if found else None, exact=exact
             )
-            if found is None or _still_there(seams, run, found.id):
+            opened.add(timeline)
+            if fresh or _unchanged(seams, inventory, found, step, opened):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 base = found.id if found else None
                 return Resumed(timeline, base, loaded, exact, skipped, problems)
@@ -214,8 +216,33 @@ def _restore(
         opened.close()
 
 
+def _inventory(seams: Seams, run: PurePath, opened: Collection[int]) -> Inventory:
+    """What there is; timelines that this very resume has ``opened`` are no history."""
+    inventory = scan_run(seams.filesystem, run)
+    for number in opened:
+        if inventory.timelines.pop(number, None) is not None:
+            inventory.abandoned.append(number)
+    return inventory
+
+
+def _unchanged(
+    seams: Seams,
+    before: Inventory,
+    found: BaseFound | None,
+    step: int | None,
+    opened: Collection[int],
+) -> bool:
+    """Whether, now that nobody else can commit or delete, the choice is still the right one:
+    the base was not condemned before its deleter was fenced off, and none is newer."""
+    now = _inventory(seams, before.path, opened)
+    there = {base.id for base in now.bases if base.status in ("committed", "complete")}
+    if found is not None and found.id not in there:
+        return False
+    known = {base.id for base in candidates(before).ordered}
+    return step is not None or all(base.id in known for base in candidates(now).ordered)
+
+
 def _still_there(seams: Seams, run: PurePath, base: BaseId) -> bool:
-    """Whether the base was not condemned before our timeline fenced its deleter off."""
     try:
         return scan_base(seams.filesystem, run, base).status in ("committed", "complete")
     except FileNotFoundError:

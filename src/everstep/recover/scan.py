@@ -39,6 +39,8 @@ __all__ = ["BaseFound", "Inventory", "newest_timeline", "scan_base", "scan_run"]
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
+_TO_LOSE: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,23 @@ class Inventory:
 
     @property
     def branches(self) -> dict[int, Branch]:
-        """Where each timeline forked from. With a damaged record: from the one before it."""
+        """Where each timeline forked from. With a damaged record: from the one before it.
+
+        A timeline without bases whose own base was deleted while it was opened (its process
+        died before it could choose another) must not hide what is newer: all of its parent
+        counts.
+        """
         found: dict[int, Branch] = {}
+        there = {base.id for base in self.bases if base.status in _TO_LOSE}
+        used = {base.timeline for base in there}
         for number in sorted(self.timelines):
             record = self.timelines[number]
             if record is None:
                 found[number] = Branch(number, max(found, default=None), None)
-            else:
-                found[number] = Branch(number, record.parent, record.fork_step)
+                continue
+            forked = record.parent is None or BaseId(record.parent, record.fork_step) in there
+            fork_step = record.fork_step if forked or number in used else None
+            found[number] = Branch(number, record.parent, fork_step)
         return found
 
     @property
@@ -106,16 +117,29 @@ class Inventory:
 def scan_run(filesystem: FileSystem, path: PurePath) -> Inventory:
     """Takes the inventory of a run folder.
 
+    When something that was listed is gone a moment later, another process is at work and has
+    something newer instead: then everything is looked at once more.
+
     Raises:
         ForeignDirectoryError: for a directory with other people's files.
         NewerFormatError: when any part was written by a newer everstep.
         OSError: when the directory cannot be read.
     """
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            entries = filesystem.scan(path)
+        except FileNotFoundError:
+            return Inventory(path)
+        try:
+            return _scan(filesystem, path, entries)
+        except FileNotFoundError:
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _scan(filesystem: FileSystem, path: PurePath, entries: list[DirEntry]) -> Inventory:
     inventory = Inventory(path)
-    try:
-        entries = filesystem.scan(path)
-    except FileNotFoundError:
-        return inventory
     names = {entry.name: entry for entry in entries}
     numbers = [n for entry in entries if (n := parse_timeline(entry.name)) is not None]
     ours = [name for name in names if name.endswith(TEMPORARY_SUFFIX) and name.startswith("run.")]
@@ -164,7 +188,7 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
     """What there is of one base.
 
     Raises:
-        OSError: when the directory is not there or cannot be read.
+        OSError: when the directory is not there (any more) or cannot be read.
         NewerFormatError: when it was written by a newer everstep.
     """
     path = base_dir(run, base.timeline, base.step)
@@ -217,15 +241,14 @@ def _scan_timeline(
         try:
             inventory.bases.append(scan_base(filesystem, inventory.path, base))
         except FileNotFoundError:
-            continue  # deleted since the listing
+            raise
         except OSError as error:  # this one cannot be read; the others may be fine
             reason = f"cannot be read: {error.strerror or error}"
             path = directory / BASE_DIR / entry.name
             inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
     if TIMELINE_RECORD in names:
         return
-    to_lose = ("committed", "complete", "damaged")
-    if any(base.id.timeline == number and base.status in to_lose for base in inventory.bases):
+    if any(base.id.timeline == number and base.status in _TO_LOSE for base in inventory.bases):
         # It was opened once: losing its record must not lose its bases.
         inventory.problems.append((directory / TIMELINE_RECORD, "it is missing"))
         inventory.timelines[number] = None
@@ -277,7 +300,7 @@ def _try(
     """Decodes a record; damage becomes a line in ``problems``."""
     try:
         return kind.decode(read_record_bytes(filesystem, path), path)
-    except NewerFormatError:
+    except (NewerFormatError, FileNotFoundError):
         raise
     except DamageError:
         problems.append(f"{path.name} is damaged: its digest does not match")

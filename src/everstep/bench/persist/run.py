@@ -8,15 +8,17 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from everstep.arena import Block
-from everstep.bench.demo.workspace import interruptible
 from everstep.bench.persist.arms import Arm, Column
 from everstep.bench.persist.machine import Machine, look_at
 from everstep.bench.persist.meter import Sample
@@ -88,12 +90,12 @@ def run_persist(options: PersistOptions, display: Display) -> PersistReport:
         EverstepError: when our own arm fails. A peer that fails is reported in its row.
     """
     start_s = time.monotonic()
-    with interruptible(), _folder(options.folder) as folder:
+    with _interruptible() as signals, _folder(options.folder) as folder:
         machine = look_at(folder)
         _check_room(machine, options.size_bytes, folder)
         display.begin(f"making a state of {options.size_bytes / 2**20:.0f} MiB", 1)
         state = BenchState(options.size_bytes, options.seed)
-        bench = _Bench(options, machine, state, folder, display)
+        bench = _Bench(options, machine, state, folder, display, signals)
         screened = bench.screen()
         rows = bench.saving(_best(screened)) + bench.loading(_best(screened))
         return PersistReport(
@@ -118,7 +120,9 @@ class _Bench:
         state: BenchState,
         folder: Path,
         display: Display,
+        signals: Sequence[int] = (),
     ) -> None:
+        self._signals = signals
         self._options = options
         self._direct = machine.direct
         self._state = state
@@ -180,21 +184,34 @@ class _Bench:
         rounds = self._options.repeats
         with _closing(arms):
             for arm in arms:
-                with _peer_may_fail(arm, rows[id(arm)]):
+                with self._peer_may_fail(arm, rows[id(arm)]):
                     arm.open()
             for number in range(rounds + 1):
                 order = [arm for arm in arms if rows[id(arm)].error is None]
                 self._random.shuffle(order)
                 name = f"{what}, round {number} of {rounds}" if number else f"{what}, warming up"
                 self._display.begin(name, len(order))
+                gc.collect()
                 for arm in order:
                     self._display.advance(arm.name)
                     row = rows[id(arm)]
-                    with _peer_may_fail(arm, row):
+                    with self._peer_may_fail(arm, row):
                         sample = _timed(arm)
                         if number:
                             row.samples[number] = sample
         return list(rows.values())
+
+    @contextlib.contextmanager
+    def _peer_may_fail(self, arm: Arm, row: Row) -> Iterator[None]:
+        """A library that does not work on this machine is reported in its row."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # DCP's own is no Exception
+            if arm.role != "peer" or self._signals:
+                raise
+            row.error = f"{type(error).__name__}: {error}"
 
     def _raw(self, column: Column, setting: Setting, size_bytes: int, prefix: str) -> RawArm:
         name = f"{prefix}-fresh" if column == "fresh" else f"{prefix}-kept"
@@ -206,22 +223,10 @@ def _timed(arm: Arm) -> Sample:
     """One run of an arm, with nothing of the arm before it still on its way to the disk."""
     try:
         arm.prepare()
-        gc.collect()
         os.sync()
         return arm.run()
     finally:
         arm.clean()
-
-
-@contextlib.contextmanager
-def _peer_may_fail(arm: Arm, row: Row) -> Iterator[None]:
-    """A library that does not work on this machine is reported in its row."""
-    try:
-        yield
-    except Exception as error:
-        if arm.role != "peer":
-            raise
-        row.error = f"{type(error).__name__}: {error}"
 
 
 def _best(screened: dict[Column, dict[Setting, float]]) -> dict[Column, list[Setting]]:
@@ -257,6 +262,36 @@ def _check_room(machine: Machine, size_bytes: int, folder: Path) -> None:
             tier="memory",
             hint="a smaller --size",
         )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Sequence[int]]:
+    """Ctrl-C, SIGTERM and SIGHUP end the benchmark in good order.
+
+    Yields:
+        The signals that have come. A library may catch what the handler raises and raise
+        something of its own: that, too, comes out as KeyboardInterrupt.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen  # only the main thread may set handlers
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt(f"signal {number}")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    earlier = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield seen
+    except BaseException as error:
+        if seen:
+            raise KeyboardInterrupt(f"signal {seen[0]}") from error
+        raise
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

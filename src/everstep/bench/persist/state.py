@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 
 from everstep.bench.workloads.gpt import GPT, GPTConfig
 from everstep.errors import EverstepError, OptionError
@@ -65,12 +64,12 @@ class BenchState:
 
     def __init__(self, size_bytes: int, seed: int) -> None:
         config = shape_of(size_bytes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.model: nn.Module = GPT(config)
+        self.model = _unfilled(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4)
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
+            with torch.no_grad():
+                parameter.normal_(std=0.02, generator=generator)
             mean = torch.empty_like(parameter, requires_grad=False).normal_(generator=generator)
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(1000.0),
@@ -123,6 +122,15 @@ class BenchState:
             if tensor is None or _digest(tensor) != expected:
                 problem = "is missing" if tensor is None else "differs"
                 raise EverstepError(f"{who}: {name!r} {problem} after loading")
+
+
+def _unfilled(config: GPTConfig) -> GPT:
+    """The model without the seconds that initialising it would take."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    model.head.weight = model.tokens.weight  # to_empty() has made two of the one tensor
+    return model
 
 
 def flatten(nested: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
