@@ -233,9 +233,11 @@ class Checkpointer:
         Raises:
             EverstepError: what failed in the background since the last call, by the policy.
         """
-        self._ready()
+        self._check_open()
+        # Counted whatever is raised: a caller that goes on has still taken this step.
         self._step += 1
         self._lsn_at_mark = self._updates.lsn
+        self._ready()
         since_s = self._seams.clock.monotonic_s() - self._saver.last_save_s
         if self._options.every.due(self._step, since_s):
             self._saver.take(self._identity(), show=False)

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from everstep.bench.persist import ours, raw, report, run, show
+from everstep.bench.persist import ours, raw, report, run, show, workspace
 from everstep.bench.persist.arms import Column
 from everstep.bench.persist.machine import Machine, direct_works, drop_cache, look_at
 from everstep.bench.persist.meter import Instant, Sample
@@ -623,7 +623,7 @@ def test_a_folder_that_cannot_be_written_is_said(
     def refuse(**_: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(run, "tempfile", SimpleNamespace(mkdtemp=refuse))
+    monkeypatch.setattr(workspace, "tempfile", SimpleNamespace(mkdtemp=refuse))
     with pytest.raises(PermissionDeniedError, match="cannot write into"):
         run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Shown())
 
@@ -780,6 +780,6 @@ def test_plain_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_folder_is_private(tmp_path: Path) -> None:
-    with run._folder(tmp_path) as folder:
+    with workspace.workspace(tmp_path) as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()

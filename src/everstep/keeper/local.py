@@ -189,23 +189,27 @@ class LocalKeeper:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._persist(job.plan, job.bodies, job.save, self._written)
-                failed = None
-            except EverstepError as error:
-                failed = error
-            except BaseException as error:  # a bug: reported like any other failure
-                failed = EverstepError(f"internal error: {error!r}", step=job.save.step)
-                failed.__cause__ = error
-            job.release()
-            if failed is not None:
-                _fail(job.save.durable, failed)
-                self._channel.post(failed)
-            else:
-                self._retain(job.save)
-            with self._changed:
-                self._waiting.remove(job)
-                self._changed.notify_all()
+                self._do(job)
+            finally:  # whatever happens, nobody waits for it for ever
+                with self._changed:
+                    self._waiting.remove(job)
+                    self._changed.notify_all()
             del job
+
+    def _do(self, job: _Job) -> None:
+        try:
+            self._persist(job.plan, job.bodies, job.save, self._written)
+        except EverstepError as error:
+            self._channel.post(error)
+            return
+        except BaseException as error:  # a bug: reported like any other failure
+            failed = EverstepError(f"internal error: {error!r}", step=job.save.step)
+            failed.__cause__ = error
+            self._channel.post(failed)
+            return
+        finally:
+            job.release()
+        self._retain(job.save)
 
     def _persist(
         self, plan: BasePlan, bodies: Sequence[Body], save: Save, shown: ProgressSink
@@ -235,7 +239,9 @@ class LocalKeeper:
             self.retention.run(self._channel.post)
         except (FencedError, StorageError, DeadlineError) as error:
             self._channel.post(error)
-        except Exception as error:
+        except BaseException as error:
+            if threading.current_thread() is not self._thread:
+                raise  # Ctrl-C in the training thread is the user's
             failed = EverstepError(f"internal error in retention: {error!r}", step=save.step)
             failed.__cause__ = error
             self._channel.post(failed)

@@ -11,7 +11,8 @@ them alike. Ratios are taken within a round, and their median is what counts.
 ``peers``     torch.save, safetensors, torch.distributed.checkpoint, torchsnapshot
 ``arms``      what an arm is: prepared, timed, cleaned up
 ``machine``   facts about machine and file system; pages out of the cache
-``run``       checks, screening, rounds
+``workspace`` room, a folder that is gone afterwards, signals
+``run``       screening, rounds
 ``report``    the outcome: rows, ratios, targets, plain data
 ``show``      bar, lines, tables
 """

@@ -1,4 +1,4 @@
-"""Checks, screening, rounds."""
+"""Screening of the limit, then rounds of all arms."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ import os
 import random
 import re
 import shutil
-import signal
 import statistics
-import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from everstep.arena import Block
 from everstep.bench.persist.arms import Arm, Column
@@ -24,11 +20,12 @@ from everstep.bench.persist.machine import Machine, look_at
 from everstep.bench.persist.meter import Sample
 from everstep.bench.persist.ours import OursRead, OursWrite
 from everstep.bench.persist.peers import PEERS, PeerRead, PeerWrite, installed
-from everstep.bench.persist.raw import RING_BYTES, RawArm, Setting, make_ring, settings
+from everstep.bench.persist.raw import RawArm, Setting, make_ring, settings
 from everstep.bench.persist.report import COLUMNS, PersistReport, Row
 from everstep.bench.persist.show import Display
 from everstep.bench.persist.state import SIZE_BYTES_MIN, BenchState
-from everstep.errors import OptionError, OutOfSpaceError, PermissionDeniedError
+from everstep.bench.persist.workspace import check_room, interruptible, workspace
+from everstep.errors import OptionError
 
 __all__ = ["PersistOptions", "parse_size", "run_persist"]
 
@@ -36,9 +33,6 @@ _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 _SCREEN_BYTES = 256 << 20
 _SCREEN_TIMES = 2
 _FINALISTS = 3
-_COPIES_ON_DISK = 8  # the most that lie there at once: four bases, one file of each reader
-_COPIES_IN_MEMORY = 2.5  # the state, what a peer loads, buffers of peers
-_MEMORY_BESIDES = RING_BYTES + (512 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +84,9 @@ def run_persist(options: PersistOptions, display: Display) -> PersistReport:
         EverstepError: when our own arm fails. A peer that fails is reported in its row.
     """
     start_s = time.monotonic()
-    with _interruptible() as signals, _folder(options.folder) as folder:
+    with interruptible() as signals, workspace(options.folder) as folder:
         machine = look_at(folder)
-        _check_room(machine, options.size_bytes, folder)
+        check_room(machine, options.size_bytes, folder)
         display.begin(f"making a state of {options.size_bytes / 2**20:.0f} MiB", 1)
         state = BenchState(options.size_bytes, options.seed)
         bench = _Bench(options, machine, state, folder, display, signals)
@@ -242,81 +236,6 @@ def _absent() -> list[Row]:
         for peer in PEERS
         if not installed(peer)
     ]
-
-
-def _check_room(machine: Machine, size_bytes: int, folder: Path) -> None:
-    need = _COPIES_ON_DISK * size_bytes
-    if machine.free_bytes < need:
-        raise OutOfSpaceError(
-            f"the benchmark writes up to {need / 2**30:.1f} GiB at a time, "
-            f"{machine.free_bytes / 2**30:.1f} GiB are free",
-            tier="disk",
-            path=folder.parent,
-            hint="a smaller --size, or --dir on another file system",
-        )
-    need = int(_COPIES_IN_MEMORY * size_bytes) + _MEMORY_BESIDES
-    if machine.memory_available_bytes < need:
-        raise OutOfSpaceError(
-            f"the benchmark takes {need / 2**30:.1f} GiB of memory, "
-            f"{machine.memory_available_bytes / 2**30:.1f} GiB are available",
-            tier="memory",
-            hint="a smaller --size",
-        )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Sequence[int]]:
-    """Ctrl-C, SIGTERM and SIGHUP end the benchmark in good order.
-
-    Yields:
-        The signals that have come. A library may catch what the handler raises and raise
-        something of its own: that, too, comes out as KeyboardInterrupt.
-    """
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen  # only the main thread may set handlers
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        raise KeyboardInterrupt(f"signal {number}")
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    earlier = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield seen
-    except BaseException as error:
-        if seen:
-            raise KeyboardInterrupt(f"signal {seen[0]}") from error
-        raise
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _folder(where: Path | None) -> Iterator[Path]:
-    """A folder of its own, gone afterwards.
-
-    Raises:
-        OptionError: there is no such folder to make it in.
-        PermissionDeniedError: it may not be written.
-    """
-    parent = Path.cwd() if where is None else where.absolute()
-    if not parent.is_dir():
-        raise OptionError(f"there is no folder {parent}", hint="make it first, or name another")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=parent))
-    except OSError as error:
-        raise PermissionDeniedError(
-            f"cannot write into {parent}: {error.strerror}",
-            path=parent,
-            hint="--dir: a folder that this user may write, on the file system to be measured",
-        ) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
