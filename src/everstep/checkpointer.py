@@ -358,7 +358,8 @@ class Checkpointer:
     def _start_fresh(self) -> None:
         with storage_errors("open the run", self._run):
             inventory = scan_run(self._seams.filesystem, self._run)
-            usable = [base.id for base in inventory.bases if base.manifest is not None]
+            kinds = ("committed", "complete", "damaged")
+            usable = [base.id for base in inventory.bases if base.status in kinds]
             if usable:
                 raise StateError(
                     f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "

@@ -202,6 +202,24 @@ def test_each_error_is_raised_once(run_folder: Path) -> None:
         ckpt.wait()
 
 
+@pytest.mark.parametrize("method", ["sync", "async"])
+def test_a_step_counts_even_if_it_has_an_error_to_tell(method: str, run_folder: Path) -> None:
+    """Who goes on training after it must not find every later base under the wrong step."""
+    fs, state = HookedFileSystem(), {"n": [0]}
+    with opened(run_folder, state, fs=fs, method=method, every=2) as ckpt:
+        fs.hook = raising(no_space(), "write", "*.safetensors.tmp")
+        errors = 0
+        for number in range(1, 7):
+            state["n"][0] = number
+            try:
+                step_and_wait(ckpt)
+            except OutOfSpaceError:
+                errors += 1
+        assert errors == 1
+        assert ckpt.stats().step == 6
+    check_usable(run_folder, {"n": [6]}, 6)
+
+
 def test_errors_do_not_hide_the_users_own(run_folder: Path) -> None:
     fs = HookedFileSystem(raising(no_space(), "write", "*.safetensors.tmp"))
 

@@ -31,7 +31,7 @@ from everstep.seams.progress import ProgressSink
 
 __all__ = ["read_body", "read_header", "read_record_bytes"]
 
-_READ_AHEAD_CHUNKS = 3
+_READ_AHEAD_CHUNKS = 4
 
 
 def read_record_bytes(filesystem: FileSystem, path: PurePath) -> bytes:

@@ -165,7 +165,8 @@ class Manifest:
         ranks = fields.items("ranks")
         markers = tuple(_marker(fields, rank) for rank in ranks)
         world = fields.number("world", _WORLD_MAX)
-        if [marker.rank for marker in markers] != list(range(world)) or not markers:
+        complete = len(markers) == world and world > 0
+        if not complete or [marker.rank for marker in markers] != list(range(world)):
             raise FormatError(f"{path}: the manifest does not list each of {world} ranks once")
         return cls(markers)
 
@@ -175,7 +176,7 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
     if not markers:
         return None
     first = next(iter(markers.values()))
-    if sorted(markers) != list(range(first.world)):
+    if len(markers) != first.world or sorted(markers) != list(range(first.world)):
         return None
     ordered = tuple(markers[rank] for rank in range(first.world))
     if any(_base_fields(marker) != _base_fields(first) for marker in ordered):
@@ -259,12 +260,6 @@ def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:
     version = found.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise FormatError(f"{path}: no format version")
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
-            path=path,
-            hint="use the everstep that wrote it, or a newer one",
-        )
     claimed = found.pop("digest", None)
     try:
         genuine = digest(_canonical(found)) == claimed
@@ -273,6 +268,13 @@ def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:
         raise FormatError(f"{path}: not a record: {error}") from error
     if not genuine:
         raise DamageError(f"{path}: the record's digest does not match its contents", path=path)
+    # After the digest, whose rule no format changes: a flipped bit is not a newer format.
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
+            path=path,
+            hint="use the everstep that wrote it, or a newer one",
+        )
     return _Fields(found, path)
 
 
