@@ -35,6 +35,7 @@ from everstep.errors import (
     UnavailableError,
 )
 from everstep.format.names import base_dir, timeline_dir
+from everstep.format.records import RunRecord
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm, disarm_all
 
@@ -635,7 +636,7 @@ def test_folders_that_are_no_runs(run: Path, tmp_path: Path, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "du"])
 def test_a_run_of_a_newer_format(run: Path, verb: str) -> None:
-    (run / "run.json").write_text(json.dumps({"kind": "run", "format": 99}))
+    (run / "run.json").write_bytes(RunRecord("a later one", format=99).encode())
     result = invoke(verb, run)
     assert result.exit_code == ExitCode.ENVIRONMENT
     assert "format 99" in result.stderr
