@@ -56,7 +56,7 @@ def test_the_layout_of_the_design() -> None:
         "timeline-00001\n",
         "timeline--0001",
         "timeline-0000a",
-        "timeline-٠٠٠٠١",
+        "timeline-\u0660\u0660\u0660\u0660\u0661",
         "Timeline-00001",
         "xtimeline-00001",
         "000000000001/../..",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable, Collection
@@ -10,7 +11,7 @@ from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError, NewerFormatError, RecoveryError
-from everstep.format.names import MANIFEST, TIMELINE_RECORD, timeline_dir
+from everstep.format.names import MANIFEST, TIMELINE_RECORD, parse_timeline, timeline_dir
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.decide import Skipped, candidates
@@ -131,6 +132,12 @@ def open_timeline(
             created_unix_s=seams.clock.unix_s(),
         )
         directory = timeline_dir(run, number)
+        if parse_timeline(directory.name) != number:
+            raise StorageError(
+                f"{timeline_dir(run, number - 1)} has the largest number there is",
+                path=run,
+                hint="remove it: everstep has not made it",
+            )
         ensure_dir(filesystem, directory)
         path = directory / TIMELINE_RECORD
         if create_exclusive(filesystem, path, record.encode(), unique=unique):
@@ -167,7 +174,8 @@ def _restore_newest(
             continue
         if base.status == "complete":  # its process died between the last marker and the manifest
             assert base.manifest is not None
-            write_durably(seams.filesystem, base.path / MANIFEST, base.manifest.encode())
+            with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
+                write_durably(seams.filesystem, base.path / MANIFEST, base.manifest.encode())
         return base, loaded, tuple(skipped)
     if chosen.ordered or chosen.damaged:
         reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)

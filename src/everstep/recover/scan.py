@@ -77,6 +77,7 @@ class Inventory:
         run: the run's id; None in a folder that is empty or not there.
         timelines: records by number; None where the record is damaged.
         abandoned: numbers of timeline directories without a record: taken, but never opened.
+        occupied: numbers whose name something else has, which is left alone.
         problems: ``(path, what is wrong)`` of records other than those of bases.
     """
 
@@ -84,6 +85,7 @@ class Inventory:
     run: str | None = None
     timelines: dict[int, TimelineRecord | None] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
+    occupied: list[int] = field(default_factory=list)
     bases: list[BaseFound] = field(default_factory=list)
     problems: list[tuple[PurePath, str]] = field(default_factory=list)
 
@@ -111,7 +113,7 @@ class Inventory:
     @property
     def next_timeline(self) -> int:
         """The smallest number that nobody has taken."""
-        return max([*self.timelines, *self.abandoned], default=0) + 1
+        return max([*self.timelines, *self.abandoned, *self.occupied], default=0) + 1
 
 
 def scan_run(filesystem: FileSystem, path: PurePath) -> Inventory:
@@ -162,6 +164,7 @@ def _scan(filesystem: FileSystem, path: PurePath, entries: list[DirEntry]) -> In
         directory = timeline_dir(path, number)
         if names[directory.name].kind != "dir":
             inventory.problems.append((directory, f"is a {names[directory.name].kind}: ignored"))
+            inventory.occupied.append(number)
             continue
         _scan_timeline(filesystem, inventory, number, directory)
     if inventory.run is None:  # a damaged run.json loses nothing: every record has the id

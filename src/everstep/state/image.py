@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.errors import OptionError, StateError, UnsupportedStateError
+from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
 from everstep.state.entries import Entry, stored_form, why_not_storable
 from everstep.state.objects import encode, unsupported_leaves
 from everstep.state.optimizers import OptimizerProvider
@@ -207,7 +207,17 @@ class _RngProvider:
         return RestorePlan(saved.tree)
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        return restore_rng(tree)
+        try:
+            return restore_rng(tree)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as e:
+            raise FormatError(f"{RNG_SECTION} holds no state of random generators: {e!r}") from e
 
 
 def _unsupported(leaves: tuple[tuple[str, str], ...]) -> UnsupportedStateError:

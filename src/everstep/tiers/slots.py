@@ -9,6 +9,7 @@ under any name sees a file that every reader refuses, never one that changes.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import PurePath
 
@@ -19,6 +20,7 @@ from everstep.tiers.disk import ensure_dir, remove_if_there
 
 __all__ = ["SlotStore"]
 
+_SLOT = re.compile(r"slot-\d{5,9}", re.ASCII)
 _WORTH_BYTES = 1 << 20  # below this a fresh file costs as little
 
 
@@ -74,6 +76,8 @@ class SlotStore:
                 continue
             except BaseException:
                 file.close()
+                with contextlib.suppress(OSError):  # or it would fail every base from now on
+                    remove_if_there(self._filesystem, slot)
                 raise
             return file
         return None
@@ -97,14 +101,18 @@ class SlotStore:
             self._filesystem.remove_dir(self._directory)
 
     def _parked(self) -> list[tuple[PurePath, int]]:
+        """Our own files in a directory of our own: what a link leads to is somebody else's."""
         try:
+            beside = self._filesystem.scan(self._directory.parent)
+            if not any(e.name == SLOTS_DIR and e.kind == "dir" for e in beside):
+                return []
             found = self._filesystem.scan(self._directory)
         except FileNotFoundError:
             return []
         return [
             (self._directory / entry.name, entry.size_bytes)
             for entry in found
-            if entry.kind == "file"
+            if entry.kind == "file" and _SLOT.fullmatch(entry.name)
         ]
 
 
