@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import DamageError, FormatError, NewerFormatError, RecoveryError
+from everstep.errors import (
+    DamageError,
+    FormatError,
+    NewerFormatError,
+    RecoveryError,
+    StorageError,
+)
 from everstep.format.names import MANIFEST, TIMELINE_RECORD, parse_timeline, timeline_dir
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
