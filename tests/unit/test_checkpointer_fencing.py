@@ -163,6 +163,23 @@ def test_both_resume_at_the_same_moment(run_folder: Path) -> None:
             assert len(owners) == 1
 
 
+def test_both_make_the_run_at_the_same_moment(run_folder: Path) -> None:
+    """One id for all: the bases of either can be resumed."""
+    fs, ids = HookedFileSystem(), []
+
+    def other_first() -> None:
+        with opened(run_folder, {"n": 1}) as other:
+            other.step()
+            other.save()
+            ids.append(other._run_id)
+
+    fs.hook = raising(other_first, "link", "*/run.json")
+    with opened(run_folder, {"n": 0}, fs=fs) as ckpt:
+        ids.append(ckpt._run_id)
+        assert ckpt.resume().step == 1
+    assert len(set(ids)) == 1
+
+
 # Deleting and resuming at the same time. The deleter looks at the fence after condemning,
 # the resumer looks for the mark after fencing: never do both go ahead.
 

@@ -80,6 +80,21 @@ def raw_header(shard: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
     return 8 + length, header, json.loads(header.pop("__metadata__")["everstep"])
 
 
+@pytest.mark.parametrize("method", ["sync", "async"])
+def test_where_there_is_no_disk(method: str, tmpfs_folder: Path) -> None:
+    """A file system in memory: no direct I/O (or pretended), and all the rest works."""
+    state: dict[str, Any] = {"t": torch.zeros(400_000)}
+    with opened(tmpfs_folder / "run", state, method=method, keep=1) as ckpt:
+        for number in range(1, 5):
+            state["t"].fill_(number)
+            ckpt.step()
+            ckpt.save()
+    live = {"t": torch.zeros(400_000)}
+    with opened(tmpfs_folder / "run", live) as ckpt:
+        assert ckpt.resume().step == 4
+    assert (live["t"] == 4).all()
+
+
 def test_the_room_alignment_and_holes(run_folder: Path) -> None:
     tensors = {f"t{n}": values(dtype, n % 7) for n, dtype in enumerate(list(DTYPE_CODES) * 3)}
     shard = saved(run_folder, {"d": tensors, "o": ["x" * 1001]}) / "rank-00000.safetensors"

@@ -24,7 +24,15 @@ from everstep.errors import (
 from everstep.format.records import Manifest, Marker, _encode
 from everstep.recover.scan import scan_base
 from everstep.seams import PosixFileSystem
-from tests.unit.world import assert_same, base_folder, flip, inventory_of, opened
+from tests.unit.world import (
+    HookedFileSystem,
+    assert_same,
+    base_folder,
+    flip,
+    inventory_of,
+    opened,
+    raising,
+)
 
 BIG = 3000
 
@@ -426,8 +434,6 @@ def str_id(base: BaseId) -> tuple[int, int]:
 
 def test_a_new_base_that_is_damaged_deletes_nothing(run_folder: Path) -> None:
     """Read back before anything older goes: the bytes on disk count, not what was written."""
-    from tests.unit.world import HookedFileSystem
-
     fs, state = HookedFileSystem(), {"t": torch.ones(BIG)}
     told: list[Any] = []
 
@@ -446,6 +452,23 @@ def test_a_new_base_that_is_damaged_deletes_nothing(run_folder: Path) -> None:
         assert [base.id.step for base in inventory_of(run_folder).bases] == [2]
         ckpt.step()
         ckpt.save()
+    assert [base.id.step for base in inventory_of(run_folder).bases] == [4]
+
+
+def test_a_base_that_cannot_be_read_back_is_not_called_damaged(run_folder: Path) -> None:
+    """An error of the moment: nothing is deleted, and the next time all is well."""
+    fs, told = HookedFileSystem(), list[Any]()
+    with opened(run_folder, {"t": torch.ones(BIG)}, fs=fs, keep=1, on_failure=told.append) as ckpt:
+        for number in range(1, 5):
+            if number == 3:
+                error = OSError(5, "Input/output error")
+                fs.hook = raising(error, "open", "*000000000003/rank-00000.safetensors")
+            ckpt.step()
+            ckpt.save()
+            if number == 3:
+                assert "could not be read back" in str(told[0])
+                assert [base.id.step for base in inventory_of(run_folder).bases] == [2, 3]
+    assert len(told) == 1
     assert [base.id.step for base in inventory_of(run_folder).bases] == [4]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import subprocess
@@ -18,6 +19,7 @@ from everstep.format.names import SLOTS_DIR
 from everstep.seams import PosixFileSystem
 from everstep.tiers.slots import SlotStore
 from tests.unit.world import (
+    TIMEOUT_S,
     HookedFileSystem,
     base_folder,
     inventory_of,
@@ -158,9 +160,7 @@ def test_who_looks_at_a_file_never_sees_it_change(reader: str, run_folder: Path)
     inodes = [inode(run.save()) for _ in range(4)]
     assert number not in inodes
     if process is not None:
-        import hashlib
-
-        out, _ = process.communicate("\n", timeout=20)
+        out, _ = process.communicate("\n", timeout=TIMEOUT_S)
         assert out.strip() == hashlib.sha256(seen).hexdigest()
     elif reader == "safetensors":
         assert (held.get_tensor("t") == 1).all()

@@ -30,7 +30,7 @@ from everstep.state.layout import Placed
 
 __all__ = ["CHUNK_BYTES", "ChunkRing", "write_shard"]
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 
 
 class ChunkRing:

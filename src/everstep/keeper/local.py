@@ -29,7 +29,7 @@ from everstep.tiers.slots import SlotStore
 __all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
 
 WRITERS = 2
-CHUNKS = WRITERS + 3
+CHUNKS = WRITERS + 2
 _LOOK_AGAIN_S = 0.2
 
 

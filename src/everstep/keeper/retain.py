@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.retention import plan_retention
-from everstep.errors import DamageError, FencedError
+from everstep.errors import DamageError, FencedError, StorageError
 from everstep.format.names import (
     CONDEMNED,
     MANIFEST,
@@ -116,8 +116,16 @@ class Retention:
                 break
             verdict = self._read_back(bases[plan.verify])
             if verdict.damages:
-                self.damaged.add(plan.verify)
                 first = verdict.damages[0]
+                if any(damage.unreadable for damage in verdict.damages):
+                    raise StorageError(  # no reason to call it damaged: nothing is deleted now
+                        f"{plan.verify} could not be read back: {first.problem}",
+                        step=plan.verify.step,
+                        tier="disk",
+                        path=first.path,
+                        hint="look at the disk or the network file system (dmesg, df, mount)",
+                    )
+                self.damaged.add(plan.verify)
                 post(
                     DamageError(
                         f"{plan.verify} was committed, but read back it is damaged: "

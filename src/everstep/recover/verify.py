@@ -23,11 +23,13 @@ class Damage:
     Attributes:
         path: the file.
         entry: the entry in it, if it is one.
+        unreadable: the file system gave no bytes, so nobody knows what they are.
     """
 
     path: str
     entry: str | None
     problem: str
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def verify_base(
     def note(path: str, error: Exception) -> None:
         entry = error.entry if isinstance(error, DamageError) else None
         message = error.message if isinstance(error, FormatError | DamageError) else str(error)
-        damages.append(Damage(path, entry, message))
+        damages.append(Damage(path, entry, message, isinstance(error, OSError)))
 
     for marker in base.manifest.markers:
         record_path = base.path / marker_name(marker.rank)
