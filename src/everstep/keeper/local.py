@@ -203,13 +203,19 @@ class LocalKeeper:
             self._channel.post(error)
             return
         except BaseException as error:  # a bug: reported like any other failure
-            failed = EverstepError(f"internal error: {error!r}", step=job.save.step)
-            failed.__cause__ = error
-            self._channel.post(failed)
+            self._post_internal("in a save", error, job.save)
             return
         finally:
             job.release()
-        self._retain(job.save)
+        try:
+            self._retain(job.save)
+        except BaseException as error:  # would end this thread, and with it all saves to come
+            self._post_internal("in retention", error, job.save)
+
+    def _post_internal(self, where: str, error: BaseException, save: Save) -> None:
+        failed = EverstepError(f"internal error {where}: {error!r}", step=save.step)
+        failed.__cause__ = error
+        self._channel.post(failed)
 
     def _persist(
         self, plan: BasePlan, bodies: Sequence[Body], save: Save, shown: ProgressSink
@@ -239,12 +245,8 @@ class LocalKeeper:
             self.retention.run(self._channel.post)
         except (FencedError, StorageError, DeadlineError) as error:
             self._channel.post(error)
-        except BaseException as error:
-            if threading.current_thread() is not self._thread:
-                raise  # Ctrl-C in the training thread is the user's
-            failed = EverstepError(f"internal error in retention: {error!r}", step=save.step)
-            failed.__cause__ = error
-            self._channel.post(failed)
+        except Exception as error:
+            self._post_internal("in retention", error, save)
         finally:
             self._channel.end(work)
             self.stats.retain_s += self._clock.monotonic_s() - start_s
