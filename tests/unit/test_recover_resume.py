@@ -116,6 +116,16 @@ def test_from_scratch(run_folder: Path) -> None:
     assert look(run_folder, step=3)[1] == 3
 
 
+def test_a_timeline_that_came_to_nothing_hides_nothing(run_folder: Path) -> None:
+    """Its process chose base 1, which the older one deleted at that very moment for a newer
+    one, and died before it could choose again."""
+    train_on(run_folder, until=2)
+    look(run_folder, step=1)
+    shutil.rmtree(base_folder(run_folder, 1))
+    recovery, value = look(run_folder)
+    assert (recovery.step, value) == (2, 2)
+
+
 def test_each_resume_opens_a_timeline_with_its_parent(run_folder: Path) -> None:
     train_on(run_folder, until=2)
     train_on(run_folder, until=4)
