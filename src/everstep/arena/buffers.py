@@ -1,7 +1,7 @@
 """Blocks of host memory that are allocated once and reused.
 
 Copying into fresh memory is 6 to 9 times slower than into memory whose pages are there
-(measured: 1.4 to 2.2 against 13 to 18 GB/s), so blocks are touched when they are made and
+(on a Zen 4 machine: 1.4 to 2.2 against 13 to 18 GB/s), so blocks are touched when they are made and
 kept when they are released.
 """
 

@@ -1,6 +1,6 @@
 """The file-system contract on a real Linux file system.
 
-Large aligned writes and reads go past the page cache with O_DIRECT: measured here at 3.8
+Large aligned writes and reads go past the page cache with O_DIRECT: on a Zen 4 machine 3.8
 GB/s and 0.03 CPU seconds per GB against 1.6 GB/s and 0.34 for buffered writes. Where a
 file system refuses O_DIRECT (tmpfs, some network file systems) everything is buffered.
 """

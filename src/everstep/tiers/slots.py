@@ -1,6 +1,6 @@
 """Files of reclaimed bases, kept to be overwritten.
 
-Overwriting allocated blocks is 1.7 times faster than writing fresh ones (measured: 6.4
+Overwriting allocated blocks is 1.7 times faster than writing fresh ones (on a Zen 4 machine: 6.4
 against 3.8 GB/s). A parked file is reused only when nobody else can be looking at it, and
 only after its header has been invalidated and that is durable: whoever still finds it
 under any name sees a file that every reader refuses, never one that changes.

@@ -1,0 +1,63 @@
+"""The LSN counts optimizer updates, whatever the hooks do (torch fires some of them twice)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.capture.updates import UpdateCounter
+
+
+class Twice(torch.optim.SGD):
+    """Fires the hooks of its own step and of the one it inherits."""
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Failing(torch.optim.SGD):
+    fail = False
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> Any:
+        if self.fail:
+            raise RuntimeError("no update")
+        return super().step(closure)
+
+
+def watched(kind: type[torch.optim.SGD]) -> tuple[torch.optim.SGD, UpdateCounter]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = kind([parameter], lr=0.1)
+    counter = UpdateCounter()
+    counter.watch(optimizer)
+    return optimizer, counter
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Twice, Failing])
+def test_one_update_counts_once(kind: type[torch.optim.SGD]) -> None:
+    optimizer, counter = watched(kind)
+    for expected in (1, 2, 3):
+        optimizer.step()
+        assert counter.lsn == expected
+
+
+def test_a_step_that_raised_is_not_counted_and_the_next_one_is() -> None:
+    optimizer, counter = watched(Failing)
+    optimizer.fail = True
+    with pytest.raises(RuntimeError, match="no update"):
+        optimizer.step()
+    assert counter.lsn == 0
+    optimizer.fail = False
+    optimizer.step()
+    assert counter.lsn == 1
+
+
+def test_closed_it_counts_no_more() -> None:
+    optimizer, counter = watched(torch.optim.SGD)
+    counter.close()
+    optimizer.step()
+    assert counter.lsn == 0
