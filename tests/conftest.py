@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 
 from tests.leftovers import MARK, SHARED_MEMORY, processes_left, shared_memory_names
 
@@ -12,10 +13,12 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.pop("EVERSTEP_FAILPOINTS", None)
 RUN_ID = os.environ[MARK] = secrets.token_hex(8)
+# Keepers of this test run meet nobody else's. Short: sockets have short names.
+_RUNTIME_DIR = tempfile.mkdtemp(prefix="everstep-test-")
+os.environ["EVERSTEP_RUNTIME_DIR"] = _RUNTIME_DIR
 
 import random  # noqa: E402
 import shutil  # noqa: E402
-import tempfile  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -60,9 +63,12 @@ def nothing_is_left() -> Iterator[None]:
     """Fails the run if it leaves a process, or a name under /dev/shm."""
     before = shared_memory_names(RUN_ID)
     yield
+    left = sorted(os.listdir(_RUNTIME_DIR))
+    shutil.rmtree(_RUNTIME_DIR)
     processes = processes_left(RUN_ID, timeout_s=10.0)
     names = shared_memory_names(RUN_ID) - before
     assert not processes, f"the test run left processes: {processes}"
+    assert not [name for name in left if name.endswith(".sock")], f"keepers left {left}"
     assert not names, f"the test run left names under {SHARED_MEMORY}: {sorted(names)}"
 
 

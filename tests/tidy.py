@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 ORDER = (
+    "version",
     "errors",
     "options",
     "seams",

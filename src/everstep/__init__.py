@@ -24,21 +24,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from everstep.version import __version__
+
 if TYPE_CHECKING:
     from everstep import errors
     from everstep.checkpointer import Checkpointer
     from everstep.errors import EverstepError
     from everstep.keeper.save import Save
     from everstep.keeper.stats import Stats
-    from everstep.options import Budget, Method, presets
+    from everstep.options import Budget, KeeperOptions, Method, presets
     from everstep.recover.report import Recovery
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Budget",
     "Checkpointer",
     "EverstepError",
+    "KeeperOptions",
     "Method",
     "Recovery",
     "Save",
@@ -53,6 +54,7 @@ _WHERE = {
     "Budget": "options",
     "Checkpointer": "checkpointer",
     "EverstepError": "errors",
+    "KeeperOptions": "options",
     "Method": "options",
     "Recovery": "recover.report",
     "Save": "keeper.save",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import inspect
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from everstep.arena import BlockPool
-from everstep.capture.lane import HostLane
-from everstep.capture.updates import UpdateCounter
+from everstep.capture.lane import CpuLane, Lane
+from everstep.capture.updates import UpdateHooks
+from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -33,15 +32,25 @@ from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.budget import announcement, check_disk_budget, host_budget_bytes
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
+from everstep.keeper.keepers import Keepers
+from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.save import Save
-from everstep.keeper.saver import Saver
+from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.stats import Stats
-from everstep.options import Budget, FailurePolicy, Method, Options, nearest, validate_options
+from everstep.options import (
+    Budget,
+    FailurePolicy,
+    KeeperOptions,
+    Method,
+    Options,
+    nearest,
+    validate_options,
+)
 from everstep.recover.folder import open_run_folder, run_path
-from everstep.recover.report import Recovery
+from everstep.recover.held import HeldBase
+from everstep.recover.report import Recovery, describe
 from everstep.recover.resume import open_timeline, resume
-from everstep.recover.scan import scan_run
+from everstep.recover.scan import Inventory, scan_run
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.tiers.disk import storage_errors
@@ -68,6 +77,10 @@ class Checkpointer:
             that gets them.
         progress_timeout_s: a transfer or base that makes no progress for so long is reported
             as hung.
+        keeper: the process that makes bases durable: where it runs, and how long it stays.
+        declared: patterns (``"ema/*"``) of entries that change only between
+            :meth:`before_update` and :meth:`after_update`.
+        static: patterns of entries that never change; a change is an error.
         seams: file system and clock; for tests.
 
     Raises:
@@ -93,12 +106,15 @@ class Checkpointer:
         path: str | os.PathLike[str],
         state: MutableMapping[str, Any],
         *,
-        method: str | Method = "async",
+        method: str | Method = "lazy",
         every: int | str | None = 100,
         keep: int = 3,
         budget: Budget | None = None,
         on_failure: FailurePolicy = "raise",
         progress_timeout_s: float = 120.0,
+        keeper: KeeperOptions | None = None,
+        declared: Sequence[str] = (),
+        static: Sequence[str] = (),
         seams: Seams | None = None,
     ) -> None:
         self._open = False
@@ -110,45 +126,51 @@ class Checkpointer:
             budget=budget,
             on_failure=on_failure,
             progress_timeout_s=progress_timeout_s,
+            keeper=keeper,
         )
         self._run = run_path(path)
         self._seams = seams or Seams()
-        self._state = State(state)
+        self._state = State(state, declared=declared, static=static)
         _close_earlier(self._run)
-        size_bytes = self._state.image(lsn=0).size_bytes
-        self._pool = BlockPool(host_budget_bytes(self._options, size_bytes))
+        shape = self._state.survey().shape
+        size_bytes = shape.size_bytes
+        tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
+        arena_bytes = host_budget_bytes(self._options, tensors_bytes)
         check_disk_budget(self._options, self._run, max(1, size_bytes))
         self._run_id = open_run_folder(self._seams.filesystem, self._run).run or ""
         self._channel = BackgroundChannel(
             on_failure, self._seams.clock, progress_timeout_s=progress_timeout_s
         )
         self._ring = ChunkRing(CHUNKS, WRITERS)
-        self._lane = HostLane()
-        self._keeper: LocalKeeper | None = None
+        self._lane: Lane = self._seams.lane() if self._seams.lane else CpuLane()
+        self._keepers = Keepers(
+            self._options,
+            self._seams,
+            self._run,
+            self._run_id,
+            self._channel,
+            self._ring,
+            arena_bytes,
+        )
+        self._keeper: Keeper | None = None
         self._timeline = 0
         self._exact = True
         self._step = 0
         self._damaged = False
         self._touches = 0
+        self._base_due = False
         self._saver = Saver(
-            self._options,
-            self._run,
-            self._state,
-            self._lane,
-            self._pool,
-            self._channel,
-            self._seams.clock,
+            self._options, self._run, self._state, self._lane, self._channel, self._seams.clock
         )
-        self._updates = UpdateCounter()
+        self._updates = UpdateHooks(self._saver.gate)
         self._lsn_at_mark = 0
-        for optimizer in self._state.optimizers.values():
-            self._updates.watch(optimizer)
+        for key, optimizer in self._state.optimizers.items():
+            self._updates.watch(key, optimizer)
         self._pid = os.getpid()
         self._at_exit: Callable[[], None] | None = None
         self._open = True
         _live[self._run] = self
-        host_bytes = self._pool.budget_bytes
-        print(announcement(self._options, self._run, size_bytes, host_bytes), file=sys.stderr)
+        print(announcement(self._options, self._run, size_bytes, arena_bytes), file=sys.stderr)
 
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over.
@@ -168,9 +190,12 @@ class Checkpointer:
         self._check_open()
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
+        self._saver.finish_captures()
         if self._keeper is not None:
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
+        self._keepers.open()
+        held = self._keepers.left_behind()
         was_damaged, self._damaged, self._touches = self._damaged, False, 0
         try:
             resumed = resume(
@@ -178,6 +203,7 @@ class Checkpointer:
                 self._run,
                 self._state,
                 self._ring,
+                held,
                 step=step,
                 strict=strict,
                 timeout_s=self._options.progress_timeout_s,
@@ -196,33 +222,14 @@ class Checkpointer:
                 hint="build the model and optimizer again, then resume",
             )
         self._damaged = was_damaged and loaded is None
-        self._start_timeline(resumed.timeline, resumed.exact)
-        assert self._keeper is not None
-        if resumed.base is not None and loaded is not None:
-            self._keeper.retention.verified.add(resumed.base)
-            self._updates.lsn = loaded.marker.lsn
-        else:
-            self._updates.lsn = 0
+        verified = resumed.base if resumed.source == "disk" else None
+        self._start_timeline(resumed.timeline, resumed.exact, verified)
+        self._updates.lsn = 0 if loaded is None else loaded.marker.lsn
+        # What came from memory and could not be written is on no disk yet.
+        self._base_due = resumed.source == "memory" and held is not None and not held.durable
         self._step = 0 if resumed.base is None else resumed.base.step
         self._lsn_at_mark = self._updates.lsn
-        self._sweep()
-        evidence = "nothing to restore"
-        if loaded is not None:
-            evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
-        return Recovery(
-            step=self._step,
-            exact=resumed.exact,
-            evidence=evidence,
-            source="fresh" if loaded is None else "disk",
-            base_step=None if resumed.base is None else resumed.base.step,
-            replayed=0,
-            seconds=self._seams.clock.monotonic_s() - start_s,
-            size_bytes=0 if loaded is None else loaded.size_bytes,
-            timeline=resumed.timeline,
-            skipped=resumed.skipped,
-            mismatched=() if loaded is None else loaded.mismatches,
-            notes=resumed.problems + (() if loaded is None else loaded.notes),
-        )
+        return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
     def step(self) -> None:
         """The step is over; takes a base when one is due.
@@ -238,9 +245,12 @@ class Checkpointer:
         self._step += 1
         self._lsn_at_mark = self._updates.lsn
         self._ready()
+        self._saver.warm()
         since_s = self._seams.clock.monotonic_s() - self._saver.last_save_s
-        if self._options.every.due(self._step, since_s):
-            self._saver.take(self._identity(), show=False)
+        if self._options.every.due(self._step, since_s) or self._base_due:
+            self._base_due = self._keepers.lost is not None  # as soon as there is a keeper
+            if not self._base_due:
+                self._saver.take(self._identity(), show=False)
 
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
@@ -261,6 +271,17 @@ class Checkpointer:
             )
         return self._saver.take(self._identity(), show=True)
 
+    def before_update(self) -> None:
+        """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
+        or what was ``declared``: waits for copies that are under way (I1, I8)."""
+        self._check_open()
+        self._saver.gate(None)
+
+    def after_update(self) -> None:
+        """Call after such a change, which counts as one update."""
+        self._check_open()
+        self._updates.updated()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
 
@@ -269,8 +290,15 @@ class Checkpointer:
             EverstepError: what failed, by the policy.
         """
         self._check_open()
+        self._saver.finish_captures()
         if self._keeper is not None:
             self._keeper.wait(timeout_s)
+            if self._keepers.revive(self._timeline):
+                self._take_over()
+                if self._updates.lsn == self._lsn_at_mark:  # what was lost can be taken again
+                    self._saver.take(self._identity(), show=True)
+                    self._saver.finish_captures()
+                self._keeper.wait(timeout_s)
         self._channel.check()
 
     def close(self) -> None:
@@ -289,7 +317,7 @@ class Checkpointer:
                     break
                 except EverstepError as error:
                     failed.append(error)
-                    if isinstance(error, DeadlineError):
+                    if isinstance(error, DeadlineError) or self._keepers.gave_up:
                         break
         finally:
             self._release()
@@ -300,19 +328,21 @@ class Checkpointer:
 
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
-        keeper = self._keeper.stats if self._keeper is not None else None
-        durable = keeper.durable_step if keeper else None
+        keeper = self._keepers.stats
+        durable = keeper.durable_step
         return Stats(
             step=self._step,
             durable_step=durable,
             lag_steps=None if durable is None else self._step - durable,
             saves=self._saver.saves,
-            committed=keeper.committed if keeper else 0,
-            failed=keeper.failed if keeper else 0,
+            committed=keeper.committed,
+            failed=keeper.failed,
             stall_s=dict(self._saver.stall_s),
-            written_bytes=keeper.written_bytes if keeper else 0,
-            persist_s=keeper.persist_s if keeper else 0.0,
-            host_bytes=self._pool.total_bytes,
+            written_bytes=keeper.written_bytes,
+            persist_s=keeper.persist_s,
+            host_bytes=self._keepers.pool.touched_bytes if self._keepers.pool else 0,
+            keeper_cpu_s=keeper.cpu_s,
+            keeper_restarts=self._keepers.restarts,
         )
 
     def __enter__(self) -> Checkpointer:
@@ -354,52 +384,48 @@ class Checkpointer:
             )
         if self._keeper is None:
             self._start_fresh()
+        elif self._keepers.revive(self._timeline):
+            self._take_over()
+            self._base_due = True
 
     def _start_fresh(self) -> None:
         with storage_errors("open the run", self._run):
-            inventory = scan_run(self._seams.filesystem, self._run)
-            kinds = ("committed", "complete", "damaged")
-            usable = [base.id for base in inventory.bases if base.status in kinds]
-            if usable:
-                raise StateError(
-                    f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
-                    "resume() was not called: training would start over unnoticed",
-                    path=self._run,
-                    hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
-                )
+            self._refuse_bases(None)
+            self._keepers.open()  # it may be writing what an earlier process took
+            inventory = self._refuse_bases(self._keepers.left_behind())
             timeline = open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
         self._start_timeline(timeline, exact=True)
 
-    def _start_timeline(self, timeline: int, exact: bool) -> None:
-        self._stop_keeper()
-        self._timeline, self._exact = timeline, exact
-        keeper = LocalKeeper(
-            self._seams,
-            self._run,
-            timeline,
-            self._channel,
-            self._ring,
-            keep=self._options.keep,
-            timeout_s=self._options.progress_timeout_s,
-        )
-        if self._keeper is not None:  # statistics go on over timelines
-            keeper.stats = dataclasses.replace(self._keeper.stats, durable_step=None)
-        self._keeper = keeper
-        self._saver.start(keeper)
-        # A script that ends without close() still gets its last base.
-        pid, show = self._pid, sys.stderr
-        self._at_exit = lambda: _finish_at_exit(keeper, pid, show)
-        atexit.register(self._at_exit)
+    def _refuse_bases(self, held: HeldBase | None) -> Inventory:
+        inventory = scan_run(self._seams.filesystem, self._run)
+        kinds = ("committed", "complete", "damaged")
+        usable = {base.id for base in inventory.bases if base.status in kinds}
+        if usable := usable | ({held.id} if held is not None else set()):
+            raise StateError(
+                f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
+                "resume() was not called: training would start over unnoticed",
+                path=self._run,
+                hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
+            )
+        return inventory
 
-    def _sweep(self) -> None:
-        """Cleans up after crashes; not worth failing a resume for."""
-        assert self._keeper is not None
-        try:
-            with storage_errors("clean up", self._run):
-                inventory = scan_run(self._seams.filesystem, self._run)
-                self._keeper.retention.sweep(inventory, in_flight=())
-        except EverstepError as error:
-            self._channel.post(error)
+    def _start_timeline(self, timeline: int, exact: bool, verified: BaseId | None = None) -> None:
+        self._timeline, self._exact = timeline, exact
+        self._keepers.serve(timeline, verified)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """A keeper has come into service."""
+        keeper = self._keepers.current
+        assert keeper is not None
+        self._keeper = keeper
+        self._saver.start(keeper, self._keepers.pool)
+        # A script that ends without close() still gets its last base.
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        pid, show, saver = self._pid, sys.stderr, self._saver
+        self._at_exit = lambda: _finish_at_exit(saver, keeper, pid, show)
+        atexit.register(self._at_exit)
 
     def _touch(self) -> None:
         self._damaged = True  # until everything is restored
@@ -419,29 +445,24 @@ class Checkpointer:
                 hint="make a Checkpointer (on a run folder of its own) in this process",
             )
 
-    def _stop_keeper(self) -> None:
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
-            self._at_exit = None
-        if self._keeper is not None:
-            self._keeper.close()
-
     def _release(self) -> None:
         self._open = False
-        self._stop_keeper()
-        self._ring.close()
-        self._lane.close()
-        self._pool.clear()
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
         self._updates.close()
+        self._lane.close()
+        self._keepers.close()
+        self._ring.close()
         if _live.get(self._run) is self:
             del _live[self._run]
 
 
-def _finish_at_exit(keeper: LocalKeeper, pid: int, shown: Any) -> None:
+def _finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:
     if os.getpid() != pid:
         return  # a forked child owns nothing here
     while True:
         try:
+            saver.finish_captures()
             keeper.wait(None)
             break
         except EverstepError as error:

@@ -6,7 +6,8 @@
     |-- OptionError                   a constructor argument or option that cannot work
     |-- StateError                    something about the training state
     |   |-- UnsupportedStateError     leaves that cannot be stored, all listed by name
-    |   `-- MismatchError             saved and live state differ, all differences listed
+    |   |-- MismatchError             saved and live state differ, all differences listed
+    |   `-- AuditError                changed by something that nobody was told of
     |-- StorageError                  the place where bytes live
     |   |-- OutOfSpaceError           disk full, quota reached or budget exceeded
     |   |-- PermissionDeniedError     read-only or foreign directory
@@ -16,6 +17,8 @@
     |   `-- ForeignDirectoryError     a directory with other people's files
     |-- RecoveryError                 nothing (or not what was asked for) can be recovered
     |-- FencedError                   a newer timeline has taken this run over
+    |-- KeeperError                   the keeper process: lost, refused, of another version
+    |   `-- KeeperTimeoutError        it did not answer in time; a DeadlineError too
     |-- DeadlineError                 something took longer than its stated time
     `-- UnavailableError              this machine or build lacks what was asked for
 
@@ -29,12 +32,15 @@ from pathlib import PurePath
 from typing import Any
 
 __all__ = [
+    "AuditError",
     "DamageError",
     "DeadlineError",
     "EverstepError",
     "FencedError",
     "ForeignDirectoryError",
     "FormatError",
+    "KeeperError",
+    "KeeperTimeoutError",
     "MismatchError",
     "NewerFormatError",
     "OptionError",
@@ -136,6 +142,10 @@ class MismatchError(StateError):
         self.mismatches = mismatches
 
 
+class AuditError(StateError):
+    """State was changed behind everstep's back; what was captured of it is not committed."""
+
+
 class StorageError(EverstepError):
     """The place where bytes live does not do what it should."""
 
@@ -186,6 +196,14 @@ class DeadlineError(EverstepError):
     Not a ``TimeoutError``: that is an ``OSError``, and would be taken for the file system's
     answer by everything that handles those.
     """
+
+
+class KeeperError(EverstepError):
+    """Trouble with the keeper process: it is lost, it refused, or it is of another version."""
+
+
+class KeeperTimeoutError(KeeperError, DeadlineError):
+    """The keeper process did not answer, or did not come up, within the stated time."""
 
 
 class UnavailableError(EverstepError):

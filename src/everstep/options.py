@@ -1,7 +1,7 @@
 """What a user can choose, validated once: the axes, presets, policies and budgets.
 
 A :class:`Method` is a point on four independent axes (base capture, log, apply, tiers);
-a preset is a name for such a point. This version has two base captures and no log.
+a preset is a name for such a point. This version has four base captures and no log.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "Budget",
     "Every",
     "FailurePolicy",
+    "KeeperOptions",
     "Method",
     "Options",
     "nearest",
@@ -61,18 +62,22 @@ class Method:
     Attributes:
         base: base capture. ``"sync"``: training waits until the base is durable.
             ``"async"``: training waits for a copy in host memory, which is persisted behind it.
+            ``"lazy"``: the copy runs behind the next forward and backward, and the next update
+            waits for it; it is persisted as it arrives (DataStates-LLM section V).
+            ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
+            base at a time (CheckFreq, as the papers describe it).
         log: the gradient log; ``"none"`` is the only choice in this version.
         apply: when logged gradients are applied; ``"recovery"``.
         tiers: where bytes live; ``("disk",)``.
     """
 
-    base: str = "async"
+    base: str = "lazy"
     log: str = "none"
     apply: str = "recovery"
     tiers: tuple[str, ...] = ("disk",)
 
     def __post_init__(self) -> None:
-        _one_of("base", self.base, ("sync", "async"))
+        _one_of("base", self.base, ("sync", "async", "lazy", "checkfreq"))
         _one_of("log", self.log, ("none",))
         _one_of("apply", self.apply, ("recovery",))
         for tier in self.tiers:
@@ -82,7 +87,13 @@ class Method:
 
 
 presets: Mapping[str, Method] = MappingProxyType(
-    {"sync": Method(base="sync"), "async": Method(base="async")}
+    {
+        "sync": Method(base="sync"),
+        "async": Method(base="async"),
+        "lazy": Method(base="lazy"),
+        "datastates": Method(base="lazy"),
+        "checkfreq": Method(base="checkfreq"),
+    }
 )
 """Named methods: what ``method="name"`` stands for."""
 
@@ -106,6 +117,36 @@ class Budget:
                 raise OptionError(
                     f"Budget.{name} must be a positive number of bytes, not {value!r}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOptions:
+    """The process beside the trainer that makes captured bases durable.
+
+    Attributes:
+        process: a process of its own, which survives the trainer; False: a thread of the
+            trainer, which shares its interpreter lock and its fate.
+        cores: processor cores it may use; None: those that the trainer may use.
+        threads: threads that write.
+        linger_s: it ends by itself after so long without a trainer.
+    """
+
+    process: bool = True
+    cores: tuple[int, ...] | None = None
+    threads: int = 2
+    linger_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.threads) or not 1 <= self.threads <= 64:
+            raise OptionError(f"KeeperOptions.threads must be 1 to 64, not {self.threads!r}")
+        if not isinstance(self.linger_s, (int, float)) or not 0 <= self.linger_s <= _TIMEOUT_S_MAX:
+            raise OptionError(
+                f"KeeperOptions.linger_s must be seconds, at most a year, not {self.linger_s!r}"
+            )
+        if self.cores is not None and (
+            not self.cores or not all(_is_int(core) and core >= 0 for core in self.cores)
+        ):
+            raise OptionError(f"KeeperOptions.cores must be core numbers, not {self.cores!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +199,8 @@ class Options:
     keep: int
     budget: Budget
     on_failure: FailurePolicy
-    progress_timeout_s: float = field(default=120.0)
+    progress_timeout_s: float = 120.0
+    keeper: KeeperOptions = field(default_factory=KeeperOptions)
 
 
 def validate_options(
@@ -169,6 +211,7 @@ def validate_options(
     budget: Budget | None,
     on_failure: FailurePolicy,
     progress_timeout_s: float,
+    keeper: KeeperOptions | None = None,
 ) -> Options:
     """Turns constructor arguments into :class:`Options`.
 
@@ -188,6 +231,8 @@ def validate_options(
         _one_of("on_failure", on_failure, ("raise", "warn"))
     if not isinstance(budget, (Budget, type(None))):
         raise OptionError(f"budget must be an everstep.Budget, not {budget!r}")
+    if not isinstance(keeper, (KeeperOptions, type(None))):
+        raise OptionError(f"keeper must be everstep.KeeperOptions, not {keeper!r}")
     seconds = isinstance(progress_timeout_s, (int, float)) and progress_timeout_s
     if not 0 < seconds <= _TIMEOUT_S_MAX:
         raise OptionError(
@@ -195,5 +240,12 @@ def validate_options(
             f"{_TIMEOUT_S_MAX:g}"
         )
     return Options(
-        method, name, Every.parse(every), keep, budget or Budget(), on_failure, progress_timeout_s
+        method,
+        name,
+        Every.parse(every),
+        keep,
+        budget or Budget(),
+        on_failure,
+        progress_timeout_s,
+        keeper or KeeperOptions(),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.updates import UpdateCounter
+from everstep.capture.updates import UpdateHooks
 
 
 class Twice(torch.optim.SGD):
@@ -28,12 +28,12 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def watched(kind: type[torch.optim.SGD]) -> tuple[torch.optim.SGD, UpdateCounter]:
+def watched(kind: type[torch.optim.SGD]) -> tuple[torch.optim.SGD, UpdateHooks]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.ones(1)
     optimizer = kind([parameter], lr=0.1)
-    counter = UpdateCounter()
-    counter.watch(optimizer)
+    counter = UpdateHooks(lambda key: None)
+    counter.watch("o", optimizer)
     return optimizer, counter
 
 

@@ -15,6 +15,7 @@ import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError
 from everstep.format.names import CONDEMNED, MANIFEST
+from everstep.keeper.local import LocalKeeper
 from everstep.keeper.retain import delete_base
 from everstep.recover.resume import open_timeline
 from everstep.recover.scan import newest_timeline, scan_base
@@ -122,9 +123,9 @@ def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
         newer.step()
         newer.save()
         keeper = older._keeper
-        assert keeper is not None
+        assert isinstance(keeper, LocalKeeper)
         with pytest.raises(FencedError, match="may not delete anything"):
-            keeper.retention.run(lambda error: None)
+            keeper._retention.run(lambda error: None)
     assert base_folder(run_folder, 2, timeline=2).is_dir()
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from everstep import Recovery
 from everstep.errors import MismatchError, RecoveryError
-from everstep.state.entries import DTYPE_CODES
+from everstep.state.tensors import DTYPE_CODES
 from tests.unit.world import assert_same, opened, seed_everything
 
 Build = Callable[[int], nn.Module]

@@ -744,7 +744,7 @@ def test_verbs_that_look_never_write(
 def test_version_and_help() -> None:
     assert invoke("--version").stdout == f"everstep {everstep.__version__}\n"
     text = invoke("--help").stdout
-    for verb in ("ls", "inspect", "verify", "rm", "du", "doctor", "demo"):
+    for verb in ("ls", "inspect", "verify", "rm", "du", "doctor", "ps", "stop", "demo"):
         assert f"\n  {verb} " in text
         shown = invoke(verb, "--help")
         assert shown.exit_code == 0

@@ -25,12 +25,24 @@ from everstep.bench.demo import child, supervisor
 from everstep.bench.demo.evidence import Survey, final_base, survey
 from everstep.bench.demo.fingerprint import fingerprint
 from everstep.bench.demo.journal import JournalReader, JournalWriter
-from everstep.bench.demo.plan import RANDOM_MOMENT, DemoPlan, Kill, demo_plan, planned_kills
+from everstep.bench.demo.plan import (
+    AFTER_CAPTURED,
+    BEFORE_MANIFEST,
+    BEFORE_RENAME,
+    RANDOM_MOMENT,
+    DemoPlan,
+    KeeperKind,
+    Kill,
+    demo_plan,
+    keeper_of,
+    planned_kills,
+)
 from everstep.bench.demo.process import Child
-from everstep.bench.demo.report import DemoReport
+from everstep.bench.demo.report import DemoReport, KillReport
 from everstep.bench.demo.show import Position, as_json, introduce, present
 from everstep.bench.demo.supervisor import DemoError, run_demo
 from everstep.bench.demo.verdict import (
+    Difference,
     StoredEntry,
     compare_entries,
     compare_fingerprints,
@@ -39,8 +51,9 @@ from everstep.bench.demo.verdict import (
 )
 from everstep.bench.workloads import Training
 from everstep.cli import app
-from everstep.errors import FormatError, OptionError, RecoveryError
+from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.state.objects import encode
+from tests.leftovers import MARK, processes_marked
 
 MakeTraining = Callable[[int], Training]
 
@@ -77,35 +90,74 @@ class TestPlan:
         saves=st.integers(8, 60),
         rest=st.integers(0, 29),
         seed=st.integers(0, 2**32 - 1),
+        keeper=st.sampled_from(["process", "thread", "none"]),
     )
     def test_kills_are_apart_and_inside_the_run(
-        self, every: int, saves: int, rest: int, seed: int
+        self, every: int, saves: int, rest: int, seed: int, keeper: KeeperKind
     ) -> None:
         steps = saves * every + rest % every
-        moment, rename, manifest = planned_kills(steps=steps, every=every, seed=seed)
-        assert [moment.where, rename.where, manifest.where] == [
-            RANDOM_MOMENT,
-            "save.before_rename",
-            "save.before_manifest",
-        ]
-        assert every <= moment.step
+        first, second, moment = planned_kills(steps=steps, every=every, seed=seed, keeper=keeper)
+        assert first.step % every == second.step % every == 0
         assert 0 <= moment.fraction < 1
-        assert rename.step % every == manifest.step % every == 0
-        # What is recovered after a kill leaves at least one save before the next one.
-        assert moment.step // every < rename.step // every
-        assert rename.step < manifest.step < steps
+        # A base is on disk before the first kill, and what comes back after a kill leaves at
+        # least one base of its own before the next one.
+        third = saves // 3
+        assert 2 * every <= first.step <= third * every
+        assert first.step < second.step <= 2 * third * every
+        assert second.step + every <= moment.step
+        assert moment.step + every <= steps, "no time for the last kill to arrive"
+
+    def test_what_dies_depends_on_the_keeper(self) -> None:
+        def planned(keeper: KeeperKind) -> list[tuple[str, str, str]]:
+            kills = planned_kills(steps=120, every=10, seed=0, keeper=keeper)
+            return [(kill.where, kill.keeper, kill.died) for kill in kills]
+
+        assert planned("process") == [
+            (BEFORE_RENAME, "dies", "trainer + keeper"),
+            (AFTER_CAPTURED, "spared", "trainer"),
+            (RANDOM_MOMENT, "spared", "trainer"),
+        ]
+        for keeper, fate, died in (
+            ("thread", "dies", "trainer + keeper"),
+            ("none", "none", "trainer"),
+        ):
+            wheres = (BEFORE_RENAME, BEFORE_MANIFEST, RANDOM_MOMENT)
+            assert planned(keeper) == [(where, fate, died) for where in wheres]
+
+    def test_the_keeper_of_a_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        methods = ("sync", "async", "lazy", "checkfreq")
+        monkeypatch.setattr("sys.platform", "linux")
+        assert [keeper_of(name) for name in methods] == ["none", *["process"] * 3]
+        monkeypatch.setattr("sys.platform", "darwin")
+        assert [keeper_of(name) for name in methods] == ["none", *["thread"] * 3]
 
     def test_the_seed_moves_the_kills(self) -> None:
-        drawn = {planned_kills(steps=150, every=10, seed=seed) for seed in range(20)}
+        def kills(seed: int) -> tuple[Kill, ...]:
+            return planned_kills(steps=150, every=10, seed=seed, keeper="process")
+
+        drawn = {kills(seed) for seed in range(20)}
         assert len(drawn) == 20
-        assert planned_kills(steps=150, every=10, seed=5) in drawn
+        assert kills(5) in drawn
 
     def test_quick_and_full_can_be_changed(self) -> None:
         assert demo_plan().model.params > 800_000
         assert demo_plan(quick=True).model.params < 200_000
+        assert demo_plan().method == "lazy"
         plan = demo_plan(steps=99, every=4, method="sync", seed=7, quick=True)
         assert (plan.steps, plan.every, plan.method, plan.seed) == (99, 4, "sync", 7)
-        assert any("seed 7" in line for line in introduce(plan))
+        lines = introduce(plan)
+        assert any("seed 7" in line for line in lines)
+        assert lines[-1].endswith(": the trainer dies")
+
+    def test_the_introduction_says_what_dies(self) -> None:
+        plan = dataclasses.replace(
+            demo_plan(),
+            kills=planned_kills(steps=120, every=10, seed=0, keeper="process"),
+        )
+        together, *alone = introduce(plan)[-3:]
+        assert "save.before_rename, base " in together
+        assert together.endswith(": trainer and keeper die, as with their machine")
+        assert all(line.endswith(": the trainer dies, its keeper lives") for line in alone)
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -156,6 +208,7 @@ class TestEvidence:
 
     def test_survey(self, tmp_path: Path) -> None:
         assert survey(tmp_path / "none") == Survey(0, 0, None, ())
+        assert survey(tmp_path / "none").describe() == "no base on disk"
         base = "timeline-00001/base/0000000000"
         data, marker = "rank-00000.safetensors", "rank-00000.done"
         self.lay_out(tmp_path, f"{base}10/{data}", f"{base}10/{marker}", f"{base}10/manifest.json")
@@ -163,16 +216,72 @@ class TestEvidence:
         self.lay_out(tmp_path, f"{base}20/{data}.tmp")
         found = survey(tmp_path)
         assert found == Survey(10, 10, 20, (f"{data}.tmp",))
-        assert found.describe() == "temporary file, no manifest"
-        assert found.contradicts(Kill("save.before_rename", 20)) is None
-        assert "data and marker" in (found.contradicts(Kill("save.before_manifest", 20)) or "")
+        assert found.describe() == "base 10 on disk; base 20: temporary file, no manifest"
+        assert found.contradicts(Kill(BEFORE_RENAME, 20)) is None
+        assert "data and marker" in (found.contradicts(Kill(BEFORE_MANIFEST, 20)) or "")
         later = base.replace("00001", "00002")
         self.lay_out(tmp_path, f"{later}30/{data}", f"{later}30/{marker}")
         found = survey(tmp_path)
         assert (found.committed, found.complete, found.unfinished) == (10, 30, 30)
-        assert found.contradicts(Kill("save.before_manifest", 30)) is None
-        assert "temporary file" in (found.contradicts(Kill("save.before_rename", 30)) or "")
+        assert found.describe() == "base 10 on disk; base 30: data, marker, no manifest"
+        assert found.contradicts(Kill(BEFORE_MANIFEST, 30)) is None
+        assert "temporary file" in (found.contradicts(Kill(BEFORE_RENAME, 30)) or "")
         assert found.contradicts(Kill(RANDOM_MOMENT, 3, 0.5)) is None
+
+    @pytest.mark.parametrize(
+        ("files", "described"),
+        [
+            ((), "no base on disk; base 20 in memory"),
+            (("rank-00000.safetensors.tmp",), "no base on disk; base 20 in memory"),
+            (("rank-00000.safetensors", "rank-00000.done"), "no base on disk; base 20 in memory"),
+            (
+                ("rank-00000.safetensors", "rank-00000.done", "manifest.json"),
+                "base 20 on disk; base 20 in memory",
+            ),
+        ],
+    )
+    def test_of_a_captured_base_anything_may_be_on_disk(
+        self, tmp_path: Path, files: tuple[str, ...], described: str
+    ) -> None:
+        """The keeper that was spared writes on while we look."""
+        self.lay_out(tmp_path, *(f"timeline-00001/base/000000000020/{name}" for name in files))
+        found = survey(tmp_path, held=20)
+        assert found.held == 20
+        assert found.describe() == described
+        assert found.contradicts(Kill(AFTER_CAPTURED, 20, keeper="spared")) is None
+
+    def test_a_captured_base_is_in_memory_and_the_newest(self, tmp_path: Path) -> None:
+        kill = Kill(AFTER_CAPTURED, 20, keeper="spared")
+        none = survey(tmp_path).contradicts(kill) or ""
+        assert "leaves a base in the keeper's memory; it says it has none" in none
+        self.lay_out(tmp_path, "timeline-00001/base/000000000030/rank-00000.done")
+        newer = survey(tmp_path, held=20).contradicts(kill) or ""
+        assert "it has base 20, and base 30 is on disk" in newer
+        # One that was begun may be there: it is dropped, and never becomes complete.
+        begun = Survey(10, 10, 30, ("rank-00000.safetensors.tmp",), held=20)
+        assert begun.contradicts(kill) is None
+        assert begun.describe() == (
+            "base 10 on disk; base 30: temporary file, no manifest; base 20 in memory"
+        )
+
+    def test_a_base_that_is_being_deleted_is_none_that_is_being_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        base = tmp_path / "timeline-00001/base"
+        self.lay_out(base, "000000000020/manifest.json", "000000000010/rank-00000.done")
+        assert survey(tmp_path) == Survey(20, 20, None, ())
+        # And one that goes between two looks is no longer there.
+        (base / "000000000015").mkdir()
+        look = Path.iterdir
+
+        def deleted_meanwhile(path: Path) -> Iterator[Path]:
+            if path.name == "000000000015":
+                path.rmdir()
+            return look(path)
+
+        monkeypatch.setattr(Path, "iterdir", deleted_meanwhile)
+        assert survey(tmp_path) == Survey(20, 20, None, ())
+        assert not (base / "000000000015").exists()
 
     def test_a_condemned_base_promises_nothing(self, tmp_path: Path) -> None:
         base = tmp_path / "timeline-00001/base/000000000010"
@@ -409,17 +518,20 @@ class TestRealCheckpoints:
 
 
 # A child without torch, quick to start: it reports what it is told to, leaves the files that a
-# save leaves, and obeys the failpoints. WHAT says how it deviates.
+# save leaves, and obeys the failpoints. A file plays the memory of its keeper, if that is a
+# process. WHAT says how it deviates.
 SCRIPTED = """
 import json, os, signal, sys, time
 from pathlib import Path
 args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-what, run = os.environ["WHAT"], Path(args["--run"])
+what, run, moment = os.environ["WHAT"], Path(args["--run"]), int(os.environ["MOMENT"])
 steps, every = int(args["--steps"]), int(args["--every"])
-killed = run.name == "killed"
+killed, held = run.name == "killed", run.parent / "held"
+has_memory = args["--method"] != "sync" and args["--keeper"] == "process" and what != "amnesia"
 journal = open(args["--journal"], "x")
-def say(event, **fields):
-    journal.write(json.dumps({"event": event, "at_s": time.monotonic(), **fields}) + "\\n")
+def say(event, at_s=0.0, **fields):
+    at_s = at_s or time.monotonic()
+    journal.write(json.dumps({"event": event, "at_s": at_s, **fields}) + "\\n")
     journal.flush()
 if what == "dies" and killed:
     sys.exit("the reactor has melted")
@@ -430,22 +542,28 @@ hit = int(rest.partition(":")[2] or 0)
 if what == "outruns":
     hit = 0
 done = [int(p.parent.name) for p in run.glob("timeline-*/base/*/rank-00000.done")]
-start = max(done, default=0)
+disk, memory = max(done, default=0), int(held.read_text()) if killed and held.exists() else 0
+start, source = (memory, "memory") if memory >= disk > 0 else (disk, "disk")
 if what == "forgets":
     start = 0
-say("resumed", step=start, base_step=start, replayed=0, exact=True, evidence="x", source="disk",
+say("resumed", step=start, base_step=start, replayed=0, exact=True, evidence="x", source=source,
     timeline=1, seconds=0.0, skipped=[])
 timeline = len(list(run.glob("timeline-*"))) + 1
 for step in range(start + 1, steps + 1):
-    say("step", step=step, loss=float(step).hex())
-    if killed and not name and timeline == 1 and step == 20 and what != "outruns":
+    last = what == "quick" and timeline == 3 and step == moment
+    say("step", step=step, loss=float(step).hex(), at_s=time.monotonic() + last)
+    if last:
+        sys.exit(say("finished", step=steps, fingerprint={}))
+    if killed and not name and timeline == 3 and step == moment:
         signal.pause()  # until the supervisor has sent its kill
     if not every or step % every:
         continue
+    if killed and has_memory:
+        held.write_text(str(step))
     base = run / f"timeline-{timeline:05d}/base/{step:012d}"
     base.mkdir(parents=True)
     hit -= 1
-    if what == "elsewhere" and hit == 0:
+    if hit == 0 and (what == "elsewhere" or name == "capture.after_captured"):
         os.kill(os.getpid(), signal.SIGKILL)
     temporary = base / "rank-00000.safetensors.tmp"
     temporary.touch()
@@ -462,15 +580,23 @@ say("finished", step=steps, fingerprint={})
 """
 
 
+def scripted_memory(run: Path) -> int | None:
+    """What the keeper of a scripted child says that it holds."""
+    held = run.parent / "held"
+    return int(held.read_text()) if held.exists() else None
+
+
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """The command of a scripted child that deviates as told."""
     monkeypatch.setattr(supervisor, "_SILENCE_S", 20.0)
+    monkeypatch.setattr(supervisor, "held_step", scripted_memory)
     script = tmp_path / "scripted.py"
     script.write_text(SCRIPTED)
 
     def command(what: str) -> list[str]:
         monkeypatch.setenv("WHAT", what)
+        monkeypatch.setenv("MOMENT", str(TestSupervisor.PLAN.kills[-1].step))
         return [sys.executable, str(script)]
 
     return command
@@ -478,6 +604,12 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 def nothing_remains(folder: Path) -> bool:
     return not any(folder.glob("everstep-demo-*"))
+
+
+def no_keeper_remains(folder: Path) -> bool:
+    """Whether no keeper of a run in ``folder`` is alive."""
+    running = processes_marked(os.environ[MARK]).values()
+    return not [one for one in running if "everstep.keeper" in one and str(folder) in one]
 
 
 @pytest.fixture
@@ -510,17 +642,25 @@ def all_dead(children: Sequence[Child]) -> bool:
 
 
 class TestSupervisor:
-    PLAN = demo_plan(quick=True, seed=3)
+    KILLS = planned_kills(steps=120, every=5, seed=3, keeper="process")
+    PLAN = dataclasses.replace(demo_plan(quick=True, seed=3), method="lazy", kills=KILLS)
+    WITHOUT_KEEPER = demo_plan(quick=True, seed=3, method="sync")
 
-    def test_the_scripted_child_waits_where_the_first_kill_falls(self) -> None:
-        assert self.PLAN.kills[0].step == 20
+    @pytest.fixture
+    def no_bases(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Scripted children write none: there is nothing to compare but the losses."""
+        empty = {"x": StoredEntry("U8", (0,), b"")}
+        monkeypatch.setattr(supervisor, "read_base", lambda folder: empty)
+        monkeypatch.setattr(supervisor, "final_base", lambda run, step: run)
 
     @pytest.mark.parametrize(
         ("what", "words"),
         [
             ("dies", r"killed-1 ended with status 1, which nobody planned.*the reactor has melted"),
-            ("outruns", r"was gone before it could be killed|ended by itself, not by the planned"),
-            ("elsewhere", r"killed-2 died elsewhere than planned: .*on disk is: nothing"),
+            ("outruns", r"killed-1 ended by itself, not by the planned kill"),
+            ("quick", r"killed-3 was gone before it could be killed"),
+            ("elsewhere", r"killed-1 died elsewhere than planned: .*on disk is: nothing"),
+            ("amnesia", r"killed-2 died elsewhere than planned: .*memory; it says it has none"),
         ],
     )
     def test_what_nobody_planned_is_reported(
@@ -533,6 +673,25 @@ class TestSupervisor:
     ) -> None:
         with pytest.raises(DemoError, match=f"(?s){words}"):
             run_demo(self.PLAN, Quiet(), child_command=scripted(what))
+        assert all_dead(children)
+        assert nothing_remains(temporary)
+
+    def test_a_keeper_that_was_to_live_and_does_not_is_reported(
+        self,
+        scripted: Callable[[str], list[str]],
+        temporary: Path,
+        children: list[Child],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        command = scripted("")
+
+        def gone(run: Path) -> int | None:
+            raise KeeperError("nobody answers")
+
+        monkeypatch.setattr(supervisor, "held_step", gone)
+        words = "killed-2 was killed and its keeper was to live, but: nobody answers"
+        with pytest.raises(DemoError, match=words):
+            run_demo(self.PLAN, Quiet(), child_command=command)
         assert all_dead(children)
         assert nothing_remains(temporary)
 
@@ -586,34 +745,83 @@ class TestSupervisor:
         self,
         scripted: Callable[[str], list[str]],
         temporary: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        children: list[Child],
+        no_bases: None,
     ) -> None:
-        empty = {"x": StoredEntry("U8", (0,), b"")}
-        monkeypatch.setattr(supervisor, "read_base", lambda folder: empty)
-        monkeypatch.setattr(supervisor, "final_base", lambda run, step: run)
-        sound = run_demo(self.PLAN, Quiet(), child_command=scripted(""))
+        display = Quiet()
+        sound = run_demo(self.PLAN, display, child_command=scripted(""))
         assert sound.verdict.differences == ()
         assert [row.kill for row in sound.kills] == list(self.PLAN.kills)
-        moment, rename, manifest = sound.kills
-        assert (moment.reached, moment.recovered, moment.lost) == (20, 15, 5)
-        assert rename.recovered == rename.kill.step - self.PLAN.every
-        assert manifest.recovered == manifest.kill.step
-        assert manifest.left.committed < manifest.recovered
+        rename, captured, moment = sound.kills
+        every = self.PLAN.every
+        assert (rename.reached, rename.recovered) == (rename.kill.step, rename.kill.step - every)
+        assert (rename.source, rename.left.held) == ("disk", None)
+        assert (captured.reached, captured.recovered) == (captured.kill.step, captured.kill.step)
+        assert (captured.source, captured.left.held) == ("memory", captured.kill.step)
+        assert captured.left.committed == captured.kill.step - every, "it is nowhere else"
+        assert moment.reached == moment.kill.step
+        assert moment.recovered == moment.left.held == (moment.kill.step - 1) // every * every
+        killed = [event for event in display.events if event.startswith("killed")]
+        assert [event.split(":")[0] for event in killed] == [
+            "killed trainer + keeper",
+            "killed trainer",
+            "killed trainer",
+        ]
+        assert f"; left: base {captured.left.committed} on disk; base" in killed[1]
+        back = [event for event in display.events if event.startswith("back")]
+        assert back[1] == f"back at step {captured.kill.step}, from memory"
 
-    def test_a_committed_base_that_does_not_come_back_is_a_difference(
+    def test_without_a_keeper_all_comes_from_disk(
+        self, scripted: Callable[[str], list[str]], temporary: Path, no_bases: None
+    ) -> None:
+        plan = self.WITHOUT_KEEPER
+        command = scripted("")
+        report = run_demo(plan, Quiet(), child_command=command)
+        assert report.verdict.differences == ()
+        assert [row.kill for row in report.kills] == list(plan.kills)
+        rename, manifest, moment = report.kills
+        assert rename.recovered == rename.kill.step - plan.every
+        assert manifest.recovered == manifest.kill.step  # rolled forward from its marker
+        assert manifest.left.committed < manifest.recovered
+        assert moment.recovered == (moment.kill.step - 1) // plan.every * plan.every
+        assert {row.source for row in report.kills} == {"disk"}
+        assert {row.left.held for row in report.kills} == {None}
+
+    def test_a_keeper_that_dies_with_its_trainer_is_a_thread_of_it(
         self,
         scripted: Callable[[str], list[str]],
         temporary: Path,
+        no_bases: None,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        empty = {"x": StoredEntry("U8", (0,), b"")}
-        monkeypatch.setattr(supervisor, "read_base", lambda folder: empty)
-        monkeypatch.setattr(supervisor, "final_base", lambda run, step: run)
+        started: dict[str, str] = {}
+
+        class Noted(Child):
+            def __init__(self, name: str, command: Sequence[str], *rest: object) -> None:
+                started[name] = command[command.index("--keeper") + 1]
+                super().__init__(name, command, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(supervisor, "Child", Noted)
+        run_demo(self.PLAN, Quiet(), child_command=scripted(""))
+        assert started == {
+            "uninterrupted-1": "thread",
+            "killed-1": "thread",
+            "killed-2": "process",
+            "killed-3": "process",
+            "killed-4": "process",
+        }
+
+    def test_a_committed_base_that_does_not_come_back_is_a_difference(
+        self, scripted: Callable[[str], list[str]], temporary: Path, no_bases: None
+    ) -> None:
         plan = dataclasses.replace(self.PLAN, kills=self.PLAN.kills[:1])
         report = run_demo(plan, Quiet(), child_command=scripted("forgets"))
         (difference,) = report.verdict.differences
         assert (difference.witness, difference.name) == ("recovery", "kill 1")
-        assert difference.detail == "base 15 was committed, but step 0 came back"
+        committed = plan.kills[0].step - plan.every
+        assert difference.detail == (
+            f"base {committed} was committed, but step 0 came back, from disk"
+        )
 
     def test_an_orphan_notices(self, tmp_path: Path, deterministic: None) -> None:
         text = tmp_path / "text"
@@ -624,6 +832,7 @@ class TestSupervisor:
             "journal": tmp_path / "journal",
             "parent": os.getpid(),  # is not the parent of this process
             "method": "sync",
+            "keeper": "thread",
             "every": 0,
             "steps": 5,
             "seed": 1,
@@ -640,6 +849,57 @@ class TestSupervisor:
         assert events == ["built", "resumed"]
 
 
+class TestPromises:
+    """What was committed, or captured with a keeper that lives, comes back from where it is."""
+
+    SPARED = Kill(AFTER_CAPTURED, 60, keeper="spared")
+    MOMENT = Kill(RANDOM_MOMENT, 65, 0.5, keeper="spared")
+    TOGETHER = Kill(BEFORE_RENAME, 60, keeper="dies")
+
+    def broken(
+        self,
+        kill: Kill,
+        *,
+        held: int | None,
+        recovered: int,
+        source: str,
+        committed: int = 50,
+        reached: int = 66,
+    ) -> list[Difference]:
+        left = Survey(committed, committed, None, (), held)
+        report = KillReport(kill, left, reached, recovered, 0.1, 1.0, True, "x", source)
+        return supervisor._broken_promises([report])
+
+    def test_kept(self) -> None:
+        assert self.broken(self.SPARED, held=60, recovered=60, source="memory") == []
+        assert self.broken(self.MOMENT, held=60, recovered=60, source="memory") == []
+        # The keeper writes on: what comes back may be newer than what was seen.
+        assert self.broken(self.MOMENT, held=None, recovered=60, source="disk") == []
+        assert self.broken(self.TOGETHER, held=None, recovered=50, source="disk") == []
+        fresh = self.broken(self.TOGETHER, held=None, recovered=0, source="fresh", committed=0)
+        assert fresh == []
+
+    @pytest.mark.parametrize(
+        ("kill", "held", "recovered", "source", "words"),
+        [
+            (TOGETHER, None, 40, "disk", "base 50 was committed, but step 40 came back, from disk"),
+            (TOGETHER, None, 50, "memory", "but nobody was left who had it in memory"),
+            (TOGETHER, None, 70, "disk", "step 66 was the last, but step 70 came back"),
+            (SPARED, 60, 50, "disk", "base 60 was in the memory of a keeper that lived, but"),
+            # Even if it was on disk by then, too: memory is what this kill is about.
+            (SPARED, 60, 60, "disk", "but step 60 came back, from disk"),
+            (SPARED, 60, 50, "memory", "but step 50 came back, from memory"),
+            (MOMENT, 60, 50, "disk", "base 60 was in the memory of a keeper that lived, but"),
+        ],
+    )
+    def test_broken(
+        self, kill: Kill, held: int | None, recovered: int, source: str, words: str
+    ) -> None:
+        (difference,) = self.broken(kill, held=held, recovered=recovered, source=source)
+        assert (difference.witness, difference.name) == ("recovery", "kill 1")
+        assert words in difference.detail
+
+
 # A child whose resume is sound in every record and wrong in one unit in the last place.
 SABOTEUR = """
 import sys
@@ -652,7 +912,7 @@ sound = everstep.Checkpointer.resume
 def resume(self, *args, **kwargs):
     recovery = sound(self, *args, **kwargs)
     if recovery.step:
-        tensors = self._state.image(lsn=0).tensors
+        tensors = self._state.survey().tensors
         weight = tensors["model/blocks.0.mlp_in.weight"].view(-1)
         weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
     return recovery
@@ -672,27 +932,77 @@ def rendered(report: DemoReport) -> str:
 class TestEndToEnd:
     PLAN: DemoPlan = demo_plan(quick=True, seed=11)
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="keeper processes are for Linux")
     def test_killed_three_times_and_identical(self, temporary: Path) -> None:
         display = Quiet()
         report = run_demo(self.PLAN, display)
         assert report.verdict.differences == ()
         assert [row.kill for row in report.kills] == list(self.PLAN.kills)
-        moment, rename, manifest = report.kills
-        assert moment.recovered <= moment.reached
+        together, captured, moment = report.kills
+        assert together.recovered == together.kill.step - self.PLAN.every
+        assert together.source == "disk"
+        assert (captured.recovered, captured.source) == (captured.kill.step, "memory")
+        assert captured.left.held == captured.kill.step
+        newest = max(moment.left.committed, moment.left.held or 0)
+        assert newest <= moment.recovered <= moment.reached
         assert moment.lost <= 2 * self.PLAN.every
-        assert rename.recovered == rename.kill.step - self.PLAN.every
-        assert manifest.recovered == manifest.kill.step  # rolled forward from its marker
         assert all(row.exact for row in report.kills)
         assert report.loss_last < report.loss_first
-        assert sum("killed:" in event for event in display.events) == 3
+        assert sum(event.startswith("killed") for event in display.events) == 3
         text = rendered(report)
-        assert "IDENTICAL" in text
-        assert "save.before_manifest" in text
+        assert "capture.after_captured" in text
+        assert "+ keeper" in text
+        assert f"base {captured.kill.step} in memory" in text
+        assert text.rstrip().splitlines()[-1].startswith("IDENTICAL: ")
         data = json.loads(json.dumps(as_json(report)))
         assert data["identical"] is True
+        assert [kill["died"] for kill in data["kills"]] == [
+            "trainer + keeper",
+            "trainer",
+            "trainer",
+        ]
         assert [kill["recovered_step"] for kill in data["kills"]] == [
             row.recovered for row in report.kills
         ]
+        assert data["kills"][1]["held_step"] == captured.kill.step
+        assert nothing_remains(temporary)
+        assert no_keeper_remains(temporary)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["sync", "async", "checkfreq"])
+    def test_other_methods(self, temporary: Path, method: str) -> None:
+        plan = demo_plan(quick=True, seed=12, method=method)
+        report = run_demo(plan, Quiet())
+        assert report.verdict.differences == ()
+        assert [row.kill for row in report.kills] == list(plan.kills)
+        spared = keeper_of(method) == "process"
+        assert [row.source for row in report.kills][:2] == ["disk", "memory" if spared else "disk"]
+        assert report.kills[1].recovered == report.kills[1].kill.step
+        text = rendered(report)
+        assert ("in memory" in text) == spared
+        assert ("a keeper that lives goes on writing" in text) == spared
+        assert nothing_remains(temporary)
+        assert no_keeper_remains(temporary)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="keeper processes are for Linux")
+    def test_an_interrupt_ends_a_keeper_that_was_spared(
+        self, temporary: Path, children: list[Child]
+    ) -> None:
+        class Interrupted(Quiet):
+            def event(self, text: str) -> None:
+                super().event(text)
+                if text.startswith("killed"):
+                    assert not no_keeper_remains(temporary), "it is there, and alone"
+                    raise KeyboardInterrupt
+
+        plan = demo_plan(quick=True, steps=40, seed=11)
+        plan = dataclasses.replace(plan, kills=plan.kills[1:2])
+        display = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            run_demo(plan, display)
+        assert display.events[-1].startswith("killed trainer: capture.after_captured")
+        assert all_dead(children)
+        assert no_keeper_remains(temporary)
         assert nothing_remains(temporary)
 
     def test_one_unit_in_the_last_place_is_different(
@@ -704,7 +1014,7 @@ class TestEndToEnd:
 
         def sabotaged(plan: DemoPlan, display: Quiet, *, folder: Path | None) -> DemoReport:
             command = [sys.executable, str(wrapper)]
-            plan = dataclasses.replace(plan, kills=plan.kills[:1])  # one resume is enough
+            plan = dataclasses.replace(plan, kills=plan.kills[1:2])  # one resume is enough
             return run_demo(plan, display, folder=folder, child_command=command)
 
         monkeypatch.setattr(supervisor, "run_demo", sabotaged)
@@ -713,12 +1023,13 @@ class TestEndToEnd:
         )
         assert done.exit_code == 1, done.output
         report = json.loads(done.stdout)
-        assert report["identical"] is False
+        assert report.get("identical") is False, done.output
         witnesses = {item["witness"] for item in report["differences"]}
         assert witnesses == {"checkpoint", "live state", "loss"}
         names = [item["name"] for item in report["differences"]]
         assert "model/blocks.0.mlp_in.weight" in names
         assert (kept / "killed").is_dir()
+        assert no_keeper_remains(kept)
         shutil.rmtree(kept)
 
 

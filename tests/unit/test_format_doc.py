@@ -12,8 +12,9 @@ from everstep.format import digests, header, names, records
 from everstep.format.header import ShardIdentity, encode_header, header_room_bytes
 from everstep.format.records import FileRecord, Marker, RunRecord, TimelineRecord, manifest_of
 from everstep.seams import filesystem
-from everstep.state import entries, image, layout
-from everstep.state.entries import Entry, stored_form
+from everstep.state import entries, image, layout, tensors
+from everstep.state.entries import Entry
+from everstep.state.tensors import stored_form
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 
@@ -43,7 +44,7 @@ def test_constants() -> None:
 def test_dtypes() -> None:
     documented = {row[0]: (row[1], int(row[2])) for row in table("code")}
     assert {code: size for code, (_, size) in documented.items()} == entries.DTYPE_BYTES
-    for dtype, code in entries.DTYPE_CODES.items():
+    for dtype, code in tensors.DTYPE_CODES.items():
         assert documented[code][0] == str(dtype).removeprefix("torch.")
         assert torch.empty(0, dtype=dtype).element_size() == documented[code][1]
 

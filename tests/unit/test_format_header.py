@@ -51,7 +51,8 @@ def test_headers_are_decoded_back(entries: list[Entry], objects: dict[str, bytes
     aliases = {f"other/{entry.name}": entry.name for entry in entries[:2]}
     aliases = {k: v for k, v in aliases.items() if k not in {e.name for e in entries}}
     room = header_room_bytes(IDENTITY, layout.placed, list(objects), aliases)
-    placed = append_objects(layout, objects, lsn=IDENTITY.lsn).placed
+    sizes = {name: len(data) for name, data in objects.items()}
+    placed = append_objects(layout, sizes, lsn=IDENTITY.lsn).placed
     digests = [f"{number:032x}" for number in range(len(placed))]
     data = encode_header(IDENTITY, placed, digests, aliases, room)
     size = placed[-1].end if placed else 0

@@ -16,20 +16,24 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.arena import Block
-from everstep.capture.base import LiveBody, stage
-from everstep.capture.lane import HostLane
+from everstep.arena.memory import Arena
+from everstep.capture.base import LiveBody
+from everstep.capture.batches import plan_batches
+from everstep.capture.lane import CpuLane
 from everstep.errors import DamageError, DeadlineError, FormatError
+from everstep.format import plan
 from everstep.format.digests import Digester, digest, digest_of_file
-from everstep.format.header import LENGTH_BYTES, ShardIdentity, header_room_bytes
+from everstep.format.header import LENGTH_BYTES, ShardIdentity
+from everstep.format.plan import plan_files
 from everstep.format.reader import read_body, read_header, read_record_bytes
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
-from everstep.format.writer import CHUNK_BYTES, ChunkRing, write_shard
-from everstep.keeper import persist
+from everstep.format.writer import CHUNK_BYTES, ChunkRing, digest_shard, write_shard
+from everstep.keeper.capture import ArenaBody, Incoming
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.entries import DTYPE_BYTES, DTYPE_CODES, Entry, byte_view
+from everstep.state.entries import DTYPE_BYTES, Entry
 from everstep.state.layout import Placed, plan_shards
+from everstep.state.tensors import DTYPE_CODES, byte_view
 from tests.unit.world import TIMEOUT_S, assert_same, base_folder, flip, inventory_of, opened
 
 IDENTITY = ShardIdentity("run", 1, 2, 3, 0, 1, True)
@@ -165,7 +169,7 @@ def test_many_entries_are_split_over_several_files(
 ) -> None:
     """Long before safetensors' limit; here with a small one. Ties stay where their entry is."""
     monkeypatch.setattr(
-        persist, "plan_shards", lambda entries: plan_shards(entries, header_bytes_max=3000)
+        plan, "plan_shards", lambda entries: plan_shards(entries, header_bytes_max=3000)
     )
     tensors: dict[str, Any] = {f"t{n:02}": torch.full((n,), float(n)) for n in range(20)}
     tensors["tie"] = tensors["t03"]
@@ -219,22 +223,20 @@ class Written:
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.path = PurePath(path)
         entries = [Entry.whole(n, DTYPE_CODES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-        self.placed = plan_shards(entries)[0].placed
-        self.room = header_room_bytes(IDENTITY, self.placed, [], {})
-        self.body = LiveBody(self.placed, tensors, HostLane(), timeout_s=TIMEOUT_S)
+        (self.shard,) = plan_files(IDENTITY, entries, {}, {})
+        self.placed = self.shard.layout.placed
+        self.room = self.shard.room_bytes
+        self.body = LiveBody(self.shard.layout, tensors, {}, CpuLane())
         self.ring = ChunkRing(4, 2)
         self.record: FileRecord | None = None
 
     def write(self, body: Any = None, timeout_s: float = TIMEOUT_S) -> FileRecord:
         file = PosixFileSystem().create(self.path, direct=True)
         try:
-            self.record = write_shard(
+            written = write_shard(
                 file,
-                "rank-00000.safetensors",
+                self.shard,
                 IDENTITY,
-                self.placed,
-                {},
-                self.room,
                 body or self.body,
                 self.ring,
                 timeout_s=timeout_s,
@@ -242,6 +244,8 @@ class Written:
             )
         finally:
             file.close()
+        assert written == digest_shard(self.shard, IDENTITY, body or self.body)
+        self.record = written.record
         return self.record
 
     def read(self, sizes: list[int] | None = None) -> bytes:
@@ -274,6 +278,20 @@ def body_of(placed: tuple[Placed, ...], tensors: dict[str, torch.Tensor]) -> byt
     return b"".join(byte_view(tensors[p.entry.name]).numpy().tobytes() for p in placed)
 
 
+def staged(shard: Written, tensors: dict[str, torch.Tensor]) -> ArenaBody:
+    """The shard's tensors copied into an arena, as a capture does it."""
+    size = -(-shard.shard.layout.size_bytes // 4096) * 4096
+    arena = Arena.anonymous(max(4096, size))
+    block = torch.frombuffer(arena.view, dtype=torch.uint8)
+    lane = CpuLane()
+    lane.mark(plan_batches(shard.shard.layout, tensors, set(tensors)), block)
+    lane.close()
+    incoming = Incoming(lambda: 0, timeout_s=TIMEOUT_S)
+    incoming.arrived({})
+    view = arena.view[:size]
+    return ArenaBody(view, shard.shard.layout.size_bytes, 0, incoming, has_objects=True)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -298,7 +316,7 @@ def test_every_length_of_body(sizes: list[int], tmp_path: Path) -> None:
         size = sum(sizes)
         body: Any = shard.body
         if way == "staged":
-            body = stage(shard.body, size, Block(size).tensor)
+            body = staged(shard, tensors)
         record = shard.write(body)
         expected = body_of(shard.placed, tensors)
         assert Path(shard.path).read_bytes()[shard.room :] == expected
@@ -405,11 +423,14 @@ class Broken:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def fill(self, begin: int, chunk: torch.Tensor, seen: Any) -> None:
+    def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
         raise self.error
 
-    def held(self, begin: int, end: int) -> torch.Tensor | None:
+    def held(self, begin: int, end: int) -> memoryview | None:
         return None
+
+    def objects_bytes(self) -> dict[str, int]:
+        return {}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no"), DeadlineError("x")])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep import Checkpointer
+from everstep import Checkpointer, KeeperOptions
 from everstep.errors import EverstepError, StateError
+from everstep.keeper.local import LocalKeeper
 from everstep.state.image import State
 
 
@@ -16,14 +17,14 @@ def test_keys_and_objects_are_fixed_plain_values_are_not() -> None:
     values = {"model": torch.nn.Linear(2, 2), "epoch": 0}
     state = State(values)
     values["epoch"] = 5
-    state.image(lsn=0)
+    state.survey()
     values["late"] = 1
     with pytest.raises(StateError, match="changed since the Checkpointer was made: late"):
-        state.image(lsn=0)
+        state.survey()
     del values["late"]
     values["model"] = torch.nn.Linear(2, 2)
     with pytest.raises(StateError, match="changed since the Checkpointer was made: model"):
-        state.image(lsn=0)
+        state.survey()
 
 
 @pytest.mark.parametrize("bug", [ValueError, SystemExit])
@@ -32,16 +33,17 @@ def test_a_bug_in_background_retention_loses_no_later_save(
 ) -> None:
     reported: list[EverstepError] = []
     state = {"x": torch.zeros(4)}
-    ckpt = Checkpointer(run_folder, state, every=None, on_failure=reported.append)
+    in_thread = KeeperOptions(process=False)
+    ckpt = Checkpointer(run_folder, state, every=None, on_failure=reported.append, keeper=in_thread)
     ckpt.step()
     ckpt.save().durable.result(30)
     ckpt.wait(30)
-    assert ckpt._keeper is not None
+    assert isinstance(ckpt._keeper, LocalKeeper)
 
     def broken(post: object) -> None:
         raise bug("a bug")
 
-    monkeypatch.setattr(ckpt._keeper.retention, "run", broken)
+    monkeypatch.setattr(ckpt._keeper._retention, "run", broken)
     for _ in range(2):
         ckpt.step()
         ckpt.save().durable.result(30)

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everstep.state.entries import (
-    DTYPE_BYTES,
+from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.tensors import (
     DTYPE_CODES,
-    Entry,
     byte_view,
     dtype_code,
     empty_like_entry,

@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.state import image as image_module
+from everstep.state import survey as survey_module
 from everstep.state.image import OBJECT_PREFIX, RNG_SECTION, State
 
 Pair = namedtuple("Pair", "a b")
@@ -30,40 +30,42 @@ def test_entries_of_a_training() -> None:
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
     state = State({"model": model, "optimizer": optimizer, "note": {"w": torch.ones(2)}})
-    image = state.image(lsn=5)
-    names = [entry.name for entry in image.entries]
-    assert list(image.tensors) == names
+    survey = state.survey()
+    shape = survey.shape
+    names = [entry.name for entry in shape.entries]
+    assert list(survey.tensors) == list(shape.owners) == names
     assert names[:2] == ["model/0.weight", "model/0.bias"]
     assert "model/1.running_mean" in names
     assert "optimizer/state/model.0.weight/exp_avg" in names
     assert "note/w" in names
     assert f"{RNG_SECTION}/torch" in names
-    assert {entry.lsn for entry in image.entries} == {5}
+    assert {entry.lsn for entry in shape.entries} == {0}
     sections = ["model", "optimizer", "note", RNG_SECTION]
-    assert list(image.objects) == [OBJECT_PREFIX + section for section in sections]
-    tensors = sum(t.numel() * t.element_size() for t in image.tensors.values())
-    assert image.size_bytes == tensors + sum(map(len, image.objects.values()))
+    objects = survey.objects()
+    assert list(objects) == list(shape.objects_bytes) == [OBJECT_PREFIX + key for key in sections]
+    assert shape.objects_bytes == {name: len(data) for name, data in objects.items()}
+    tensors = sum(t.numel() * t.element_size() for t in survey.tensors.values())
+    assert shape.size_bytes == tensors + sum(map(len, objects.values()))
 
 
-def test_an_image_refers_to_live_tensors_and_copies_objects() -> None:
+def test_a_survey_refers_to_live_tensors_and_copies_objects() -> None:
     values: dict[str, Any] = {"t": torch.zeros(2), "d": {"n": 1}}
-    image = State(values).image(lsn=0)
-    assert image.tensors["t"].data_ptr() == values["t"].data_ptr()
-    before = dict(image.objects)
+    survey = State(values).survey()
+    assert survey.tensors["t"].data_ptr() == values["t"].data_ptr()
+    before = State(values).survey().objects()
     values["d"]["n"] = 2
-    assert image.objects == before
+    assert survey.objects() == before
 
 
 def test_ties_are_found_by_memory() -> None:
     shared = torch.randn(3, 2)
     values = {"a": shared, "b": [shared, shared.t(), shared[1:], shared.view(6)], "c": shared}
-    image = State(values).image(lsn=0)
-    assert dict(image.aliases) == {"b/0": "a", "c": "a"}
+    assert dict(State(values).survey().shape.aliases) == {"b/0": "a", "c": "a"}
 
 
 @pytest.mark.parametrize("make", [lambda: torch.empty(0), lambda: torch.empty(2, 0)])
 def test_empty_tensors_are_never_ties(make: Any) -> None:
-    assert not State({"a": make(), "b": make()}).image(lsn=0).aliases
+    assert not State({"a": make(), "b": make()}).survey().shape.aliases
 
 
 def unstorable() -> dict[str, Any]:
@@ -120,13 +122,16 @@ def test_each_is_named_with_a_reason(kind: str) -> None:
 
 
 def test_objects_too_large_to_be_loaded_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = State({"small": 1, "large": 2})
-    monkeypatch.setattr(image_module, "OBJECT_BYTES_MAX", 2000)
+    values = {"small": 1, "large": 2}
+    state = State(values)
+    monkeypatch.setattr(survey_module, "OBJECT_BYTES_MAX", 2000)
     with pytest.raises(UnsupportedStateError) as error:
         State({"small": 1, "large": "x" * 3000})
     assert "large" in [name for name, _ in error.value.leaves]
     assert "small" not in [name for name, _ in error.value.leaves]
-    del state
+    values["large"] = "x" * 3000
+    with pytest.raises(UnsupportedStateError, match="large: objects of more than"):
+        state.survey().objects()
 
 
 @pytest.mark.parametrize("state", [None, [1], nn.Linear(1, 1), ("a", 1), {1: 2}, {"": 1}])
@@ -143,8 +148,7 @@ def test_names_that_are_reserved(name: str, run_folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ü", "a.b", "~", "a b", "everstep2", "0", "state_dict", "\n"])
 def test_other_names_are_fine(name: str) -> None:
-    image = State({name: torch.ones(1)}).image(lsn=0)
-    assert image.entries[0].name == name
+    assert State({name: torch.ones(1)}).survey().shape.entries[0].name == name
 
 
 def test_an_object_whose_state_dict_is_no_optimizers() -> None:

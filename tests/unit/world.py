@@ -15,6 +15,7 @@ import torch
 
 import everstep
 from everstep import checkpointer as checkpointer_module
+from everstep.recover.load import contents
 from everstep.recover.scan import BaseFound, Inventory, scan_run
 from everstep.recover.verify import Verdict, verify_base
 from everstep.seams import (
@@ -137,6 +138,10 @@ class _Written:
         self._fs.at("write", self._path)
         self._inner.write(data, offset)
 
+    def reserve(self, size_bytes: int) -> None:
+        self._fs.at("reserve", self._path)
+        self._inner.reserve(size_bytes)
+
     def truncate(self, size_bytes: int) -> None:
         self._fs.at("truncate", self._path)
         self._inner.truncate(size_bytes)
@@ -233,7 +238,9 @@ def verdict_of(base: BaseFound) -> Verdict:
 
     ring = ChunkRing(2, 1)
     try:
-        return verify_base(PosixFileSystem(), base, ring, timeout_s=TIMEOUT_S, progress=silent)
+        return verify_base(
+            PosixFileSystem(), base, ring, timeout_s=TIMEOUT_S, progress=silent, contents=contents
+        )
     finally:
         ring.close()
 

@@ -1,5 +1,10 @@
-"""Host memory for captured state: page-aligned, touched beforehand, reused, within a budget."""
+"""Host memory for captured state: page-aligned, touched beforehand, reused, within a budget.
 
-from everstep.arena.buffers import Block, BlockPool
+``buffers``    private blocks, for chunks on their way to and from the disk
+``allocator``  which part of an arena is whose
+``memory``     the arena: memory that trainer and keeper share
+"""
 
-__all__ = ["Block", "BlockPool"]
+from everstep.arena.buffers import PAGE_BYTES, Block
+
+__all__ = ["PAGE_BYTES", "Block"]

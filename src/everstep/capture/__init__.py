@@ -1,5 +1,9 @@
 """Device to host: lanes carry bytes off the device, base captures say when.
 
-``lane``  the contract of a copy engine, and the one for tensors in host memory
-``base``  a base's bytes: taken straight from live tensors, or from a copy of them
+``batches``  what is copied in one go
+``lane``     the contract of a copy engine, and the thread that plays one for host memory
+``cuda``     side streams; ``emulated``: a slow link, for experiments
+``base``     a base's bytes straight from live tensors (``sync``)
+``updates``  hooks on optimizers: they count updates and hold them back
+``audit``    was what was captured what the step left behind?
 """

@@ -1,84 +1,156 @@
 """Lanes: ordered copies from a device into host memory.
 
 A lane is one queue: copies start in the order of their submission. A device with a copy
-engine has a lane of its own (a side stream); tensors in host memory are copied by the
-calling thread.
+engine has a lane of its own (a side stream, :mod:`.cuda`); for tensors in host memory a
+thread plays the copy engine, with the same rules of ordering.
+
+The rules (I1): what :meth:`Lane.mark` was given may change as soon as it returns. What
+:meth:`Lane.submit` was given may not change until :meth:`Transfer.gate` has let its bytes
+through; whoever updates asks the gate first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from everstep.state.entries import byte_view
+from everstep.capture.batches import Batch, run_batch
+from everstep.seams.memory import copy_memory
+from everstep.seams.threads import IoThreads
 
-__all__ = ["Copy", "HostLane", "Lane", "Ticket"]
+__all__ = ["CpuLane", "CpuTransfer", "Lane", "Progress", "Transfer"]
 
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copies bytes ``[begin, begin + len(target))`` of ``source``'s row-major bytes.
-
-    Attributes:
-        source: contiguous tensor on the lane's device.
-        target: flat ``uint8`` tensor in host memory.
-    """
-
-    source: torch.Tensor
-    begin: int
-    target: torch.Tensor
+Progress = Callable[[int], None]
+"""Told that all bytes of a block up to this one are there."""
 
 
-class Ticket(Protocol):
-    """Tells when a batch of copies is complete."""
+class Transfer(Protocol):
+    """Copies under way into one block."""
 
-    def done(self) -> bool: ...
+    def gate(self, end: int, timeout_s: float) -> bool:
+        """Holds back what the caller does next until bytes ``[0, end)`` are copied: in host
+        memory by waiting, on a device by making the current stream wait.
+
+        Returns:
+            False when they are not after ``timeout_s``.
+        """
+        ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the copies are complete; False if they are not after ``timeout_s``."""
+        """Waits until all copies are complete; False if they are not after ``timeout_s``.
+
+        Raises:
+            Exception: what a copy failed with.
+        """
         ...
 
 
 class Lane(Protocol):
     """One queue of copies off one device."""
 
-    def submit(self, copies: Sequence[Copy]) -> Ticket:
-        """Queues ``copies``. Sources may not change until the ticket is done (I1)."""
+    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        """Copies what may change as soon as this returns."""
         ...
 
-    def host_bytes(self, source: torch.Tensor) -> npt.NDArray[np.uint8] | None:
-        """The bytes of a contiguous tensor that lies in host memory already: whoever copies
-        them may do so himself, piece by piece. None for a tensor on a device."""
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        """Queues copies into ``block`` (flat ``uint8``, in host memory), in order."""
         ...
 
-    def close(self) -> None: ...
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it lies in host memory, or a copy of it there."""
+        ...
 
-
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-
-class HostLane:
-    """Copies at once, in the calling thread: for host memory, and for devices without a lane
-    of their own, whose copies to the host block."""
-
-    def submit(self, copies: Sequence[Copy]) -> Ticket:
-        for copy in copies:
-            size = copy.target.numel()
-            copy.target.copy_(byte_view(copy.source)[copy.begin : copy.begin + size])
-        return _Done()
-
-    def host_bytes(self, source: torch.Tensor) -> npt.NDArray[np.uint8] | None:
-        return byte_view(source).numpy() if source.device.type == "cpu" else None
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        """Runs ``job`` in the lane's thread, behind the copies that thread was given."""
+        ...
 
     def close(self) -> None:
-        pass
+        """Ends the thread, after what is queued."""
+        ...
+
+
+class CpuTransfer:
+    """Copies made by a thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._copied = 0
+        self._over = False
+        self._error: BaseException | None = None
+
+    def gate(self, end: int, timeout_s: float) -> bool:
+        if self._copied >= end or self._over:  # mostly: seen without the lock
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self._copied >= end or self._over, timeout_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            over = self._changed.wait_for(lambda: self._over, timeout_s)
+        if self._error is not None:
+            raise self._error
+        return over
+
+    def advance(self, end: int) -> None:
+        """Told by the thread: bytes up to ``end`` are copied."""
+        with self._changed:
+            self._copied = end
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Told by the thread: nothing more will be copied."""
+        with self._changed:
+            self._error = error
+            self._over = True
+            self._changed.notify_all()
+
+
+class CpuLane:
+    """A thread that copies. Tensors on a device without a lane of its own are fetched by it,
+    too; marks are copied by the caller."""
+
+    def __init__(self) -> None:
+        self._threads = IoThreads(1, "everstep-capture")
+
+    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        for batch in batches:
+            run_batch(batch, block)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        transfer = CpuTransfer()
+
+        def copy() -> None:
+            try:
+                for batch in batches:
+                    self._copy(batch, block)
+                    progress(batch.end)
+                    transfer.advance(batch.end)
+            except BaseException as error:
+                transfer.end(error)
+                raise
+            transfer.end()
+
+        self._threads.submit(copy)
+        return transfer
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu()
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        return self._threads.submit(job)
+
+    def close(self) -> None:
+        self._threads.close()
+
+    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+        if len(batch.sources) != 1 or batch.sources[0].device.type != "cpu":
+            run_batch(batch, block)
+            return
+        # Not Tensor.copy_, which would use as many threads as torch has for training.
+        copy_memory(
+            block.data_ptr() + batch.begin, batch.sources[0].data_ptr(), batch.end - batch.begin
+        )

@@ -2,6 +2,7 @@
 
 ``ls``, ``inspect``, ``verify``, ``du``  look at a run and never write into it
 ``rm``      deletes one base
+``ps``, ``stop``  the keeper processes of this user
 ``doctor``  checks this machine
 ``demo``    trains, gets killed, resumes, compares every bit
 ``bench``   measures, next to the disk's limit and to others
@@ -26,7 +27,9 @@ from everstep.cli.doctor import doctor
 from everstep.cli.du import du
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
+from everstep.cli.ps import ps
 from everstep.cli.rm import rm
+from everstep.cli.stop import stop
 from everstep.cli.verify import verify
 
 __all__ = ["app", "main"]
@@ -62,7 +65,7 @@ def _root(
     pass
 
 
-for _verb in (ls, inspect, verify, rm, du, doctor, demo):
+for _verb in (ls, inspect, verify, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 if importlib.util.find_spec("everstep.cli.bench") is not None:
     app.add_typer(importlib.import_module("everstep.cli.bench").app, name="bench")

@@ -19,7 +19,7 @@ def demo(
     every: Annotated[
         int | None, typer.Option(help="Steps between two bases (default 10, quick 5).")
     ] = None,
-    method: Annotated[str, typer.Option(help="How bases are taken.")] = "async",
+    method: Annotated[str, typer.Option(help="How bases are taken.")] = "lazy",
     run: Annotated[
         Path | None,
         typer.Option("--run", "--keep", help="Keep everything in this new folder."),
@@ -30,9 +30,10 @@ def demo(
     """Trains, gets killed, resumes, compares every bit.
 
     A small GPT is trained twice from one seed, side by side. One of the runs is killed with
-    SIGKILL three times and has only its checkpoints to go on. At the end every tensor, the
-    optimizer, the random generators, the data order and every loss must be the same, bit for
-    bit. Exit status: 0 if so, 1 if one bit differs.
+    SIGKILL three times, once together with its keeper and twice alone, and has only its
+    checkpoints to go on. At the end every tensor, the optimizer, the random generators, the
+    data order and every loss must be the same, bit for bit. Exit status: 0 if so, 1 if one
+    bit differs.
     """
     from everstep.bench.demo.plan import demo_plan
     from everstep.bench.demo.show import as_json, introduce, present, progress_display
@@ -47,7 +48,7 @@ def demo(
                 display.event(line)
             report = run_demo(plan, display, folder=run)
     except KeyboardInterrupt:
-        typer.echo("interrupted: the children are ended, temporary files are removed", err=True)
+        typer.echo("interrupted: children and keeper are ended, temporary files removed", err=True)
         raise
     if json_output:
         emit(as_json(report))

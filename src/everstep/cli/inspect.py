@@ -137,7 +137,7 @@ def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | 
 
 
 def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
-    from everstep.recover.load import OpenBase
+    from everstep.recover.opened import OpenBase
 
     if base.manifest is None:
         raise RecoveryError(

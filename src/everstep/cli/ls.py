@@ -68,7 +68,7 @@ def would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     """
     from everstep.commit.lineage import BaseId
     from everstep.recover.decide import candidates
-    from everstep.recover.load import OpenBase
+    from everstep.recover.opened import OpenBase
 
     found = candidates(inventory)
     skipped: dict[BaseId, str] = {}

@@ -122,6 +122,7 @@ def check_base(
         DeadlineError: the storage hangs.
     """
     from everstep.format.names import marker_name
+    from everstep.recover.load import contents
     from everstep.recover.verify import Damage, verify_base
 
     checked = Checked(base)
@@ -139,7 +140,14 @@ def check_base(
             checked.damages.append(Damage(str(base.path), None, "it belongs to another run"))
         checked.read = True
         with reading(base.path):
-            verdict = verify_base(filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=progress)
+            verdict = verify_base(
+                filesystem,
+                base,
+                ring,
+                timeout_s=_TIMEOUT_S,
+                progress=progress,
+                contents=contents,
+            )
         checked.entries, checked.size_bytes = verdict.entries, verdict.size_bytes
         # Damage to records is named one by one above; these are summaries and repetitions.
         markers = {str(base.path / marker_name(item.rank)) for item in base.manifest.markers}

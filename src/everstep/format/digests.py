@@ -41,7 +41,7 @@ class Digester:
         self, placed: Sequence[Placed], on_entry: Callable[[int, str], None] | None = None
     ) -> None:
         self._on_entry = on_entry
-        self._placed = placed
+        self._placed = list(placed)
         self._next = 0
         self._left_bytes = 0  # of the entry under way
         self._hash = xxhash.xxh3_128()
@@ -62,6 +62,13 @@ class Digester:
             self._begin_entry()
         self._update(data)
         self._left_bytes -= size
+
+    def extend(self, placed: Sequence[Placed]) -> None:
+        """Adds entries behind those that are known already."""
+        at_end = self._next == len(self._placed)
+        self._placed += placed
+        if at_end:
+            self._begin_entry()
 
     def _begin_entry(self) -> None:
         """Sets out on the next entry; one without bytes is finished at once."""

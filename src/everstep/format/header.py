@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +19,7 @@ from everstep.format.digests import DIGEST_CHARS
 from everstep.format.names import FORMAT_VERSION
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.layout import Placed
+from everstep.state.layout import Placed, ShardLayout, at_lsn
 
 __all__ = [
     "HEADER_ROOM_BYTES_MAX",
@@ -90,14 +90,16 @@ def header_room_bytes(
     object_names: Sequence[str],
     aliases: Mapping[str, str],
 ) -> int:
-    """Room to reserve, before digests and the sizes of objects are known."""
-    end = placed[-1].end if placed else 0
-    widest = 10 ** len(str(_SIZE_MAX)) - 1  # an object may have any size: reserve all digits
+    """Room to reserve, before digests and the sizes of objects are known; the same for every
+    base of this layout, whatever its step."""
+    widest = 10 ** len(str(_SIZE_MAX)) - 1
+    identity = replace(identity, timeline=widest, step=widest, lsn=widest, exact=False)
+    known = at_lsn(ShardLayout(tuple(placed)), widest).placed
     unknown = [
-        Placed(Entry.whole(name, "U8", (widest,), lsn=identity.lsn), end + widest, end + 2 * widest)
+        Placed(Entry.whole(name, "U8", (widest,), lsn=widest), widest, 2 * widest)
         for name in object_names
     ]
-    guess = [*placed, *unknown]
+    guess = [*known, *unknown]
     text = _header_json(identity, guess, ["0" * DIGEST_CHARS] * len(guess), aliases)
     room = -(-(LENGTH_BYTES + len(text)) // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
     assert room <= HEADER_ROOM_BYTES_MAX, "shards are split before the header grows this large"

@@ -15,7 +15,6 @@ from concurrent.futures import wait as wait_futures
 from pathlib import PurePath
 
 from everstep.arena import Block
-from everstep.capture.base import PIECE_BYTES
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import (
@@ -28,6 +27,7 @@ from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import ChunkRing
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
+from everstep.state.body import PIECE_BYTES
 
 __all__ = ["read_body", "read_header", "read_record_bytes"]
 

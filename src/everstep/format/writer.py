@@ -13,24 +13,24 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_futures
-
-import torch
+from dataclasses import dataclass
 
 from everstep.arena import Block
-from everstep.capture.base import Body, pieces
 from everstep.errors import DeadlineError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, encode_header
+from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
 from everstep.seams.progress import ProgressSink
 from everstep.seams.threads import IoThreads
-from everstep.state.layout import Placed
+from everstep.state.body import Body, pieces
+from everstep.state.layout import Placed, append_objects, at_lsn
 
-__all__ = ["CHUNK_BYTES", "ChunkRing", "write_shard"]
+__all__ = ["CHUNK_BYTES", "ChunkRing", "Written", "digest_shard", "write_shard"]
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 
 
 class ChunkRing:
@@ -67,88 +67,125 @@ class ChunkRing:
         self.threads.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A shard that is durable, but for its name.
+
+    Attributes:
+        record: length and digests, for the marker.
+        header: its first bytes.
+        digests: of each entry, by name.
+    """
+
+    record: FileRecord
+    header: bytes
+    digests: Mapping[str, str]
+
+
 def write_shard(
     file: WriteFile,
-    name: str,
+    shard: ShardPlan,
     identity: ShardIdentity,
-    placed: Sequence[Placed],
-    aliases: Mapping[str, str],
-    room_bytes: int,
     body: Body,
     ring: ChunkRing,
     *,
     timeout_s: float,
     progress: ProgressSink,
-) -> FileRecord:
+) -> Written:
     """Writes a whole shard and makes its bytes (not its name) durable.
+
+    Whole chunks of tensors go out while later ones are still being captured; then come the
+    objects, whose sizes are known only now, and the header.
 
     Args:
         file: an empty file, or a recycled one whose header has been invalidated.
-        name: the name it will get; goes into the record.
-        placed: entries in file order, objects included.
-        room_bytes: reserved for the header; the body begins there.
         timeout_s: a single transfer that takes longer counts as hung.
-
-    Returns:
-        Length and digests, for the marker.
 
     Raises:
         OSError: what the file system said.
         DeadlineError: when a transfer hangs.
     """
-    end = placed[-1].end if placed else 0
-    digester = Digester(placed)
+    layout = at_lsn(shard.layout, identity.lsn)
+    digester = Digester(layout.placed)
     transfers: list[Future[None]] = []
-    try:
-        for begin in range(0, end, CHUNK_BYTES):
+
+    def send(first: int, end: int) -> None:
+        for begin in range(first, end, CHUNK_BYTES):
             stop = min(end, begin + CHUNK_BYTES)
             _raise_failed(transfers)
-            held = body.held(begin, stop)
-            block = None if held is not None else ring.take(timeout_s)
-            chunk = held if block is None else block.tensor[: stop - begin]
-            assert chunk is not None
-            if block is None:
-                for piece in pieces(chunk.numpy().data):
-                    digester.update(piece)
-            else:
-                try:
-                    body.fill(begin, chunk, digester.update)
-                except BaseException:
-                    ring.give(block)
-                    raise
-            data = _padded(chunk)
+            data, block = _chunk(body, begin, stop, ring, digester, timeout_s)
             transfers.append(
-                ring.threads.submit(_write, file, data, room_bytes + begin, block, ring)
+                ring.threads.submit(_write, file, data, shard.room_bytes + begin, block, ring)
             )
             progress.advance(stop - begin)
+
+    try:
+        whole = layout.size_bytes - layout.size_bytes % CHUNK_BYTES
+        send(0, whole)
+        placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
+        digester.extend(placed[len(layout.placed) :])
+        end = placed[-1].end if placed else 0
+        send(whole, end)
         _wait(transfers, timeout_s)
     finally:
         # Whatever happened, nobody may still be reading from chunks that are used again.
         wait_futures(transfers, timeout=timeout_s)
-    file.truncate(room_bytes + end)
+    file.truncate(shard.room_bytes + end)
     file.sync()  # the body is durable before any header vouches for it
     failpoint("save.before_header")
-    header = encode_header(identity, placed, digester.digests, aliases, room_bytes)
-    _write_header(file, header)
+    written = _written(shard, identity, placed, digester)
+    _write_header(file, written.header)
     file.sync()
+    return written
+
+
+def digest_shard(shard: ShardPlan, identity: ShardIdentity, body: Body) -> Written:
+    """What :func:`write_shard` would return, without writing anything."""
+    layout = at_lsn(shard.layout, identity.lsn)
+    placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
+    digester = Digester(placed)
+    end = placed[-1].end if placed else 0
+    chunk = Block(CHUNK_BYTES, touch=False)
+    for begin in range(0, end, CHUNK_BYTES):
+        body.fill(begin, chunk.view[: min(end, begin + CHUNK_BYTES) - begin], digester.update)
+    return _written(shard, identity, placed, digester)
+
+
+def _written(
+    shard: ShardPlan, identity: ShardIdentity, placed: Sequence[Placed], digester: Digester
+) -> Written:
+    header = encode_header(identity, placed, digester.digests, shard.aliases, shard.room_bytes)
     header_digest = digest(header)
-    return FileRecord(
-        name,
-        room_bytes + end,
-        room_bytes,
+    record = FileRecord(
+        shard.name,
+        shard.room_bytes + (placed[-1].end if placed else 0),
+        shard.room_bytes,
         header_digest,
         digest_of_file(header_digest, digester.digests),
     )
+    names = (place.entry.name for place in placed)
+    return Written(record, header, dict(zip(names, digester.digests, strict=True)))
 
 
-def _padded(chunk: torch.Tensor) -> memoryview:
-    """The chunk up to the next page boundary, zeros behind it: cut off again by truncation."""
-    size = chunk.numel()
-    padding = -size % DIRECT_ALIGNMENT_BYTES
-    if padding:
-        chunk = torch.as_strided(chunk, (size + padding,), (1,), chunk.storage_offset())
-        chunk[size:].zero_()
-    return chunk.numpy().data
+def _chunk(
+    body: Body, begin: int, stop: int, ring: ChunkRing, digester: Digester, timeout_s: float
+) -> tuple[memoryview, Block | None]:
+    """Bytes ``[begin, stop)`` of the body, digested, and up to the next page boundary, where
+    they will be cut off again; and the chunk that holds them if it goes back to the ring."""
+    padded = stop - begin + -(stop - begin) % DIRECT_ALIGNMENT_BYTES
+    held = body.held(begin, begin + padded)
+    if held is not None:
+        for piece in pieces(held[: stop - begin]):
+            digester.update(piece)
+        return held, None
+    block = ring.take(timeout_s)
+    try:
+        body.fill(begin, block.view[: stop - begin], digester.update)
+    except BaseException:
+        ring.give(block)
+        raise
+    block.view[stop - begin : padded] = bytes(padded - (stop - begin))
+    return block.view[:padded], block
 
 
 def _write(

@@ -1,10 +1,23 @@
-"""Everything that happens to a base after its bytes were captured.
+"""Captured bases, from the training thread to the disk.
 
-``save``     what the user holds of a base under way
-``channel``  errors and deadlines of work in the background
-``persist``  one base: files, marker, manifest
-``retain``   deletes, parks and cleans up
-``local``    the keeper inside the training process
-``saver``    takes bases in the training thread and hands them to the keeper
-``budget``, ``stats``  what it will take, what it has taken
+In the trainer:
+
+``saver``     takes bases: surveys, copies, holds updates back
+``prepared``  what is the same at each save
+``pool``      blocks of the arena
+``keepers``   which keeper is in service: a process or a thread; started anew when it is lost
+``attach``, ``spawn``, ``remote``   finds or starts a keeper process; talks to it
+
+In the keeper process (``python -m everstep.keeper``, without torch), or in a thread:
+
+``server``    serves one trainer at a time (``attached``), outlives it
+``holding``   the newest whole capture, kept for a trainer that is restarted
+``local``     one base after the other: persisted, audited, old ones retired
+``persist``   one base: files, marker, manifest
+``retain``    deletes, parks and cleans up
+``audit``     compares digests with the base before
+
+Between them: ``capture`` (a base on its way), ``messages``, ``wire``, ``held``, ``registry``
+(where keepers are found), ``channel`` (errors and deadlines), ``save`` (what the user holds),
+``budget``, ``stats``.
 """

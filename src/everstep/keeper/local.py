@@ -1,7 +1,7 @@
-"""The keeper inside the training process: one thread that makes captured bases durable.
+"""Makes captured bases durable, in the order in which they were taken.
 
-``sync`` bases are persisted by the calling thread; ``async`` ones by the keeper's, in the
-order in which they were taken.
+One thread writes: in the keeper process, or, where there is none, in the training process.
+``sync`` bases are written by the calling thread.
 """
 
 from __future__ import annotations
@@ -9,21 +9,28 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.capture.base import Body
-from everstep.errors import DeadlineError, EverstepError, FencedError, StorageError
+from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
+from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
 from everstep.format.names import SLOTS_DIR, timeline_dir
-from everstep.format.writer import ChunkRing
+from everstep.format.plan import BasePlan
+from everstep.format.writer import ChunkRing, Written
+from everstep.keeper.audit import DigestAudit
+from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, Work
-from everstep.keeper.persist import BasePlan, Persister
+from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.retain import Retention
-from everstep.keeper.save import Save
+from everstep.keeper.save import Save, done, failed
+from everstep.recover.scan import scan_run
 from everstep.seams import Seams
+from everstep.seams.failpoints import failpoint
 from everstep.seams.progress import ProgressSink, progress, silent
+from everstep.state.body import Body
+from everstep.tiers.disk import storage_errors
 from everstep.tiers.slots import SlotStore
 
 __all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
@@ -40,6 +47,7 @@ class KeeperStats:
     Attributes:
         persist_s: seconds from the beginning of writing to the commit, all bases together.
         retain_s: seconds in retention, read-backs included.
+        cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
     """
 
     committed: int = 0
@@ -47,15 +55,8 @@ class KeeperStats:
     written_bytes: int = 0
     persist_s: float = 0.0
     retain_s: float = 0.0
+    cpu_s: float = 0.0
     durable_step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    plan: BasePlan
-    bodies: Sequence[Body]
-    save: Save
-    release: Callable[[], None]
 
 
 class _Watched:
@@ -82,7 +83,10 @@ class LocalKeeper:
 
     Args:
         run: the run folder.
+        arena: the memory that captures are in; None if there will be none.
         keep: bases to keep.
+        verified: a base that was read and found whole, if any.
+        on_done: called after the retention that follows a base.
         timeout_s: a transfer that takes longer counts as hung.
     """
 
@@ -93,25 +97,60 @@ class LocalKeeper:
         timeline: int,
         channel: BackgroundChannel,
         ring: ChunkRing,
+        arena: Arena | None,
         *,
         keep: int,
+        verified: BaseId | None = None,
         timeout_s: float,
+        on_done: Callable[[Capture], None] = lambda capture: None,
     ) -> None:
-        filesystem = seams.filesystem
+        self._filesystem = filesystem = seams.filesystem
         self._clock = seams.clock
+        self._timeout_s = timeout_s
+        self._run = run
         self._channel = channel
+        self._arena = arena
         directory = timeline_dir(run, timeline) / SLOTS_DIR
         self._slots = slots = SlotStore(filesystem, directory)
         self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s)
-        self.retention = Retention(
+        self._retention = Retention(
             filesystem, run, timeline, ring, slots, keep=keep, timeout_s=timeout_s
         )
+        if verified is not None:
+            self._retention.verified.add(verified)
+        self._audit = DigestAudit()
+        self._on_done = on_done
         self.stats = KeeperStats()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._waiting: list[_Job] = []
+        self._waiting: list[Capture] = []
         self._written = _Counter()
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes handed to the disk so far; moves while a base is being written."""
+        return self._written.count
+
+    @property
+    def waiting(self) -> list[Capture]:
+        """Captures that are neither durable nor failed."""
+        with self._changed:
+            return list(self._waiting)
+
+    def sweep(self) -> None:
+        """Cleans up after crashes; a failure is reported, and no reason to stop."""
+        try:
+            with storage_errors("clean up", self._run):
+                inventory = scan_run(self._filesystem, self._run)
+                self._retention.sweep(inventory, in_flight=())
+        except EverstepError as error:
+            self._channel.post(error)
+
+    def sweep_behind(self) -> None:
+        """:meth:`sweep` in the thread, before any base."""
+        self._start()
+        self._jobs.put(self.sweep)
 
     def persist(self, plan: BasePlan, bodies: Sequence[Body], save: Save, *, show: bool) -> None:
         """Makes a base durable in the calling thread.
@@ -120,29 +159,47 @@ class LocalKeeper:
             EverstepError: the base failed; nothing of it is left.
         """
         with progress(f"save step {save.step}", plan.size_bytes) as bar:
-            self._persist(plan, bodies, save, bar if show else silent)
+            audit = self._audit.of(plan)
+            self._persist(plan, bodies, save, bar if show else silent, audit)
         self._retain(save)
 
-    def submit(
-        self, plan: BasePlan, bodies: Sequence[Body], save: Save, release: Callable[[], None]
-    ) -> None:
-        """Queues a captured base.
+    def begin(self, capture: Capture) -> None:
+        """A capture has begun; one that streams is written as it arrives."""
+        self._start()
+        with self._changed:
+            capture.begun = True
+            self._waiting.append(capture)
+        if capture.stream:
+            self._jobs.put(capture)
+
+    def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
+        """All of a capture has arrived: whatever happens to training, it becomes durable."""
+        capture.incoming.arrived(objects)
+        if not capture.stream:
+            self._jobs.put(capture)
+
+    def abandon(self, capture: Capture, error: EverstepError | None) -> None:
+        """The rest of a capture will never arrive; nothing of it is left.
 
         Args:
-            release: called when the bodies are no longer needed.
+            error: why, to be reported; None when whoever asked for it has withdrawn it.
         """
-        job = _Job(plan, bodies, save, release)
-        with self._changed:
-            self._waiting.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="everstep-keeper", daemon=True
-                )
-                self._thread.start()
-        self._jobs.put(job)
+        if capture.incoming.complete or capture.incoming.lost:
+            return
+        capture.withdrawn = error is None
+        capture.incoming.lose(error or StateError("the save was interrupted", step=capture.step))
+        self._jobs.put(capture)  # perhaps once more: an interrupt may have come before the first
+
+    def audit(self, plan: BasePlan, written: Sequence[Written]) -> None:
+        """Compares a base that could not be written with the one before.
+
+        Raises:
+            AuditError: it is not the state of its step.
+        """
+        self._audit.of(plan)(_digests(written))
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
-        """Waits until everything that was submitted is durable or has failed.
+        """Waits until everything that was begun is durable or has failed.
 
         Raises:
             DeadlineError: after ``timeout_s``, or when the work makes no progress.
@@ -150,7 +207,7 @@ class LocalKeeper:
         """
         start_s = self._clock.monotonic_s()
         with self._changed:
-            total = sum(job.plan.size_bytes for job in self._waiting)
+            total = sum(capture.plan.size_bytes for capture in self._waiting)
         seen = self._written.count
         with progress("save", total) as bar:
             while True:
@@ -180,53 +237,86 @@ class LocalKeeper:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
-            thread.join(timeout=_LOOK_AGAIN_S if self._waiting else None)
+            thread.join(timeout=_LOOK_AGAIN_S if self._waiting else self._timeout_s)
             if thread.is_alive():
                 return  # the storage hangs: not one more call to it
         with contextlib.suppress(OSError):  # nobody will overwrite them now
             self._slots.clear()
 
+    def _start(self) -> None:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="everstep-keeper", daemon=True
+                )
+                self._thread.start()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if not isinstance(job, Capture):
+                try:
+                    job()
+                except BaseException as error:  # would end this thread, and all saves to come
+                    self._post_internal("in cleaning up", error, None)
+                continue
+            if job not in self.waiting:
+                continue
             try:
                 self._do(job)
             finally:  # whatever happens, nobody waits for it for ever
                 with self._changed:
                     self._waiting.remove(job)
                     self._changed.notify_all()
+                self._on_done(job)
             del job
 
-    def _do(self, job: _Job) -> None:
+    def _do(self, capture: Capture) -> None:
+        save = capture.save
         try:
-            self._persist(job.plan, job.bodies, job.save, self._written)
+            assert self._arena is not None
+            failpoint("keeper.before_persist")
+            audit = self._audit.of(capture.plan)
+            capture.written = self._persist(
+                capture.plan, capture.bodies(self._arena), save, self._written, audit
+            )
         except EverstepError as error:
-            self._channel.post(error)
+            if not capture.withdrawn:
+                self._channel.post(error)
             return
         except BaseException as error:  # a bug: reported like any other failure
-            self._post_internal("in a save", error, job.save)
+            failed(save.durable, self._post_internal("in a save", error, save))
             return
         finally:
-            job.release()
+            capture.on_end(capture)
         try:
-            self._retain(job.save)
+            self._retain(save)
         except BaseException as error:  # would end this thread, and with it all saves to come
-            self._post_internal("in retention", error, job.save)
+            self._post_internal("in retention", error, save)
 
-    def _post_internal(self, where: str, error: BaseException, save: Save) -> None:
-        failed = EverstepError(f"internal error {where}: {error!r}", step=save.step)
-        failed.__cause__ = error
-        self._channel.post(failed)
+    def _post_internal(self, where: str, error: BaseException, save: Save | None) -> EverstepError:
+        step = None if save is None else save.step
+        ours = EverstepError(f"internal error {where}: {error!r}", step=step)
+        ours.__cause__ = error
+        self._channel.post(ours)
+        return ours
 
     def _persist(
-        self, plan: BasePlan, bodies: Sequence[Body], save: Save, shown: ProgressSink
-    ) -> None:
+        self,
+        plan: BasePlan,
+        bodies: Sequence[Body],
+        save: Save,
+        shown: ProgressSink,
+        audit: Audit,
+    ) -> tuple[Written, ...]:
         start_s = self._clock.monotonic_s()
         work = self._channel.begin(f"writing the base of step {save.step}", save.step)
         try:
-            self._persister.persist(plan, bodies, _Watched(self._channel, work, shown))
+            written = self._persister.persist(
+                plan, bodies, _Watched(self._channel, work, shown), audit
+            )
         except BaseException as error:
             self.stats.failed += 1
-            _fail(save.durable, error)
+            failed(save.durable, error)
             raise
         finally:
             self._channel.end(work)
@@ -234,15 +324,15 @@ class LocalKeeper:
         self.stats.committed += 1
         self.stats.written_bytes += plan.size_bytes
         self.stats.durable_step = save.step
-        if not save.durable.done():
-            save.durable.set_result(plan.size_bytes)
+        done(save.durable, plan.size_bytes)
+        return written
 
     def _retain(self, save: Save) -> None:
         """Retention after a commit; its failure is reported, the base stays durable."""
         start_s = self._clock.monotonic_s()
         work = self._channel.begin("cleaning up old bases", save.step)
         try:
-            self.retention.run(self._channel.post)
+            self._retention.run(self._channel.post)
         except (FencedError, StorageError, DeadlineError) as error:
             self._channel.post(error)
         except Exception as error:
@@ -252,6 +342,5 @@ class LocalKeeper:
             self.stats.retain_s += self._clock.monotonic_s() - start_s
 
 
-def _fail(future: Future[int], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _digests(written: Sequence[Written]) -> dict[str, str]:
+    return {name: digest for shard in written for name, digest in shard.digests.items()}

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 
-import torch
-
-from everstep.capture.base import Body
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import (
     Action,
@@ -26,17 +22,16 @@ from everstep.commit.machine import (
     WriteMarker,
 )
 from everstep.errors import FencedError, OutOfSpaceError
-from everstep.format.header import ShardIdentity, header_room_bytes
-from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
+from everstep.format.names import MANIFEST, base_dir, marker_name
+from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import FileRecord, Marker
-from everstep.format.writer import ChunkRing, write_shard
+from everstep.format.records import Marker
+from everstep.format.writer import ChunkRing, Written, write_shard
 from everstep.recover.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink
-from everstep.state.image import StateImage
-from everstep.state.layout import Placed, append_objects, plan_shards
+from everstep.state.body import Body
 from everstep.tiers.disk import (
     ensure_dir,
     remove_if_there,
@@ -46,60 +41,11 @@ from everstep.tiers.disk import (
 )
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["BasePlan", "Persister", "ShardPlan", "plan_base"]
+__all__ = ["Audit", "Persister"]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """One file of a base before it is written."""
-
-    name: str
-    placed: tuple[Placed, ...]
-    aliases: Mapping[str, str]
-    room_bytes: int
-
-    @property
-    def body_bytes(self) -> int:
-        return self.placed[-1].end if self.placed else 0
-
-    @property
-    def size_bytes(self) -> int:
-        return self.room_bytes + self.body_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BasePlan:
-    """All files of this rank, and the tensors (objects as ``uint8``) that go into them."""
-
-    identity: ShardIdentity
-    shards: tuple[ShardPlan, ...]
-    tensors: Mapping[str, torch.Tensor]
-
-    @property
-    def base(self) -> BaseId:
-        return BaseId(self.identity.timeline, self.identity.step)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(shard.size_bytes for shard in self.shards)
-
-
-def plan_base(image: StateImage, identity: ShardIdentity) -> BasePlan:
-    """Lays an image out in files; objects go to the end of the last one."""
-    layouts = list(plan_shards(image.entries))
-    shards = []
-    for part, layout in enumerate(layouts):
-        last = part == len(layouts) - 1
-        names = {place.entry.name for place in layout.placed}
-        aliases = {other: name for other, name in image.aliases.items() if name in names}
-        objects = image.objects if last else {}
-        room_bytes = header_room_bytes(identity, layout.placed, list(objects), aliases)
-        placed = append_objects(layout, objects, lsn=identity.lsn).placed
-        shards.append(ShardPlan(shard_name(identity.rank, part), placed, aliases, room_bytes))
-    tensors = dict(image.tensors)
-    for name, data in image.objects.items():
-        tensors[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return BasePlan(identity, tuple(shards), tensors)
+Audit = Callable[[Mapping[str, str]], None]
+"""Told the digests of all entries, by name, before they are committed; raises to refuse."""
 
 
 class Persister:
@@ -126,25 +72,39 @@ class Persister:
         self._has_base_dir = False
         self._timeout_s = timeout_s
 
-    def persist(self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink) -> None:
-        """Returns when the base is committed.
+    def persist(
+        self,
+        plan: BasePlan,
+        bodies: Sequence[Body],
+        progress: ProgressSink,
+        audit: Audit = lambda digests: None,
+    ) -> tuple[Written, ...]:
+        """Returns when the base is committed: what its files are (nothing if it was already).
 
         Raises:
             FencedError: when a newer timeline has taken over.
             StorageError: with what the file system said; nothing half-made is left behind.
         """
         commit = BaseCommit(plan.identity)
+        written: tuple[Written, ...] = ()
         directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
         where = {"step": plan.identity.step, "rank": plan.identity.rank}
         with storage_errors("write the base", directory, **where):
             if self._is_committed(plan):
                 # An attempt that failed after its commit: nothing may be written over it.
                 self._filesystem.sync_dir(directory)
-                return
+                return ()
             try:
                 action: Action | None = commit.start()
                 while action is not None:
-                    action = commit.on(self._perform(action, plan, bodies, directory, progress))
+                    if isinstance(action, WriteFiles):
+                        written = self._write_files(plan, bodies, directory, progress)
+                        audit({k: v for shard in written for k, v in shard.digests.items()})
+                        event: Event = FilesDurable(tuple(shard.record for shard in written))
+                    else:
+                        event = self._perform(action, plan, directory)
+                    action = commit.on(event)
+                return written
             except FencedError:
                 raise  # what lies there is the new timeline's to judge and to delete
             except FileNotFoundError:  # swept away by whoever has taken the run over?
@@ -160,22 +120,13 @@ class Persister:
 
     def _is_committed(self, plan: BasePlan) -> bool:
         try:
-            return scan_base(self._filesystem, self._run, plan.base).status == "committed"
+            return scan_base(self._filesystem, self._run, _base(plan)).status == "committed"
         except FileNotFoundError:
             return False
 
-    def _perform(
-        self,
-        action: Action,
-        plan: BasePlan,
-        bodies: Sequence[Body],
-        directory: PurePath,
-        progress: ProgressSink,
-    ) -> Event:
+    def _perform(self, action: Action, plan: BasePlan, directory: PurePath) -> Event:
         if isinstance(action, CheckFence):
             return self._look_at_fence()
-        if isinstance(action, WriteFiles):
-            return FilesDurable(self._write_files(plan, bodies, directory, progress))
         if isinstance(action, WriteMarker):
             failpoint("save.before_marker")
             path = directory / marker_name(action.marker.rank)
@@ -195,7 +146,7 @@ class Persister:
         bodies: Sequence[Body],
         directory: PurePath,
         progress: ProgressSink,
-    ) -> tuple[FileRecord, ...]:
+    ) -> tuple[Written, ...]:
         failpoint("save.before_write")
         self._slots.count_max = len(plan.shards)
         self._slots.drop_unfit(shard.size_bytes for shard in plan.shards)
@@ -205,18 +156,15 @@ class Persister:
             ensure_dir(filesystem, directory.parent)
             self._has_base_dir = True
         ensure_dir(filesystem, directory)
-        records = []
+        written = []
         for shard, body in zip(plan.shards, bodies, strict=True):
             path = directory / shard.name
             file = self._open(temporary(path), shard.size_bytes)
             try:
-                record = write_shard(
+                shard_written = write_shard(
                     file,
-                    shard.name,
+                    shard,
                     plan.identity,
-                    shard.placed,
-                    shard.aliases,
-                    shard.room_bytes,
                     body,
                     self._ring,
                     timeout_s=self._timeout_s,
@@ -224,18 +172,24 @@ class Persister:
                 )
             finally:
                 file.close()
-            records.append(record)
+            written.append(shard_written)
             failpoint("save.before_rename")
             filesystem.rename(temporary(path), path)
         filesystem.sync_dir(directory)
-        return tuple(records)
+        return tuple(written)
 
     def _open(self, path: PurePath, size_bytes: int) -> WriteFile:
         recycled = self._slots.claim(path, size_bytes)
         if recycled is not None:
             return recycled
         remove_if_there(self._filesystem, path)
-        return self._filesystem.create(path, direct=True)
+        file = self._filesystem.create(path, direct=True)
+        try:
+            file.reserve(size_bytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _markers(self, plan: BasePlan, directory: PurePath) -> dict[int, Marker]:
         found = {}
@@ -276,3 +230,7 @@ class Persister:
                 filesystem.remove_dir(directory)
         except OSError:
             pass  # the disk that failed the save may fail this too; retention cleans up later
+
+
+def _base(plan: BasePlan) -> BaseId:
+    return BaseId(plan.identity.timeline, plan.identity.step)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-__all__ = ["Save"]
+__all__ = ["Save", "done", "failed"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -24,3 +28,15 @@ class Save:
     timeline: int
     staged: Future[None] = field(default_factory=Future)
     durable: Future[int] = field(default_factory=Future)
+
+
+def done(future: Future[_T], result: _T) -> None:
+    """Sets a result, unless another thread was faster, or whoever asked has cancelled it."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(result)
+
+
+def failed(future: Future[_T], error: BaseException) -> None:
+    """Sets an exception, as :func:`done` sets a result."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)

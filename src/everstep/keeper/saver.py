@@ -2,24 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Protocol
 
-from everstep.arena import BlockPool
-from everstep.arena.buffers import PAGE_BYTES
-from everstep.capture.base import Body, LiveBody, stage
-from everstep.capture.lane import Lane
-from everstep.errors import EverstepError
+import torch
+
+from everstep.capture.audit import Sample, SpotCheck
+from everstep.capture.base import LiveBody
+from everstep.capture.lane import Lane, Transfer
+from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
+from everstep.format.plan import BasePlan
 from everstep.keeper.budget import check_disk_budget
+from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.persist import BasePlan, plan_base
-from everstep.keeper.save import Save
+from everstep.keeper.local import KeeperStats, LocalKeeper
+from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.prepared import Prepared, prepare
+from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.save import Save, done, failed
 from everstep.options import Options
 from everstep.seams import Clock
+from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
+from everstep.state.survey import Survey
 
-__all__ = ["Saver"]
+__all__ = ["Keeper", "Saver"]
+
+
+class Keeper(Protocol):
+    """Makes captures durable: a thread (:class:`.local.LocalKeeper`) or a process of its own
+    (:class:`.remote.RemoteKeeper`)."""
+
+    @property
+    def stats(self) -> KeeperStats: ...
+
+    def begin(self, capture: Capture) -> None: ...
+
+    def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
+
+    def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
+
+    def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A capture whose copies may still be under way."""
+
+    capture: Capture
+    keeper: Keeper
+    pool: CapturePool
+    prepared: Prepared
+    room: Room
+    survey: Survey
+    transfer: Transfer | None = None
+    check: SpotCheck | None = None
+    sample: Sample | None = None
+    decided: bool = False
+    left: bool = False
 
 
 class Saver:
@@ -37,7 +86,6 @@ class Saver:
         run: PurePath,
         state: State,
         lane: Lane,
-        pool: BlockPool,
         channel: BackgroundChannel,
         clock: Clock,
     ) -> None:
@@ -45,19 +93,46 @@ class Saver:
         self._run = run
         self._state = state
         self._lane = lane
-        self._pool = pool
-        self._keeper: LocalKeeper | None = None
         self._channel = channel
         self._clock = clock
+        self._keeper: Keeper | None = None
+        self._pool: CapturePool | None = None
+        self._block: torch.Tensor | None = None
         self._last: Save | None = None
+        self._warm = False
+        self._prepared: Prepared | None = None
+        self._layouts = 0
+        self._captures = 0
+        self._flights: list[_Flight] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._gates = options.method.base in ("lazy", "checkfreq")
+        self._streams = options.method.base == "lazy"
         self.saves = 0
-        self.stall_s = {"capture": 0.0, "back_pressure": 0.0, "persist": 0.0}
+        self.stall_s = {"capture": 0.0, "gate": 0.0, "back_pressure": 0.0, "persist": 0.0}
         self.last_save_s = clock.monotonic_s()
 
-    def start(self, keeper: LocalKeeper) -> None:
-        """From now on bases go to ``keeper``, that of a new timeline."""
+    def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
+        """From now on bases go to ``keeper``, through the memory of ``pool``."""
         self._keeper = keeper
+        if pool is not self._pool:
+            self._pool = pool
+            self._prepared = None  # the keeper of this pool knows no layout yet
+            self._warm = False
+            self._block = None
+            if pool is not None:
+                self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
         self._last = None
+
+    def warm(self) -> None:
+        """Once, behind the first step, when the optimizer's state is there: takes the memory
+        for two captures, so that the first of them does not have to."""
+        if self._warm or self._pool is None:
+            return
+        self._warm = True
+        pool = self._pool
+        size_bytes = sum(entry.size_bytes for entry in self._state.survey().shape.entries)
+        self._lane.run(lambda: pool.warm(2 * size_bytes))
 
     def take(self, identity: ShardIdentity, *, show: bool) -> Save:
         """Takes a base of the state as it is now; the same step's base if there is one.
@@ -76,17 +151,10 @@ class Saver:
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
         try:
-            plan = plan_base(self._state.image(lsn=identity.lsn), identity)
-            check_disk_budget(self._options, self._run, plan.size_bytes)
-            self._last = save
-            if self._options.method.base == "sync":
-                self._persist_now(plan, save, show=show)
-            else:
-                self._capture(plan, save)
+            self._take(identity, save, show=show)
         except EverstepError as error:
-            for future in (save.staged, save.durable):
-                if not future.done():
-                    future.set_exception(error)
+            failed(save.staged, error)
+            failed(save.durable, error)
             self._channel.post(error)
         except BaseException:
             save.staged.cancel()
@@ -96,50 +164,227 @@ class Saver:
         self._channel.check()
         return save
 
-    def _persist_now(self, plan: BasePlan, save: Save, *, show: bool) -> None:
+    def gate(self, optimizer: str | None) -> None:
+        """Holds an update back until what it is going to change has been copied (I1).
+
+        Args:
+            optimizer: key of the optimizer that updates; None: anything may be updated.
+        """
+        if not self._flights or os.getpid() != self._pid:  # nobody copies in a forked child
+            return
+        start_s = self._clock.monotonic_s()
+        timeout_s = self._options.progress_timeout_s
+        for flight in list(self._flights):
+            end = flight.prepared.size_bytes
+            if optimizer is not None:
+                end = flight.prepared.ends.get(optimizer, 0)
+            assert flight.transfer is not None
+            if not flight.transfer.gate(end, timeout_s):
+                # Training goes on; the copy that it overtakes is worth nothing.
+                late = f"copying the state took longer than {timeout_s:g} s"
+                self._lose(flight, DeadlineError(late, step=flight.capture.step))
+        self.stall_s["gate"] += self._clock.monotonic_s() - start_s
+
+    def finish_captures(self) -> None:
+        """Waits until no copy is under way.
+
+        Raises:
+            DeadlineError: one hangs.
+        """
+        if not self._gates:
+            return
+        self.gate(None)
+        timeout_s = self._options.progress_timeout_s
+        try:
+            self._lane.run(lambda: None).result(timeout_s)
+        except FutureTimeout as error:
+            raise DeadlineError(f"copying the state has hung for {timeout_s:g} s") from error
+
+    def _take(self, identity: ShardIdentity, save: Save, *, show: bool) -> None:
+        start_s = self._clock.monotonic_s()
+        survey = self._state.survey()
+        prepared = self._prepare(survey, identity)
+        plan = prepared.plan(identity)
+        check_disk_budget(self._options, self._run, plan.size_bytes)
+        self._last = save
+        if self._options.method.base == "sync":
+            self._persist_now(plan, survey, save, show=show)
+            return
+        self.stall_s["capture"] += self._clock.monotonic_s() - start_s
+        self._capture(prepared, plan, survey, save)
+
+    def _prepare(self, survey: Survey, identity: ShardIdentity) -> Prepared:
+        if self._prepared is None or self._prepared.shape is not survey.shape:
+            self._layouts += 1
+            self._prepared = prepare(survey, identity, number=self._layouts, gates=self._gates)
+        return self._prepared
+
+    def _persist_now(self, plan: BasePlan, survey: Survey, save: Save, *, show: bool) -> None:
         start_s = self._clock.monotonic_s()
         try:
-            assert self._keeper is not None
-            self._keeper.persist(plan, self._bodies(plan), save, show=show)
+            keeper = self._keeper
+            assert isinstance(keeper, LocalKeeper)
+            objects = survey.objects()
+            last = len(plan.shards) - 1
+            bodies = [
+                LiveBody(
+                    shard.layout, survey.tensors, objects if number == last else {}, self._lane
+                )
+                for number, shard in enumerate(plan.shards)
+            ]
+            keeper.persist(plan, bodies, save, show=show)
             save.staged.set_result(None)
         finally:
             self.stall_s["persist"] += self._clock.monotonic_s() - start_s
 
-    def _capture(self, plan: BasePlan, save: Save) -> None:
-        """Copies the state into host memory and hands it to the keeper."""
-        sizes = [-(-shard.body_bytes // PAGE_BYTES) * PAGE_BYTES for shard in plan.shards]
-        start_s = self._clock.monotonic_s()
-        try:
-            block = self._pool.acquire(
-                max(PAGE_BYTES, sum(sizes)), timeout_s=self._options.progress_timeout_s
-            )
-        finally:
-            self.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
-        start_s = self._clock.monotonic_s()
-        try:
-            staged, position = [], 0
-            for shard, body, size in zip(plan.shards, self._bodies(plan), sizes, strict=True):
-                part = block.tensor[position : position + size]
-                staged.append(stage(body, shard.body_bytes, part))
-                position += size
-        except BaseException:
-            self._pool.release(block)
-            raise
-        finally:
-            self.stall_s["capture"] += self._clock.monotonic_s() - start_s
-        save.staged.set_result(None)
-        # The plan keeps the descriptions; the live tensors are no longer needed.
-        captured = BasePlan(plan.identity, plan.shards, {})
-        pool = self._pool
-        assert self._keeper is not None
-        self._keeper.submit(captured, staged, save, lambda: pool.release(block))
-
-    def _bodies(self, plan: BasePlan) -> list[Body]:
+    def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
+        """Begins to copy the state into the arena; what may change at once, is copied now."""
+        keeper, pool = self._keeper, self._pool
+        assert keeper is not None
+        assert pool is not None
+        assert self._block is not None
         timeout_s = self._options.progress_timeout_s
-        return [
-            LiveBody(shard.placed, plan.tensors, self._lane, timeout_s=timeout_s)
-            for shard in plan.shards
-        ]
+        start_s = self._clock.monotonic_s()
+        if self._options.method.base == "checkfreq":
+            keeper.wait(None, show=False)  # one at a time: its second phase must be over
+        room = pool.acquire(prepared.size_bytes, timeout_s=timeout_s)
+        begun_s = self._clock.monotonic_s()
+        self.stall_s["back_pressure"] += begun_s - start_s
+        arena, word = pool.arena, room.word
+        self._captures += 1
+        capture = Capture(
+            number=self._captures,
+            plan=plan,
+            layout=prepared.number,
+            save=save,
+            offset=room.offset,
+            word=word,
+            stream=self._streams,
+            incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
+            on_end=lambda ended: self._let_go(ended, room, keeper, pool),
+        )
+        block = self._block[room.offset : room.offset + room.size_bytes]
+        flight = _Flight(capture, keeper, pool, prepared, room, survey)
+        try:
+            keeper.begin(capture)
+            failpoint("capture.before_mark")
+            self._lane.mark(prepared.marked_batches(survey.tensors), block)
+            gated = prepared.gated_batches(survey.tensors)
+            if gated:
+                flight.check = prepared.spot_check(survey.tensors)
+                flight.sample = flight.check.take()
+            flight.transfer = self._lane.submit(
+                gated, block, lambda end: arena.set_progress(word, end)
+            )
+            self._flights.append(flight)
+            if self._gates:
+                self._lane.run(lambda: self._finish(flight, block))
+            else:  # everything was copied at the mark
+                self._finish(flight, block)
+        except BaseException as error:
+            if not capture.begun:
+                pool.release(room)
+                raise
+            self._lose(flight, error)
+            # Behind copies that were begun: until then they write into its memory.
+            self._lane.run(lambda: self._leave(flight))
+            if not isinstance(error, Exception):
+                raise
+        self.stall_s["capture"] += self._clock.monotonic_s() - begun_s
+
+    def _finish(self, flight: _Flight, block: torch.Tensor) -> None:
+        """Behind the copies, in the lane's thread: the objects, and the word that all is there."""
+        capture = flight.capture
+        mine = told = False
+        try:
+            assert flight.transfer is not None
+            if not flight.transfer.wait(self._options.progress_timeout_s):
+                raise DeadlineError("copying the state hangs", step=capture.step)
+            failpoint("capture.before_captured")
+            objects = flight.survey.objects()
+            if flight.check is not None and flight.sample is not None:
+                torn = flight.check.differing(flight.sample, block)
+                if torn is not None:
+                    raise _changed(torn, capture.step)
+            mine = self._decide(flight)
+            if not mine:
+                return  # lost at the gate meanwhile
+            flight.keeper.captured(capture, objects)
+            told = True
+            flight.pool.drop_kept()  # this one is newer, and survives as they did
+            failpoint("capture.after_captured")
+            done(capture.save.staged, None)
+        except BaseException as error:
+            flight.decided = flight.decided and (told or not mine)
+            self._lose(flight, error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._leave(flight)
+
+    def _lose(self, flight: _Flight, error: BaseException) -> None:
+        """A capture that failed, or that the user has interrupted: nothing of it may become
+        durable, unless the keeper has been told that it is whole."""
+        if not self._decide(flight):
+            return
+        save = flight.capture.save
+        if isinstance(error, Exception):
+            ours = _as_ours(error, save)
+            flight.keeper.abandon(flight.capture, ours)
+            failed(save.staged, ours)
+            failed(save.durable, ours)
+        else:
+            flight.keeper.abandon(flight.capture, None)
+            save.staged.cancel()
+            save.durable.cancel()
+        self._retire(flight)
+
+    def _decide(self, flight: _Flight) -> bool:
+        """Whether the caller is the first to say what becomes of a capture."""
+        with self._lock:
+            first, flight.decided = not flight.decided, True
+        return first
+
+    def _retire(self, flight: _Flight) -> None:
+        with contextlib.suppress(ValueError):
+            self._flights.remove(flight)
+
+    def _leave(self, flight: _Flight) -> None:
+        """Nothing writes into the memory of a capture any more."""
+        with self._lock:
+            first, flight.left = not flight.left, True
+        if first:
+            self._retire(flight)
+            self._let_go(flight.capture, flight.room, flight.keeper, flight.pool)
+
+    def _let_go(self, capture: Capture, room: Room, keeper: Keeper, pool: CapturePool) -> None:
+        """Called twice for each capture: nothing writes into its memory any more, and nothing
+        reads it any more."""
+        with self._lock:
+            capture.users -= 1
+            if capture.users:
+                return
+        if isinstance(keeper, RemoteKeeper) and capture.durable:
+            pool.keep(room, lambda: keeper.forget(capture))
+        else:
+            pool.release(room)
+
+
+def _changed(name: str, step: int) -> AuditError:
+    return AuditError(
+        f"{name!r} was changed while it was being copied, and not by an optimizer's step()",
+        step=step,
+        hint="call ckpt.before_update() before such changes and ckpt.after_update() after them "
+        '(averaged weights swapped in for an evaluation, CUDA graphs), or use method="async"',
+    )
+
+
+def _as_ours(error: BaseException, save: Save) -> EverstepError:
+    if isinstance(error, EverstepError):
+        return error
+    ours = EverstepError(f"internal error while the state was copied: {error!r}", step=save.step)
+    ours.__cause__ = error
+    return ours
 
 
 def _failed(save: Save) -> bool:

@@ -17,11 +17,14 @@ class Stats:
         lag_steps: steps that a crash now would lose; None while nothing is durable.
         saves, committed, failed: bases asked for, durable, failed.
         stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
-            the state), ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync``
-            only: writing).
+            the state, or beginning to), ``"gate"`` (an update waited for a copy),
+            ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync`` only:
+            writing).
         written_bytes: bytes made durable.
         persist_s: seconds spent in making bases durable, in whichever thread.
-        host_bytes: host memory that holds captured state.
+        host_bytes: host memory that was taken for captured state.
+        keeper_cpu_s: processor time of the keeper process.
+        keeper_restarts: keeper processes that were lost and replaced.
     """
 
     step: int
@@ -34,3 +37,5 @@ class Stats:
     written_bytes: int
     persist_s: float
     host_bytes: int
+    keeper_cpu_s: float = 0.0
+    keeper_restarts: int = 0

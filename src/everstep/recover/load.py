@@ -9,128 +9,28 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from everstep.capture.base import overlaps
 from everstep.errors import DamageError, FormatError, MismatchError, RecoveryError
 from everstep.format.digests import digest
-from everstep.format.header import ShardHeader
-from everstep.format.reader import read_body, read_header
-from everstep.format.records import FileRecord, Marker
+from everstep.format.reader import read_body
+from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
-from everstep.recover.scan import BaseFound
-from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.recover.opened import OpenBase
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
-from everstep.state.entries import Entry, byte_view, empty_like_entry
+from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, State
-from everstep.state.layout import Placed
+from everstep.state.layout import Placed, overlaps
 from everstep.state.objects import decode
 from everstep.state.providers import RestorePlan
+from everstep.state.tensors import byte_view, empty_like_entry
 from everstep.state.tree import join, references
 
-__all__ = ["LoadedBase", "OpenBase", "load_base"]
-
-
-@dataclass(slots=True)
-class OpenBase:
-    """One rank's shards of a base, opened, headers verified."""
-
-    marker: Marker
-    shards: list[tuple[ReadFile, FileRecord, ShardHeader, PurePath]] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, filesystem: FileSystem, base: BaseFound, rank: int) -> OpenBase:
-        """Opens a base that has a manifest, or whose markers yield one.
-
-        Raises:
-            DamageError, FormatError: for what the headers say.
-            OSError: for a file that is missing or cannot be read.
-        """
-        assert base.manifest is not None
-        opened = cls(base.manifest.markers[rank])
-        try:
-            for record in opened.marker.files:
-                path = base.path / record.name
-                file = filesystem.open(path, direct=True)
-                opened.shards.append((file, record, None, path))  # type: ignore[arg-type]
-                header = read_header(file, record, path)
-                opened.shards[-1] = (file, record, header, path)
-                _check_identity(header, opened.marker, path)
-        except BaseException:
-            opened.close()
-            raise
-        return opened
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(record.length for _, record, _, _ in self.shards)
-
-    def placed(self) -> list[Placed]:
-        """All entries of all shards."""
-        return [place for _, _, header, _ in self.shards for place in header.placed]
-
-    def entries(self) -> dict[str, Entry]:
-        """Entries by every name, aliases included."""
-        found: dict[str, Entry] = {}
-        for _, _, header, path in self.shards:
-            for place in header.placed:
-                if place.entry.name in found:
-                    raise FormatError(f"{path}: {place.entry.name!r} is in two shards", path=path)
-                found[place.entry.name] = place.entry
-        for _, _, header, _ in self.shards:
-            found.update({other: found[name] for other, name in header.aliases.items()})
-        return found
-
-    def objects(self) -> dict[str, Any]:
-        """The decoded object trees by section, each verified against its digest.
-
-        Raises:
-            DamageError: naming the entry.
-            FormatError: for bytes that are no objects.
-        """
-        trees: dict[str, Any] = {}
-        for file, _, header, path in self.shards:
-            for place, expected in zip(header.placed, header.digests, strict=True):
-                name = place.entry.name
-                if not name.startswith(OBJECT_PREFIX):
-                    continue
-                if place.end - place.begin > OBJECT_BYTES_MAX:
-                    raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
-                data = bytearray(place.end - place.begin)
-                got = file.read_into(memoryview(data), header.room_bytes + place.begin)
-                if got != len(data) or digest(memoryview(data)) != expected:
-                    raise DamageError(
-                        f"{path}: entry {name!r} is damaged: its digest does not match",
-                        entry=name,
-                        path=path,
-                        step=header.identity.step,
-                        rank=header.identity.rank,
-                    )
-                trees[name.removeprefix(OBJECT_PREFIX)] = decode(bytes(data))
-        return trees
-
-    def contents(self) -> tuple[dict[str, Any], dict[str, Entry]]:
-        """Object trees by section, and entries by every name, which fit each other.
-
-        Raises:
-            DamageError, FormatError: they do not, or cannot be read.
-        """
-        trees, entries = self.objects(), self.entries()
-        for tree in trees.values():
-            missing = [name for name in references(tree) if name not in entries]
-            if missing:
-                raise FormatError(f"entry {missing[0]!r} is referred to but not there")
-        _refuse_unused(self, trees, entries)
-        return trees, entries
-
-    def close(self) -> None:
-        for file, _, _, _ in self.shards:
-            file.close()
+__all__ = ["LoadedBase", "contents", "load_base"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +47,21 @@ class LoadedBase:
     entries: int
     mismatches: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+
+
+def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Object trees by section, and entries by every name, which fit each other.
+
+    Raises:
+        DamageError, FormatError: they do not, or cannot be read.
+    """
+    trees, entries = _objects(opened), opened.entries()
+    for tree in trees.values():
+        missing = [name for name in references(tree) if name not in entries]
+        if missing:
+            raise FormatError(f"entry {missing[0]!r} is referred to but not there")
+    _refuse_unused(opened, trees, entries)
+    return trees, entries
 
 
 def load_base(
@@ -169,7 +84,7 @@ def load_base(
         MismatchError: listing every difference; nothing has been touched.
         DamageError: naming file and entry; live state may be partly overwritten.
     """
-    trees, entries = opened.contents()
+    trees, entries = contents(opened)
     plans = state.plan_restore(trees, entries)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
     if mismatches and strict:
@@ -213,20 +128,33 @@ def load_base(
     )
 
 
-def _check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None:
-    mine = header.identity
-    theirs = (marker.run, marker.timeline, marker.step, marker.lsn, marker.rank, marker.world)
-    if (mine.run, mine.timeline, mine.step, mine.lsn, mine.rank, mine.world) != theirs:
-        raise DamageError(f"{path}: it is a shard of another base than its marker says", path=path)
-    for place in header.placed:
-        entry = place.entry
-        whole = entry.placement == "whole" and entry.global_shape == entry.shape
-        if not whole or any(entry.global_offset) or entry.lsn != marker.lsn:
-            raise FormatError(
-                f"{path}: entry {entry.name!r} is sharded, or of another update than the base: "
-                "this version reads whole entries of one update only",
-                path=path,
-            )
+def _objects(opened: OpenBase) -> dict[str, Any]:
+    """The decoded object trees by section, each verified against its digest.
+
+    Raises:
+        DamageError: naming the entry.
+        FormatError: for bytes that are no objects.
+    """
+    trees: dict[str, Any] = {}
+    for file, _, header, path in opened.shards:
+        for place, expected in zip(header.placed, header.digests, strict=True):
+            name = place.entry.name
+            if not name.startswith(OBJECT_PREFIX):
+                continue
+            if place.end - place.begin > OBJECT_BYTES_MAX:
+                raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
+            data = bytearray(place.end - place.begin)
+            got = file.read_into(memoryview(data), header.room_bytes + place.begin)
+            if got != len(data) or digest(memoryview(data)) != expected:
+                raise DamageError(
+                    f"{path}: entry {name!r} is damaged: its digest does not match",
+                    entry=name,
+                    path=path,
+                    step=header.identity.step,
+                    rank=header.identity.rank,
+                )
+            trees[name.removeprefix(OBJECT_PREFIX)] = decode(bytes(data))
+    return trees
 
 
 def _targets(

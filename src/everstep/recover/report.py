@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.recover.decide import Skipped
+from everstep.recover.resume import Resumed
 
-__all__ = ["Recovery"]
+__all__ = ["Recovery", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class Recovery:
         exact: whether the state is bit for bit that of an uninterrupted run (I9); inherited
             from the base and all that it descends from.
         evidence: what that rests on, in words.
-        source: ``"disk"``, or ``"fresh"`` when there was nothing to restore.
+        source: ``"memory"`` (of the keeper), ``"disk"``, or ``"fresh"`` when there was nothing
+            to restore.
         base_step: step of the base that was read.
         replayed: steps replayed from a log; 0 without one.
         seconds: how long it took.
@@ -41,3 +43,25 @@ class Recovery:
     skipped: tuple[Skipped, ...] = ()
     mismatched: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def describe(resumed: Resumed, seconds: float) -> Recovery:
+    """What the user is told of a resume."""
+    base, loaded = resumed.base, resumed.loaded
+    evidence = "nothing to restore"
+    if loaded is not None:
+        evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
+    return Recovery(
+        step=0 if base is None else base.step,
+        exact=resumed.exact,
+        evidence=evidence,
+        source=resumed.source,
+        base_step=None if base is None else base.step,
+        replayed=0,
+        seconds=seconds,
+        size_bytes=0 if loaded is None else loaded.size_bytes,
+        timeline=resumed.timeline,
+        skipped=resumed.skipped,
+        mismatched=() if loaded is None else loaded.mismatches,
+        notes=resumed.problems + (() if loaded is None else loaded.notes),
+    )

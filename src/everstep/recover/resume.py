@@ -17,15 +17,23 @@ from everstep.errors import (
     RecoveryError,
     StorageError,
 )
-from everstep.format.names import MANIFEST, TIMELINE_RECORD, parse_timeline, timeline_dir
-from everstep.format.records import TimelineRecord
+from everstep.format.names import (
+    MANIFEST,
+    TIMELINE_RECORD,
+    base_dir,
+    parse_timeline,
+    timeline_dir,
+)
+from everstep.format.records import Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.decide import Skipped, candidates
-from everstep.recover.load import LoadedBase, OpenBase, load_base
+from everstep.recover.held import HeldBase
+from everstep.recover.load import LoadedBase, load_base
+from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.machine import fingerprint
+from everstep.seams.fingerprint import fingerprint
 from everstep.seams.progress import progress
 from everstep.state.image import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
@@ -46,12 +54,14 @@ class Resumed:
     Attributes:
         base: the base that was restored; None on a fresh start.
         loaded: what was restored from it.
+        source: ``"memory"``, ``"disk"``, or ``"fresh"``.
         exact: by lineage, and nothing left out now.
     """
 
     timeline: int
     base: BaseId | None
     loaded: LoadedBase | None
+    source: str
     exact: bool
     skipped: tuple[Skipped, ...]
     problems: tuple[str, ...]
@@ -62,6 +72,7 @@ def resume(
     run: PurePath,
     state: State,
     ring: ChunkRing,
+    held: HeldBase | None = None,
     *,
     step: int | None,
     strict: bool,
@@ -71,6 +82,7 @@ def resume(
     """Restores the newest base whose bytes all verify, and opens a new timeline.
 
     Args:
+        held: a base in a keeper's memory; read from there if it is the one to restore.
         step: restore the base of this step; 0 with no such base: start afresh.
         on_touch: called before live state is overwritten.
 
@@ -81,15 +93,12 @@ def resume(
     with storage_errors("resume", run):
         opened: set[int] = set()
         for _ in range(_ATTEMPTS):
-            inventory = _inventory(seams, run, opened)
+            inventory = _inventory(seams, run, opened, held)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             try:
+                loader = _Loader(seams, state, ring, held, strict, timeout_s, on_touch)
                 found, loaded, skipped = (
-                    (None, None, ())
-                    if fresh
-                    else _restore_newest(
-                        seams, inventory, state, ring, step, strict, timeout_s, on_touch
-                    )
+                    (None, None, ()) if fresh else _restore_newest(inventory, loader, step)
                 )
             except _VanishedError:
                 continue
@@ -101,10 +110,11 @@ def resume(
                 seams, run, inventory, parent=found.id if found else None, exact=exact
             )
             opened.add(timeline)
-            if fresh or _unchanged(seams, inventory, found, step, opened):
+            if fresh or _unchanged(seams, inventory, found, step, opened, held):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 base = found.id if found else None
-                return Resumed(timeline, base, loaded, exact, skipped, problems)
+                source = "fresh" if loaded is None else loader.source
+                return Resumed(timeline, base, loaded, source, exact, skipped, problems)
         raise RecoveryError(
             "another process keeps deleting the bases that this one chooses",
             path=run,
@@ -151,21 +161,77 @@ def open_timeline(
         number += 1  # somebody else resumed at the same moment: the later one wins
 
 
+@dataclass(slots=True)
+class _Loader:
+    """Restores a base into the live state, from memory if it is there.
+
+    Attributes:
+        source: where the last one came from.
+    """
+
+    seams: Seams
+    state: State
+    ring: ChunkRing
+    held: HeldBase | None
+    strict: bool
+    timeout_s: float
+    on_touch: Callable[[], None]
+    source: str = "disk"
+
+    def load(self, inventory: Inventory, base: BaseFound) -> LoadedBase:
+        """Restores ``base``.
+
+        Raises:
+            DamageError, FormatError, MismatchError, RecoveryError, OSError
+        """
+        assert base.manifest is not None
+        marker = base.manifest.markers[0]
+        if marker.run != inventory.run:
+            raise FormatError(f"{base.path} belongs to another run", path=base.path)
+        if marker.world != 1:
+            raise RecoveryError(
+                f"it was saved by {marker.world} ranks, this job has one",
+                step=marker.step,
+                path=base.path,
+                hint="resharding is not in this version",
+            )
+        held = self.held
+        if held is not None and held.marker == marker:
+            self.source = "memory"
+            try:
+                return self._load(base, held.open())
+            except (DamageError, FormatError):
+                if not held.durable:
+                    raise
+        self.source = "disk"
+        return self._load(base, OpenBase.open(self.seams.filesystem, base, rank=0))
+
+    def _load(self, base: BaseFound, opened: OpenBase) -> LoadedBase:
+        try:
+            label = f"resume from step {base.id.step} ({self.source})"
+            with progress(label, opened.size_bytes) as bar:
+                return load_base(
+                    opened,
+                    self.state,
+                    self.ring,
+                    strict=self.strict,
+                    timeout_s=self.timeout_s,
+                    progress=bar,
+                    on_touch=self.on_touch,
+                )
+        finally:
+            opened.close()
+
+
 def _restore_newest(
-    seams: Seams,
-    inventory: Inventory,
-    state: State,
-    ring: ChunkRing,
-    step: int | None,
-    strict: bool,
-    timeout_s: float,
-    on_touch: Callable[[], None],
+    inventory: Inventory, loader: _Loader, step: int | None
 ) -> tuple[BaseFound | None, LoadedBase | None, tuple[Skipped, ...]]:
+    filesystem = loader.seams.filesystem
     chosen = candidates(inventory, step=step)
     skipped = list(chosen.skipped)
     for base in chosen.ordered:
         try:
-            loaded = _restore(seams, inventory, base, state, ring, strict, timeout_s, on_touch)
+            loaded = loader.load(inventory, base)
         except NewerFormatError:
             raise
         except (DamageError, FormatError) as error:
@@ -173,7 +239,7 @@ def _restore_newest(
             continue
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
-            if gone and not _still_there(seams, inventory.path, base.id):
+            if gone and not _still_there(loader.seams, inventory.path, base.id):
                 raise _VanishedError from error
             reason = f"{error.filename or base.path}: {error.strerror or error}"
             skipped.append(Skipped(base.id.timeline, base.id.step, reason))
@@ -181,7 +247,7 @@ def _restore_newest(
         if base.status == "complete":  # its process died between the last marker and the manifest
             assert base.manifest is not None
             with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
-                write_durably(seams.filesystem, base.path / MANIFEST, base.manifest.encode())
+                write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
         return base, loaded, tuple(skipped)
     if chosen.ordered or chosen.damaged:
         reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
@@ -193,46 +259,17 @@ def _restore_newest(
     return None, None, tuple(skipped)
 
 
-def _restore(
-    seams: Seams,
-    inventory: Inventory,
-    base: BaseFound,
-    state: State,
-    ring: ChunkRing,
-    strict: bool,
-    timeout_s: float,
-    on_touch: Callable[[], None],
-) -> LoadedBase:
-    assert base.manifest is not None
-    marker = base.manifest.markers[0]
-    if marker.run != inventory.run:
-        raise FormatError(f"{base.path} belongs to another run", path=base.path)
-    if marker.world != 1:
-        raise RecoveryError(
-            f"it was saved by {marker.world} ranks, this job has one",
-            step=marker.step,
-            path=base.path,
-            hint="resharding is not in this version",
-        )
-    opened = OpenBase.open(seams.filesystem, base, rank=0)
-    try:
-        with progress(f"resume from step {base.id.step}", opened.size_bytes) as bar:
-            return load_base(
-                opened,
-                state,
-                ring,
-                strict=strict,
-                timeout_s=timeout_s,
-                progress=bar,
-                on_touch=on_touch,
-            )
-    finally:
-        opened.close()
-
-
-def _inventory(seams: Seams, run: PurePath, opened: Collection[int]) -> Inventory:
-    """What there is; timelines that this very resume has ``opened`` are no history."""
+def _inventory(
+    seams: Seams, run: PurePath, opened: Collection[int], held: HeldBase | None
+) -> Inventory:
+    """What there is, on disk and in memory; timelines that this very resume has ``opened`` are
+    no history."""
     inventory = scan_run(seams.filesystem, run)
+    if held is not None and not held.durable and held.id.timeline in inventory.timelines:
+        directory = base_dir(run, held.id.timeline, held.id.step)
+        manifest = Manifest((held.marker,))
+        inventory.bases = [base for base in inventory.bases if base.id != held.id]
+        inventory.bases.append(BaseFound(held.id, directory, "committed", manifest, None, ()))
     for number in opened:
         if inventory.timelines.pop(number, None) is not None:
             inventory.abandoned.append(number)
@@ -245,10 +282,11 @@ def _unchanged(
     found: BaseFound | None,
     step: int | None,
     opened: Collection[int],
+    held: HeldBase | None,
 ) -> bool:
     """Whether, now that nobody else can commit or delete, the choice is still the right one:
     the base was not condemned before its deleter was fenced off, and none is newer."""
-    now = _inventory(seams, before.path, opened)
+    now = _inventory(seams, before.path, opened, held)
     there = {base.id for base in now.bases if base.status in ("committed", "complete")}
     if found is not None and found.id not in there:
         return False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.writer import ChunkRing
-from everstep.recover.load import OpenBase
+from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
@@ -48,8 +49,14 @@ def verify_base(
     *,
     timeout_s: float,
     progress: ProgressSink,
+    contents: Callable[[OpenBase], object] = lambda opened: None,
 ) -> Verdict:
-    """Reads every byte of a base that has a manifest (or whose markers yield one)."""
+    """Reads every byte of a base that has a manifest (or whose markers yield one).
+
+    Args:
+        contents: looks at what the bytes mean, too (:func:`everstep.recover.load.contents`,
+            which needs torch); raises what :class:`OpenBase` raises.
+    """
     assert base.manifest is not None
     damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
     entries = size_bytes = 0
@@ -92,7 +99,7 @@ def verify_base(
                 for damage in found:
                     note(str(path), damage)
             if not damages:
-                opened.contents()
+                contents(opened)
         except (DamageError, FormatError, OSError) as error:
             note(str(base.path), error)
         finally:

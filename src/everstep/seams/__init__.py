@@ -3,6 +3,10 @@
 ``filesystem``  the contract for files and directories
 ``posix``       that contract on a real Linux file system
 ``clock``       time, real and manual
+``memory``      memory that processes share
+``sockets``, ``locks``, ``processes``, ``runtime``   what a keeper is started and found with
+``machine``, ``fingerprint``   what this machine has; what bits can depend on
+``threads``     threads for I/O
 ``failpoints``  named places at which tests and the demo kill the process
 ``progress``    progress bars on a terminal, plain lines elsewhere
 
@@ -11,7 +15,9 @@ sources for it, another watches a save at run time. That is what makes crashes
 enumerable: replace the seam, and every operation can fail, tear or be lost.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep.seams.clock import Clock, ManualClock, SystemClock
 from everstep.seams.failpoints import failpoint
@@ -34,7 +40,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Seams:
-    """The world as one object: what a test replaces when it wants another world."""
+    """The world as one object: what a test replaces when it wants another world.
+
+    Attributes:
+        lane: makes what copies captured state (a ``capture.lane.Lane``, which this package
+            cannot name); None: the engine's own.
+    """
 
     filesystem: FileSystem = field(default_factory=PosixFileSystem)
     clock: Clock = field(default_factory=SystemClock)
+    lane: Callable[[], Any] | None = None

@@ -24,6 +24,12 @@ FAILPOINTS: dict[str, str] = {
     "save.after_manifest": "the base is committed, retention has not run",
     "retain.after_condemn": "retention has condemned a base but deleted no data file",
     "retain.before_unlink": "retention is about to delete (or park) a data file",
+    "capture.before_mark": "trainer: the keeper knows of a capture, nothing is copied",
+    "capture.before_captured": "trainer: all tensors are in the arena, the keeper is not told",
+    "capture.after_captured": "trainer: the keeper has been told that a capture is whole",
+    "keeper.after_begin": "keeper: it knows of a capture, and has not begun to write",
+    "keeper.before_persist": "keeper: it is about to write a capture",
+    "keeper.after_captured": "keeper: a capture is whole, and it has not taken note",
     "resume.before_timeline": "the state is loaded, the new timeline is not open",
 }
 """Every failpoint and what is true there; a test visits each of them."""

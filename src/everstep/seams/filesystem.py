@@ -59,6 +59,15 @@ class WriteFile(Protocol):
         """Writes all of ``data`` at ``offset``. Safe from several threads at once."""
         ...
 
+    def reserve(self, size_bytes: int) -> None:
+        """Takes room for so many bytes now, where the file system can: writing is then faster,
+        and a full disk is noticed before. The file may be longer afterwards.
+
+        Raises:
+            OSError: ENOSPC or EDQUOT: there is no such room.
+        """
+        ...
+
     def truncate(self, size_bytes: int) -> None: ...
 
     def sync(self) -> None:

@@ -14,6 +14,7 @@ import signal
 import stat
 from pathlib import PurePath
 
+from everstep.seams.allocate import allocate
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, DirEntry, ReadFile, WriteFile
 
 try:
@@ -78,6 +79,12 @@ class _PosixWriteFile:
         if written == 0:
             raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
         return written
+
+    def reserve(self, size_bytes: int) -> None:
+        # Not os.posix_fallocate, which writes zeros where the file system cannot.
+        error = allocate(self._fds.plain, size_bytes)
+        if error in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(error, os.strerror(error))
 
     def truncate(self, size_bytes: int) -> None:
         os.ftruncate(self._fds.plain, size_bytes)

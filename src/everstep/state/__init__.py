@@ -3,5 +3,7 @@
 ``providers``, ``optimizers``, ``rng``  one provider per value of the state dict
 ``tree``, ``objects``                   nested state taken apart; plain objects as bytes
 ``entries``, ``layout``                 named typed byte ranges and where they lie in a file
-``image``                               all of it at one moment
+``survey``, ``proofs``, ``owners``        all of it at one moment, found without walking through
+                                        what has not changed; who answers for each entry
+``image``                               the user's state dict as a whole
 """

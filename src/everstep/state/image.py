@@ -1,9 +1,8 @@
-"""The whole state at one moment: entries, live tensors and encoded objects."""
+"""The user's state dict as a whole: surveyed at each save, and restored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -11,55 +10,36 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
-from everstep.state.entries import Entry, stored_form, why_not_storable
-from everstep.state.objects import encode, unsupported_leaves
+from everstep.state.entries import Entry
 from everstep.state.optimizers import OptimizerProvider
+from everstep.state.owners import Told
 from everstep.state.providers import (
     ModuleProvider,
+    ParameterNames,
     PlainProvider,
     Provider,
     RestorePlan,
     Saved,
     Stateful,
     StatefulProvider,
-    named_parameters,
+    Unproven,
 )
 from everstep.state.rng import collect_rng, restore_rng
+from everstep.state.survey import (
+    OBJECT_BYTES_MAX,
+    OBJECT_PREFIX,
+    RESERVED,
+    Assembler,
+    Part,
+    Survey,
+    is_reserved,
+    unsupported,
+)
 from everstep.state.tree import references, split
 
-__all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State", "StateImage"]
-
-RESERVED = "everstep"
-OBJECT_PREFIX = f"{RESERVED}/objects/"
-"""Entries under this prefix hold a section's objects, encoded (see :mod:`.objects`)."""
-
-OBJECT_BYTES_MAX = 1 << 30
-"""A section's objects, encoded; what is larger belongs into tensors."""
+__all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State"]
 
 RNG_SECTION = f"{RESERVED}/rng"
-
-
-@dataclass(frozen=True, slots=True)
-class StateImage:
-    """The state at one moment, seen through references to live tensors.
-
-    Attributes:
-        tensors: live tensors by entry name, in canonical order; one per distinct memory.
-        entries: their descriptions, in the same order.
-        aliases: ``other name -> entry name`` for tensors that share all of their memory.
-        objects: encoded object trees by entry name.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    entries: tuple[Entry, ...]
-    aliases: Mapping[str, str]
-    objects: Mapping[str, bytes]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of tensors and objects."""
-        tensors = sum(entry.size_bytes for entry in self.entries)
-        return tensors + sum(len(data) for data in self.objects.values())
 
 
 class State:
@@ -67,13 +47,23 @@ class State:
 
     Args:
         values: the state dict; kept by reference, plain data is read from it at each save.
+        declared: patterns on names of entries that a declared update covers (see
+            :class:`.owners.Told`).
+        static: patterns on names of entries that do not change.
 
     Raises:
-        OptionError: for a state dict that is no dict of named values.
+        OptionError: for a state dict that is no dict of named values, and for patterns that
+            match nothing, or what an optimizer owns.
         UnsupportedStateError: listing every leaf that cannot be stored.
     """
 
-    def __init__(self, values: MutableMapping[str, Any]) -> None:
+    def __init__(
+        self,
+        values: MutableMapping[str, Any],
+        *,
+        declared: Sequence[str] = (),
+        static: Sequence[str] = (),
+    ) -> None:
         if not isinstance(values, MutableMapping):
             raise OptionError(
                 f"the state must be a dict of named values, not {type(values).__name__}",
@@ -86,16 +76,18 @@ class State:
                     f"{name!r} cannot name a part of the state",
                     hint=f'names are non-empty strings without "/", other than "{RESERVED}"',
                 )
-        modules = {key: value for key, value in values.items() if isinstance(value, nn.Module)}
+        told = Told.of(declared, static)
+        modules: dict[str, ModuleProvider] = {}
+        names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
         self.providers: dict[str, Provider] = {}
         for key, value in values.items():
             provider: Provider
             if isinstance(value, nn.Module):
-                provider = ModuleProvider(key, value)
+                provider = modules[key] = ModuleProvider(key, value)
             elif isinstance(value, Optimizer):
                 self.optimizers[key] = value
-                provider = OptimizerProvider(key, value, lambda: named_parameters(modules))
+                provider = OptimizerProvider(key, value, names)
             elif isinstance(value, Stateful) and not isinstance(value, type):
                 provider = StatefulProvider(key, value)
             else:
@@ -108,51 +100,34 @@ class State:
             for key, value in values.items()
             if not isinstance(self.providers[key], PlainProvider)
         }
-        self.image(lsn=0)  # refuses what cannot be stored, now rather than at the first save
+        self._looking_order = [*modules, *(key for key in self.providers if key not in modules)]
+        self._assembler = Assembler(told)
+        # Refuses what cannot be stored now, rather than at the first save.
+        shape = self.survey().shape
+        told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
 
-    def image(self, *, lsn: int) -> StateImage:
-        """The state as it is now.
+    def survey(self) -> Survey:
+        """The state as it is now: live tensors, their descriptions, and copies of objects.
 
-        Args:
-            lsn: number of optimizer updates so far, noted on every entry.
+        To be called by one thread only, the one that trains. What was found is kept until the
+        next survey, and with it the memory of tensors that have been replaced since.
 
         Raises:
             UnsupportedStateError: listing every leaf that cannot be stored.
+            StateError: when the state dict has other keys or objects than at construction, or
+                a pattern of ``declared`` or ``static`` claims what an optimizer owns.
         """
         self._check_unchanged()
-        named: dict[str, torch.Tensor] = {}
-        trees = {
-            section: split(provider.collect(), section, named)
-            for section, provider in self.providers.items()
-        }
-        problems = [(name, why) for name, t in named.items() if (why := why_not_storable(t))]
-        objects: dict[str, bytes] = {}
-        try:
-            for section, tree in trees.items():
-                objects[OBJECT_PREFIX + section] = encode(tree)
-        except UnsupportedStateError:
-            for section, tree in trees.items():  # of all sections, by name
-                problems += unsupported_leaves(tree, section)
-        if problems:
-            raise _unsupported(tuple(problems))
-        tensors: dict[str, torch.Tensor] = {}
-        aliases: dict[str, str] = {}
-        seen: dict[object, str] = {}
-        for name, tensor in named.items():
-            first = seen.setdefault(_identity(name, tensor), name)
-            if first == name:
-                tensors[name] = tensor
-            else:
-                aliases[name] = first
-        entries = tuple(stored_form(name, tensor, lsn) for name, tensor in tensors.items())
-        too_large = tuple(
-            (name.removeprefix(OBJECT_PREFIX), "objects of more than 1 GiB; use torch tensors")
-            for name, data in objects.items()
-            if len(data) > OBJECT_BYTES_MAX
-        )
-        if too_large:
-            raise _unsupported(too_large)
-        return StateImage(tensors, entries, aliases, objects)
+        found: dict[str, Part] = {}
+        leaves: dict[str, tuple[tuple[str, str], ...]] = {}
+        for section in self._looking_order:
+            try:
+                found[section] = self.providers[section].look()
+            except UnsupportedStateError as error:
+                leaves[section] = error.leaves
+        if leaves:  # of all sections
+            raise unsupported([leaf for key in self.providers for leaf in leaves.get(key, ())])
+        return self._assembler.survey({section: found[section] for section in self.providers})
 
     def _check_unchanged(self) -> None:
         """The dict may get new plain values, but no other keys, and no other objects."""
@@ -197,7 +172,7 @@ class State:
         return plans
 
 
-class _RngProvider:
+class _RngProvider(Unproven):
     section = RNG_SECTION
 
     def collect(self) -> Any:
@@ -218,25 +193,3 @@ class _RngProvider:
             ValueError,
         ) as e:
             raise FormatError(f"{RNG_SECTION} holds no state of random generators: {e!r}") from e
-
-
-def _unsupported(leaves: tuple[tuple[str, str], ...]) -> UnsupportedStateError:
-    listed = "\n".join(f"  {name}: {reason}" for name, reason in leaves)
-    return UnsupportedStateError(
-        f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}", leaves=leaves
-    )
-
-
-def _identity(name: str, tensor: torch.Tensor) -> object:
-    """Equal for tensors that are the same memory read the same way."""
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:
-        return name
-    return (
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-        str(tensor.device),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

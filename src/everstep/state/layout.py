@@ -10,12 +10,21 @@ file: offset for offset the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from everstep.state.entries import DTYPE_BYTES, Entry
 
-__all__ = ["HEADER_BYTES_MAX", "Placed", "ShardLayout", "append_objects", "plan_shards"]
+__all__ = [
+    "HEADER_BYTES_MAX",
+    "Placed",
+    "ShardLayout",
+    "append_objects",
+    "at_lsn",
+    "overlaps",
+    "plan_shards",
+]
 
 HEADER_BYTES_MAX = 8 << 20
 """A rank's entries are split over several files long before safetensors' limit of 100 MB."""
@@ -61,15 +70,38 @@ def plan_shards(
 
 
 def append_objects(
-    layout: ShardLayout, objects: Mapping[str, bytes], *, lsn: int = 0
+    layout: ShardLayout, objects_bytes: Mapping[str, int], *, lsn: int = 0
 ) -> ShardLayout:
     """The layout with one ``U8`` entry per object, as of update ``lsn``, after the tensors."""
     placed, position = list(layout.placed), layout.size_bytes
-    for name, data in objects.items():
-        entry = Entry.whole(name, "U8", (len(data),), lsn=lsn)
-        placed.append(Placed(entry, position, position + len(data)))
-        position += len(data)
+    for name, size in objects_bytes.items():
+        entry = Entry.whole(name, "U8", (size,), lsn=lsn)
+        placed.append(Placed(entry, position, position + size))
+        position += size
     return ShardLayout(tuple(placed))
+
+
+def at_lsn(layout: ShardLayout, lsn: int) -> ShardLayout:
+    """The layout with every entry as of update ``lsn``."""
+    return ShardLayout(
+        tuple(replace(place, entry=replace(place.entry, lsn=lsn)) for place in layout.placed)
+    )
+
+
+def overlaps(
+    placed: Sequence[Placed], ends: Sequence[int], begin: int, size: int
+) -> Iterator[tuple[Placed, int, int]]:
+    """Entries that have bytes in ``[begin, begin + size)``, each with the range of those bytes.
+
+    Args:
+        placed: entries that are not empty, in file order; ``ends`` are their ends.
+    """
+    end = begin + size
+    for index in range(bisect.bisect_right(ends, begin), len(placed)):
+        place = placed[index]
+        if place.begin >= end:
+            return
+        yield place, max(begin, place.begin), min(end, place.end)
 
 
 def _lay_out(entries: Sequence[Entry]) -> ShardLayout:

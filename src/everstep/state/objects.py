@@ -55,9 +55,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -65,8 +64,18 @@ import numpy as np
 import torch
 
 from everstep.errors import FormatError, UnsupportedStateError
+from everstep.state.refusals import refusal
 
-__all__ = ["MAX_DEPTH", "TAGS", "TensorRef", "decode", "encode", "join_path", "unsupported_leaves"]
+__all__ = [
+    "MAX_DEPTH",
+    "TAGS",
+    "Encoded",
+    "TensorRef",
+    "decode",
+    "encode",
+    "join_path",
+    "unsupported_leaves",
+]
 
 MAX_DEPTH: Final = 100
 """How many containers may lie inside each other, on the way in and on the way out."""
@@ -92,17 +101,26 @@ class TensorRef:
     name: str
 
 
-def encode(value: object, name: str = "object") -> bytes:
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Stands in an object tree for a part that :func:`encode` has encoded before, at this depth
+    or deeper."""
+
+    data: bytes
+
+
+def encode(value: object, name: str = "object", *, checked: bool = False) -> bytes:
     """The bytes of ``value``; the same value always gives the same bytes.
 
     Args:
         value: plain data, as the module's docstring lists it.
         name: what errors call it.
+        checked: :func:`unsupported_leaves` has found none in it, and it has not changed since.
 
     Raises:
         UnsupportedStateError: listing every leaf that cannot be stored.
     """
-    leaves = unsupported_leaves(value, name)
+    leaves = [] if checked else unsupported_leaves(value, name)
     if leaves:
         listed = "\n".join(f"  {path}: {reason}" for path, reason in leaves)
         raise UnsupportedStateError(
@@ -298,6 +316,9 @@ TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FOR
 def _pieces(value: Any, packer: Any) -> Iterator[bytes]:
     """The encoding of a value that :func:`unsupported_leaves` has nothing against, in pieces."""
     kind = type(value)
+    if kind is Encoded:
+        yield value.data
+        return
     if kind in _NATIVE:
         with suppress(OverflowError):  # an int of more than 64 bits goes on
             yield packer.pack(value)
@@ -424,8 +445,10 @@ def _children(value: Any) -> Iterator[tuple[object, object, str]]:
 
 def _why_not_leaf(value: Any) -> str | None:
     kind = type(value)
+    if kind is Encoded:
+        return None
     if kind not in _BY_TYPE and kind not in _NATIVE:
-        return _why_not(value)
+        return refusal(value)
     if kind is np.ndarray:
         return _why_not_array(value)
     if kind in _NATIVE or kind is bytearray:
@@ -464,36 +487,3 @@ def _why_not_array(array: np.ndarray[Any, Any]) -> str | None:
         if np.ascontiguousarray(array).reshape(-1).view(units).max() > limit:
             return f"a numpy array with elements that {dtype!r} does not allow"
     return None
-
-
-_CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
-_BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
-_ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for types with an attribute
-    (Enum, "an enum member; store its .name or .value"),
-    (torch.Tensor, "a tensor is not looked for here; put it in a dict, list or tuple"),
-    (np.ndarray, "a subclass of numpy.ndarray; store numpy.array(value)"),
-    (np.generic, "not the same on every machine, or a structure; store plain numbers"),
-    ("_fields", "a namedtuple would come back as a tuple; store its _asdict()"),
-    *((base, f"a subclass of {base.__name__}; store {base.__name__}(value)") for base in _BASES),
-    ((int, float, complex, str), "a subclass of a plain type; convert it to that type"),
-    (_CODE, "code cannot be stored; store the data that it depends on"),
-    (type, "a class cannot be stored; store its name"),
-    ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
-    ("bit_generator", "store its bit_generator.state"),
-    ("get_state", "store its get_state()"),
-    ("getstate", "store its getstate()"),
-    ("isoformat", "store its isoformat()"),
-    ("__fspath__", "store str(value)"),
-    ("__dataclass_fields__", "store dataclasses.asdict(value)"),
-    ("__next__", "an iterator's position cannot be stored; store what it counts"),
-)
-
-
-def _why_not(value: object) -> str:
-    """What ``value``, of no type that can be stored, is, and what to store instead."""
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    for mark, advice in _ADVICE:
-        if hasattr(kind, mark) if isinstance(mark, str) else isinstance(value, mark):
-            return f"{name}: {advice}"
-    return f"{name}: only plain data can be stored; store what it is made of"

@@ -7,15 +7,20 @@ it holds and a changed parameter list is noticed instead of being loaded crosswi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from everstep.errors import UnsupportedStateError
+from everstep.errors import StateError, UnsupportedStateError
 from everstep.state.objects import join_path
-from everstep.state.providers import RestorePlan, Saved, difference
+from everstep.state.owners import Holding, Memory, holding_of
+from everstep.state.proofs import OptimizerProof
+from everstep.state.providers import ParameterNames, RestorePlan, Saved, difference
+from everstep.state.survey import Block, Part, checked_block, look_at
+from everstep.state.tree import split
 
 __all__ = ["OptimizerProvider"]
 
@@ -32,28 +37,84 @@ class OptimizerProvider:
     Args:
         section: key in the state dict.
         optimizer: the optimizer.
-        names: current ``id(parameter) -> name``; parameters outside of every module of the
-            state are named by their position.
+        names: names of parameters; those outside of every module of the state are named by
+            their position.
     """
 
-    def __init__(
-        self, section: str, optimizer: Optimizer, names: Callable[[], Mapping[int, str]]
-    ) -> None:
+    def __init__(self, section: str, optimizer: Optimizer, names: ParameterNames) -> None:
         self.section = section
         self._optimizer = optimizer
-        self._names_of_modules = names
+        self._names = names
+        self._blocks: tuple[Block, ...] = ()  # found last
+        self._holding: Holding | None = None  # found last
+        self._proof: OptimizerProof | None = None
+        self._named: list[Named] = []  # parameters, and the names that they had, at the proof
+        self._names_then: Mapping[int, str] = {}
 
     def collect(self) -> dict[str, Any]:
-        state_dict = self._optimizer.state_dict()
+        return self._collect(self._parameters(self._names.now()))
+
+    def look(self) -> Part:
+        names = self._names.as_looked_at()
+        if self._proof is None or not self._proof.holds(self._optimizer) or not self._still(names):
+            self._proof = None
+            named = self._parameters(names)
+            part = look_at(self._collect(named), self.section, self._blocks)
+            self._blocks = part.blocks
+            holding = holding_of(self.section, self._optimizer)
+            self._proof = OptimizerProof.of(self._optimizer, part, holding)
+            if self._proof is None:
+                return replace(part, holding=self._as_before(holding))
+            self._named, self._names_then = named, names
+        return self._with_options(self._proof)
+
+    def _still(self, names: Mapping[int, str]) -> bool:
+        """Whether parameters have the names that they had."""
+        if names is not self._names_then and self._parameters(names) != self._named:
+            return False
+        self._names_then = names
+        return True
+
+    def _with_options(self, proof: OptimizerProof) -> Part:
+        """The proven part with the options of the groups, which are read anew: equal ones
+        (1, 1.0 and True; 0.0 and -0.0) need not be the same."""
+        where, named = join_path(self.section, "param_groups"), dict[str, torch.Tensor]()
+        groups = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            copied: Any = split(options, join_path(where, number), named, depth=2)
+            groups.append({**copied, "params": proof.parameters[number]})
+        tree = {"state": proof.state_tree, "param_groups": groups}
+        block = checked_block(tree, named, self.section, self._blocks)
+        self._blocks = (proof.state, block)
+        shared = tuple(key for key in block.identities if isinstance(key, Memory))
+        return Part(self._blocks, tree, self._as_before(replace(proof.holding, shared=shared)))
+
+    def _as_before(self, holding: Holding) -> Holding:
+        """The holding, or that of the last look if they are equal."""
+        if self._holding is None or self._holding != holding:
+            self._holding = holding
+        return self._holding
+
+    def _collect(self, parameters: list[Named]) -> dict[str, Any]:
+        try:
+            state_dict = self._optimizer.state_dict()
+        except KeyError as error:
+            if not self._has_strays():
+                raise
+            raise StateError(
+                f"{self.section}: it has state of parameters that are in none of its groups",
+                hint="remove it: optimizer.state.pop(parameter)",
+            ) from error
         try:
             saved_state, saved_groups = state_dict["state"], state_dict["param_groups"]
             indices = [index for group in saved_groups for index in group["params"]]
-        except (KeyError, TypeError) as error:
+            named = dict(zip(indices, parameters, strict=True))
+        except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(self._optimizer).__name__}.state_dict() is not torch.optim's"
             raise UnsupportedStateError(
                 f"{self.section}: {reason}", leaves=((self.section, reason),)
             ) from error
-        named = dict(zip(indices, self._parameters(), strict=True))
         state = {
             named[key][0] if isinstance(key, int) and key in named else key: value
             for key, value in saved_state.items()
@@ -91,7 +152,8 @@ class OptimizerProvider:
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         if tree is None:
             return []
-        numbers = {name: index for index, (name, _) in enumerate(self._parameters())}
+        named = self._parameters(self._names.now())
+        numbers = {name: index for index, (name, _) in enumerate(named)}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = {numbers.get(key, key): value for key, value in tree["state"].items()}
         groups = [
@@ -112,14 +174,32 @@ class OptimizerProvider:
             if name in held and isinstance(value, Iterable):  # a tensor is one, too
                 held[name] = _as_loaded(value, held[name], parameter.device)
 
-    def _parameters(self) -> list[Named]:
-        """``(name, shape)`` of all parameters in the order in which torch numbers them."""
-        names = self._names_of_modules()
+    def _has_strays(self) -> bool:
+        groups = self._optimizer.param_groups
+        listed = {id(parameter) for group in groups for parameter in group["params"]}
+        keys = (key for key in self._optimizer.state if isinstance(key, torch.Tensor))
+        return any(id(key) not in listed for key in keys)
+
+    def _parameters(self, names: Mapping[int, str]) -> list[Named]:
+        """``(name, shape)`` of all parameters in the order in which torch numbers them.
+
+        Section "a" with key "b.c" and section "a.b" with key "c" have names in common; the
+        later one gets a number.
+        """
+        unique: dict[int, str] = {}
+        taken: set[str] = set()
         found: list[Named] = []
         for number, group in enumerate(self._optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"group{number}[{position}]")
-                found.append((name, tuple(parameter.shape)))
+                key = id(parameter)
+                if key not in unique:
+                    name = wanted = names.get(key, f"group{number}[{position}]")
+                    again = 2
+                    while name in taken:
+                        name, again = f"{wanted}~{again}", again + 1
+                    taken.add(name)
+                    unique[key] = name
+                found.append((unique[key], tuple(parameter.shape)))
         return found
 
     def _compare_group(

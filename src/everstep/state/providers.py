@@ -15,20 +15,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from everstep.state.entries import Entry, stored_form
+from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef
+from everstep.state.proofs import ModuleProof, canonical_key
+from everstep.state.survey import Block, Part, look_at, same_objects
+from everstep.state.tensors import stored_form
 
 __all__ = [
     "ModuleProvider",
+    "ParameterNames",
     "PlainProvider",
     "Provider",
     "RestorePlan",
     "Saved",
     "Stateful",
     "StatefulProvider",
+    "Unproven",
     "describe",
     "difference",
-    "named_parameters",
     "unwrap",
 ]
 
@@ -65,6 +69,14 @@ class Provider(Protocol):
         """The section as a tree, with live tensors in it; nothing is copied."""
         ...
 
+    def look(self) -> Part:
+        """What is in the section now, found by the shortest way that is sure to be right.
+
+        Raises:
+            UnsupportedStateError: listing every leaf that cannot be stored.
+        """
+        ...
+
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         """Compares with what is saved. ``live`` are the section's live tensors by entry name."""
         ...
@@ -99,29 +111,71 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def _canonical(key: str) -> str:
-    """A state-dict key without what ``torch.compile`` puts into it."""
-    return key.replace("_orig_mod.", "")
+class ParameterNames:
+    """Names of the parameters of all modules of the state, by ``id(parameter)``.
 
+    A name is ``"section.key"``; of several names for one parameter the first is taken.
 
-def named_parameters(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """``id(parameter) -> "section.name"`` over all modules of the state; ties keep the first."""
-    names: dict[int, str] = {}
-    for section, module in modules.items():
-        for key, parameter in unwrap(module).named_parameters():
-            names.setdefault(id(parameter), f"{section}.{_canonical(key)}")
-    return names
+    Args:
+        modules: all of them by section; may get more until names are asked for.
+    """
+
+    def __init__(self, modules: Mapping[str, ModuleProvider]) -> None:
+        self._modules = modules
+        self._proofs: list[ModuleProof] = []
+        self._names: dict[int, str] | None = None
+
+    def now(self) -> dict[int, str]:
+        """The names, looked up now."""
+        names: dict[int, str] = {}
+        for provider in self._modules.values():
+            for key, parameter in provider.named_parameters():
+                names.setdefault(id(parameter), f"{provider.section}.{key}")
+        return names
+
+    def as_looked_at(self) -> Mapping[int, str]:
+        """The names, right after all modules were looked at: the same object as before if it is
+        proven that nothing has changed."""
+        proofs = [provider.proof for provider in self._modules.values()]
+        known = [proof for proof in proofs if proof is not None]
+        if len(known) < len(proofs):
+            return self.now()
+        if self._names is None or not same_objects(known, self._proofs):
+            self._proofs, self._names = known, self.now()
+        return self._names
 
 
 class ModuleProvider:
-    """An ``nn.Module``, through its ``state_dict``."""
+    """An ``nn.Module``, through its ``state_dict``.
+
+    Attributes:
+        proof: that the module has not changed since it was looked at; None where that cannot
+            be proven, or was not tried yet.
+    """
 
     def __init__(self, section: str, module: nn.Module) -> None:
         self.section = section
-        self._module = unwrap(module)
+        self._outer = module
+        self._blocks: tuple[Block, ...] = ()  # found last
+        self.proof: ModuleProof | None = None
+
+    @property
+    def _module(self) -> nn.Module:
+        return unwrap(self._outer)
 
     def collect(self) -> dict[str, Any]:
-        return {_canonical(key): value for key, value in self._state_dict().items()}
+        return {canonical_key(key): value for key, value in self._state_dict().items()}
+
+    def look(self) -> Part:
+        module = self._module
+        if self.proof is None or not self.proof.holds(module):
+            self.proof = None
+            part = look_at(self.collect(), self.section, self._blocks)
+            self._blocks = part.blocks
+            self.proof = ModuleProof.of(module, part)
+            if self.proof is None:
+                return part
+        return self.proof.part
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         plan = RestorePlan(tree={})
@@ -152,7 +206,7 @@ class ModuleProvider:
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         if not self._needs_load(tree):
             return []  # every tensor was read into the module's own memory
-        keys = {_canonical(key): key for key in self._state_dict()}
+        keys = {canonical_key(key): key for key in self._state_dict()}
         state = OrderedDict((keys.get(key, key), value) for key, value in tree.items())
         self._module.load_state_dict(state, strict=strict)
         return []
@@ -160,12 +214,17 @@ class ModuleProvider:
     def _state_dict(self) -> dict[str, Any]:
         return self._module.state_dict()
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by canonical key, each once."""
+        for key, parameter in self._module.named_parameters():
+            yield canonical_key(key), parameter
+
     def _memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's own parameters and buffers, by canonical key."""
         for key, parameter in self._module.named_parameters(remove_duplicate=False):
-            yield _canonical(key), parameter
+            yield canonical_key(key), parameter
         for key, buffer in self._module.named_buffers(remove_duplicate=False):
-            yield _canonical(key), buffer
+            yield canonical_key(key), buffer
 
     def _needs_load(self, tree: Mapping[str, Any]) -> bool:
         """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
@@ -182,7 +241,22 @@ class ModuleProvider:
         )
 
 
-class StatefulProvider:
+class Unproven:
+    """A provider that collects its section anew each time: such sections are small."""
+
+    section: str
+    _blocks: tuple[Block, ...] = ()  # found last
+
+    def collect(self) -> Any:
+        raise NotImplementedError
+
+    def look(self) -> Part:
+        part = look_at(self.collect(), self.section, self._blocks)
+        self._blocks = part.blocks
+        return part
+
+
+class StatefulProvider(Unproven):
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, loaders, scalers."""
 
     def __init__(self, section: str, value: Stateful) -> None:
@@ -200,7 +274,7 @@ class StatefulProvider:
         return []
 
 
-class PlainProvider:
+class PlainProvider(Unproven):
     """Plain data: read from the user's mapping at each save, put back into it on resume."""
 
     def __init__(self, section: str, state: MutableMapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.seams.machine import cuda_in_use
+from everstep.seams.fingerprint import cuda_in_use
 
 __all__ = ["collect_rng", "restore_rng"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -13,40 +14,81 @@ from everstep.state.objects import MAX_DEPTH, TensorRef, join_path
 
 __all__ = ["join", "references", "split"]
 
+_IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes, TensorRef))
+_NESTED = frozenset((dict, OrderedDict, Counter, list, tuple, deque, slice))
 
-def split(value: object, name: str, tensors: dict[str, torch.Tensor], _depth: int = 0) -> object:
+
+def split(value: object, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> object:
     """Replaces every tensor in ``value`` by a :class:`TensorRef`.
 
-    Containers are copied, everything else is kept as it is.
+    All that can change is copied, so that the tree stays what it is; the tensors themselves
+    are not. Objects that cannot be stored are kept as they are.
 
     Args:
         name: path of ``value`` in the state; becomes the front of the entries' names.
         tensors: receives the tensors, detached, by name.
+        depth: how many containers ``value`` lies in.
 
     Raises:
         UnsupportedStateError: for containers nested too deeply (or that contain themselves).
     """
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
     if isinstance(value, torch.Tensor):
         unique, number = name, 2
         while unique in tensors:  # keys 0 and "0" in one dict share a path
             unique, number = f"{name}~{number}", number + 1
         tensors[unique] = value if is_lazy(value) else value.detach()
         return TensorRef(unique)
-    if type(value) not in (dict, OrderedDict, list, tuple):
+    if kind not in (dict, OrderedDict, list, tuple):
+        return _copied(value, name, depth)
+    _check_depth(name, depth)
+
+    def part(key: object, item: object) -> object:
+        if type(item) in _IMMUTABLE:
+            return item
+        return split(item, join_path(name, key), tensors, depth + 1)
+
+    if isinstance(value, (dict, OrderedDict)):
+        if _IMMUTABLE.issuperset(map(type, value.values())):
+            return value.copy()
+        return type(value)((key, part(key, item)) for key, item in value.items())
+    assert isinstance(value, (list, tuple))
+    if _IMMUTABLE.issuperset(map(type, value)):
+        return type(value)(value)
+    return type(value)(part(index, item) for index, item in enumerate(value))
+
+
+def _copied(value: object, name: str, depth: int) -> object:
+    """A copy that later changes of ``value`` do not reach; in it no tensors are looked for."""
+    kind = type(value)
+    if kind in (np.ndarray, set, bytearray):
+        return value.copy()  # type: ignore[attr-defined]  # members of a set do not change
+    if kind not in _NESTED:
         return value
-    if _depth >= MAX_DEPTH:
+    _check_depth(name, depth)
+
+    def part(key: object, item: object) -> object:
+        return item if type(item) in _IMMUTABLE else _copied(item, join_path(name, key), depth + 1)
+
+    if isinstance(value, dict):
+        copy = type(value)()
+        dict.update(copy, {key: part(key, item) for key, item in value.items()})
+        return copy
+    if isinstance(value, slice):
+        return slice(*(part(key, getattr(value, key)) for key in ("start", "stop", "step")))
+    assert isinstance(value, (list, tuple, deque))
+    items = (part(index, item) for index, item in enumerate(value))
+    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+def _check_depth(name: str, depth: int) -> None:
+    if depth >= MAX_DEPTH:
         reason = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
         raise UnsupportedStateError(
             f"the state cannot be stored: {name}: {reason}", leaves=((name, reason),)
         )
-
-    def part(key: object, item: object) -> object:
-        return split(item, join_path(name, key), tensors, _depth + 1)
-
-    if isinstance(value, (dict, OrderedDict)):
-        return type(value)((key, part(key, item)) for key, item in value.items())
-    assert isinstance(value, (list, tuple))
-    return type(value)(part(index, item) for index, item in enumerate(value))
 
 
 def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:

@@ -326,6 +326,9 @@ class _SimWriteFile(_Handle):
     def write(self, data: memoryview, offset: int) -> None:
         self.fs._write(self, data.cast("B"), offset)
 
+    def reserve(self, size_bytes: int) -> None:
+        """Takes no room: a full disk shows when it is written to."""
+
     def truncate(self, size_bytes: int) -> None:
         self.fs._truncate(self, size_bytes)
 

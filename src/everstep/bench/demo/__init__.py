@@ -1,19 +1,21 @@
 """The main job: train on real text, get killed, resume, and compare every bit.
 
 Two processes train the same model from the same seed, side by side. One is left alone.
-The other is killed with SIGKILL three times, started again each time, and has only its
-checkpoints to go on. In the end nothing may tell them apart.
+The other is killed with SIGKILL three times, once together with its keeper and twice alone,
+started again each time, and has only its checkpoints to go on. In the end nothing may tell
+them apart.
 
 ``plan``         what is trained, and when and where the kills fall: a function of the seed
 ``child``        the training process (``python -m everstep.bench.demo.child``)
 ``journal``      what a child tells the supervisor while it runs: JSON lines in a file
 ``fingerprint``  digests of the live state, taken without any of everstep's own code
 ``process``      one child: started, followed, killed by its id
-``evidence``     what a kill left on disk
+``keepers``      the keeper of the run that is killed: what it has in memory, and its end
+``evidence``     what a kill left on disk and in memory
 ``verdict``      the comparison
 ``report``       the outcome as plain data
 ``show``         bar, lines, table
-``workspace``    the temporary folder, and signals
+``workspace``    the temporary folder, the keepers' meeting place, and signals
 ``supervisor``   runs the plan and collects the report
 """
 

@@ -2,7 +2,7 @@
 
 Started as ``python -m everstep.bench.demo.child``; knows nothing of kills. What it does is
 what any user's script does: build, :meth:`Checkpointer.resume`, loop. The journal is the
-only addition.
+only addition, and the keeper, if it is a process, waits less long for a trainer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = ["EXIT_ORPHANED", "main"]
 
 EXIT_ORPHANED = 70
 _DURABLE_TIMEOUT_S = 60.0
+_LINGER_S = 120.0  # longer than any restart takes; a keeper that nobody ended stays so long
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +61,7 @@ def _train(options: argparse.Namespace, training: Training, journal: JournalWrit
         method=options.method,
         every=options.every or None,
         keep=options.keep,
+        keeper=everstep.KeeperOptions(process=options.keeper == "process", linger_s=_LINGER_S),
     ) as checkpointer:
         recovery = checkpointer.resume()
         if training.progress["steps"] != recovery.step:
@@ -98,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--journal", type=Path, required=True, help="JSON lines, created")
     parser.add_argument("--parent", type=int, required=True, help="process to live and die with")
     parser.add_argument("--method", required=True)
+    parser.add_argument("--keeper", required=True, choices=("process", "thread"))
     for name in ("steps", "seed", "keep", "batch", "layers", "width", "heads", "context"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="0: only the last step is saved")

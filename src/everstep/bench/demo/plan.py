@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from everstep.bench.workloads import GPTConfig
 from everstep.errors import OptionError
-from everstep.options import validate_options
+from everstep.options import presets, validate_options
 
-__all__ = ["RANDOM_MOMENT", "DemoPlan", "Kill", "demo_plan", "planned_kills"]
+__all__ = [
+    "AFTER_CAPTURED",
+    "BEFORE_MANIFEST",
+    "BEFORE_RENAME",
+    "RANDOM_MOMENT",
+    "DemoPlan",
+    "KeeperKind",
+    "Kill",
+    "demo_plan",
+    "keeper_of",
+    "planned_kills",
+]
 
 RANDOM_MOMENT = "random moment"
-_BEFORE_RENAME = "save.before_rename"
-_BEFORE_MANIFEST = "save.before_manifest"
+BEFORE_RENAME = "save.before_rename"
+BEFORE_MANIFEST = "save.before_manifest"
+AFTER_CAPTURED = "capture.after_captured"
 _SAVES_MIN = 8
+
+KeeperKind = Literal["process", "thread", "none"]
+KeeperFate = Literal["spared", "dies", "none"]
 
 _FULL = (GPTConfig(layers=4, width=128, heads=4, context=128), 16, 4 << 20, 120, 10)
 _QUICK = (GPTConfig(layers=2, width=64, heads=2, context=64), 16, 1 << 18, 120, 5)
@@ -26,18 +43,27 @@ class Kill:
 
     Attributes:
         where: :data:`RANDOM_MOMENT`, or the failpoint at which the process kills itself.
-        step: the step after which it falls, or the step whose save it hits.
+        step: the step after which it falls, or the step whose base it hits.
         fraction: how far into the following step, in [0, 1); 0 at a failpoint.
+        keeper: what becomes of the keeper: ``"spared"``: it is a process, and lives on;
+            ``"dies"``: it is a thread of the trainer, and dies with it, as both do with
+            their machine; ``"none"``: the method needs none.
     """
 
     where: str
     step: int
     fraction: float = 0.0
+    keeper: KeeperFate = "none"
 
     @property
     def is_failpoint(self) -> bool:
         """Whether the process kills itself inside a save."""
         return self.where != RANDOM_MOMENT
+
+    @property
+    def died(self) -> str:
+        """Who dies of it, for people."""
+        return "trainer + keeper" if self.keeper == "dies" else "trainer"
 
     def describe(self) -> str:
         """``random moment, step 37 + 0.62``, or the failpoint and the base that it is in."""
@@ -79,7 +105,7 @@ def demo_plan(
     steps: int | None = None,
     every: int | None = None,
     keep: int = 3,
-    method: str = "async",
+    method: str = "lazy",
     seed: int = 1234,
     quick: bool = False,
 ) -> DemoPlan:
@@ -102,12 +128,22 @@ def demo_plan(
         on_failure="raise",
         progress_timeout_s=1.0,
     )
-    kills = planned_kills(steps=steps, every=every, seed=seed)
+    kills = planned_kills(steps=steps, every=every, seed=seed, keeper=keeper_of(method))
     return DemoPlan(model, batch, text_bytes, steps, every, keep, method, seed, kills)
 
 
-def planned_kills(*, steps: int, every: int, seed: int) -> tuple[Kill, ...]:
-    """Three kills: at any moment of the first part, and inside one save of the second and third.
+def keeper_of(method: str) -> KeeperKind:
+    """What makes the bases of a preset durable, unless it is told otherwise."""
+    if presets[method].base == "sync":
+        return "none"
+    return "process" if sys.platform == "linux" else "thread"
+
+
+def planned_kills(*, steps: int, every: int, seed: int, keeper: KeeperKind) -> tuple[Kill, ...]:
+    """Three kills, one in each third of the run: inside two saves, and at any moment.
+
+    Args:
+        keeper: what the method has: a process is spared by the second and the third kill.
 
     Raises:
         OptionError: when there are fewer than eight saves in ``steps``.
@@ -119,12 +155,24 @@ def planned_kills(*, steps: int, every: int, seed: int) -> tuple[Kill, ...]:
         )
     draw = random.Random(seed)
     saves = steps // every
-    # Thirds, in saves: [1, third), [third + 1, 2 third), [2 third + 1, saves). The saves left
-    # out between them keep the kills apart: each restart takes at least one base of its own.
     third = saves // 3
-    moment = draw.randrange(every, third * every)
+    # In saves: [2, third], [third + 1, 2 third], and between 2 third + 1 and the end. One save
+    # is whole before the first kill, and each restart takes at least one of its own. What is
+    # left of the last third gives the last kill time to arrive, even on a busy machine.
+    rename = every * draw.randrange(2, third + 1)
+    second = every * draw.randrange(third + 1, 2 * third + 1)
+    end = saves - max(1, (third - 1) // 2)
+    moment = draw.randrange((2 * third + 1) * every, end * every)
+    fraction = draw.random()
+    if keeper == "process":
+        return (
+            Kill(BEFORE_RENAME, rename, keeper="dies"),
+            Kill(AFTER_CAPTURED, second, keeper="spared"),
+            Kill(RANDOM_MOMENT, moment, fraction, keeper="spared"),
+        )
+    fate: KeeperFate = "dies" if keeper == "thread" else "none"
     return (
-        Kill(RANDOM_MOMENT, moment, draw.random()),
-        Kill(_BEFORE_RENAME, every * draw.randrange(third + 1, 2 * third + 1)),
-        Kill(_BEFORE_MANIFEST, every * draw.randrange(2 * third + 2, saves)),
+        Kill(BEFORE_RENAME, rename, keeper=fate),
+        Kill(BEFORE_MANIFEST, second, keeper=fate),
+        Kill(RANDOM_MOMENT, moment, fraction, keeper=fate),
     )

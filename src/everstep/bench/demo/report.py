@@ -17,13 +17,15 @@ class KillReport:
 
     Attributes:
         kill: as planned.
-        left: what was on disk when the process was gone.
+        left: what was on disk, and in the memory of a keeper that was spared, when the
+            process was gone.
         reached: last step that it had finished.
         recovered: step at which the next process went on.
         resume_s: seconds spent in ``resume()``.
         back_s: seconds from the death to the end of ``resume()``, with the start of Python
             and torch.
-        exact: what the recovery claims, and ``evidence`` and ``source`` likewise.
+        exact: what the recovery claims, and ``evidence`` likewise.
+        source: where the state came back from: ``"memory"`` of the keeper, or ``"disk"``.
     """
 
     kill: Kill

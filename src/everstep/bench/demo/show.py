@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from everstep.bench.demo.plan import DemoPlan
+from everstep.bench.demo.plan import DemoPlan, Kill
 from everstep.bench.demo.report import DemoReport
 
 __all__ = ["Display", "Position", "as_json", "introduce", "present", "progress_display"]
@@ -100,7 +100,11 @@ def introduce(plan: DemoPlan) -> list[str]:
         "two processes train it side by side: one undisturbed, one killed with SIGKILL "
         f"{len(plan.kills)} times:",
     ]
-    return lines + [f"  {number}. {kill.describe()}" for number, kill in enumerate(plan.kills, 1)]
+    kills = [
+        f"  {number}. {kill.describe()}: {_meaning(kill)}"
+        for number, kill in enumerate(plan.kills, 1)
+    ]
+    return lines + kills
 
 
 def present(report: DemoReport, console: Console | None = None) -> None:
@@ -109,9 +113,15 @@ def present(report: DemoReport, console: Console | None = None) -> None:
         console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     console.print(_table(report))
     console.print(
-        "back in: from the kill to the end of resume(), with the start of Python and torch",
+        "died at, back at: finished steps; back in: from the kill to the end of resume(), with "
+        "the start of Python and torch",
         highlight=False,
     )
+    if any(row.kill.keeper == "spared" for row in report.kills):
+        console.print(
+            "left: as seen right after the kill; a keeper that lives goes on writing",
+            highlight=False,
+        )
     for number, row in enumerate(report.kills, 1):
         claim = "exact" if row.exact else "not exact"
         console.print(
@@ -153,11 +163,13 @@ def as_json(report: DemoReport) -> dict[str, Any]:
         "kills": [
             {
                 "where": row.kill.where,
+                "died": row.kill.died,
                 "planned_step": row.kill.step,
                 "planned_fraction": row.kill.fraction,
-                "left_on_disk": row.left.describe(),
+                "left": row.left.describe(),
                 "files": list(row.left.files),
                 "committed_step": row.left.committed,
+                "held_step": row.left.held,
                 "reached_step": row.reached,
                 "recovered_step": row.recovered,
                 "lost_steps": row.lost,
@@ -183,26 +195,35 @@ def as_json(report: DemoReport) -> dict[str, Any]:
 def _table(report: DemoReport) -> Table:
     table = Table(box=box.HORIZONTALS, padding=(0, 1, 0, 0))
     table.add_column("killed with\nSIGKILL at", no_wrap=True)
-    table.add_column("left of a\nbase there")
-    for heading in (
-        "died at\nstep",
-        "back at\nstep",
-        "lost\nsteps",
-        "resume\nin s",
-        "back\nin s",
-    ):
+    table.add_column("who died", no_wrap=True)
+    table.add_column("left")
+    table.add_column("died\nat", justify="right")
+    table.add_column("back\nat", justify="right")
+    table.add_column("from")
+    for heading in ("lost\nsteps", "resume\nin s", "back\nin s"):
         table.add_column(heading, justify="right")
     for row in report.kills:
         table.add_row(
             row.kill.describe().replace(", ", "\n"),
-            row.left.describe().replace(", ", "\n"),
+            row.kill.died.replace(" + ", "\n+ "),
+            row.left.describe().replace("; ", "\n"),
             str(row.reached),
             str(row.recovered),
+            row.source,
             str(row.lost),
             f"{row.resume_s:.2f}",
             f"{row.back_s:.1f}",
         )
     return table
+
+
+def _meaning(kill: Kill) -> str:
+    """What a kill stands for."""
+    if kill.keeper == "spared":
+        return "the trainer dies, its keeper lives"
+    if kill.keeper == "dies":
+        return "trainer and keeper die, as with their machine"
+    return "the trainer dies"
 
 
 def _loss(loss: float | None) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from everstep.bench.demo.evidence import Survey, final_base, survey
-from everstep.bench.demo.plan import DemoPlan, Kill
+from everstep.bench.demo.keepers import end_keeper, held_step
+from everstep.bench.demo.plan import AFTER_CAPTURED, DemoPlan, Kill
 from everstep.bench.demo.process import CHILD_COMMAND, Child, child_environment
 from everstep.bench.demo.report import DemoReport, KillReport
 from everstep.bench.demo.show import Display
@@ -24,9 +25,9 @@ from everstep.bench.demo.verdict import (
     compare_losses,
     read_base,
 )
-from everstep.bench.demo.workspace import interruptible, workspace
+from everstep.bench.demo.workspace import interruptible, private_keepers, workspace
 from everstep.bench.workloads import stdlib_text
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, KeeperError
 
 __all__ = ["DemoError", "run_demo"]
 
@@ -36,7 +37,7 @@ _STEPS_TIMED = 8
 
 
 class DemoError(EverstepError):
-    """A child did something else than the plan says."""
+    """A child, or its keeper, did something else than the plan says."""
 
 
 def run_demo(
@@ -46,7 +47,7 @@ def run_demo(
     folder: Path | None = None,
     child_command: Sequence[str] = CHILD_COMMAND,
 ) -> DemoReport:
-    """Runs the demo; whatever happens, no child and no temporary folder is left.
+    """Runs the demo; whatever happens, no child, no keeper and no temporary folder is left.
 
     Args:
         plan: from :func:`demo_plan`.
@@ -59,12 +60,12 @@ def run_demo(
         OptionError: when ``folder`` holds something already.
         KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the children are gone.
     """
-    with interruptible(), workspace(folder) as place:
+    with interruptible(), workspace(folder) as place, private_keepers(place):
         run = _Run(plan, display, place, child_command)
         try:
             return run.execute()
         finally:
-            run.kill_children()
+            run.end()
 
 
 class _Run:
@@ -77,23 +78,30 @@ class _Run:
         self._command = command
         self._children: list[Child] = []
         self._text = workspace / "text.bin"
+        self._killed = workspace / "killed"
 
     def execute(self) -> DemoReport:
         begin_s = time.monotonic()
         self._text.write_bytes(stdlib_text(self._plan.text_bytes))
-        alone = self._start("uninterrupted", every=0, failpoints="")
+        # Its one base takes the shortest way to the disk: no keeper process, nothing to recover.
+        alone = self._start("uninterrupted", every=0, keeper="thread")
         starts, kills = self._kill_and_restart(alone)
         victim = starts[-1]
         self._follow(alone, victim, until=lambda: _ended(alone) and _ended(victim))
+        end_keeper(self._killed)  # after close() it ends by itself; here is no hurry
         self._display.event("both runs are at their last step: comparing")
         verdict = self._compare(alone, starts, kills)
         losses = [float.fromhex(loss) for _, loss in alone.losses]
         seconds = time.monotonic() - begin_s
         return DemoReport(self._plan, tuple(kills), verdict, losses[0], losses[-1], seconds)
 
-    def kill_children(self) -> None:
-        for child in self._children:
-            child.kill()
+    def end(self) -> None:
+        """Ends whatever is left of the children and their keeper."""
+        try:
+            for child in self._children:
+                child.kill()
+        finally:
+            end_keeper(self._killed)
 
     def _kill_and_restart(self, alone: Child) -> tuple[list[Child], list[KillReport]]:
         """Goes through the planned kills; returns all processes of the run and their reports."""
@@ -103,20 +111,31 @@ class _Run:
             victim = starts[-1]
             self._die(alone, victim, kill)
             dead_s = time.monotonic()
-            left = survey(self._workspace / "killed")
+            left = survey(self._killed, held=self._held(victim, kill))
             reason = left.contradicts(kill)
             if reason is not None:
                 raise DemoError(f"{victim.name} died elsewhere than planned: {reason}")
-            if kill.is_failpoint and left.unfinished is not None:
-                kill = dataclasses.replace(kill, step=left.unfinished)
-            self._display.event(f"killed: {kill.describe()}; left on disk: {left.describe()}")
+            kill = _as_it_fell(kill, left)
+            self._display.event(f"killed {kill.died}: {kill.describe()}; left: {left.describe()}")
             following = self._plan.kills[number] if number < len(self._plan.kills) else None
             starts.append(self._start_victim(number + 1, following, recoverable=left.complete))
             again = starts[-1]
             resumed = functools.partial(_has_resumed, again)
             self._follow(alone, again, until=resumed, kill=following)
             kills.append(_kill_report(kill, left, victim, again, dead_s))
+            self._display.event(f"back at step {kills[-1].recovered}, from {kills[-1].source}")
         return starts, kills
+
+    def _held(self, victim: Child, kill: Kill) -> int | None:
+        """What a keeper that was spared says that it has in memory."""
+        if kill.keeper != "spared":
+            return None
+        try:
+            return held_step(self._killed)
+        except KeeperError as error:
+            raise DemoError(
+                f"{victim.name} was killed and its keeper was to live, but: {error.message}"
+            ) from error
 
     def _die(self, alone: Child, victim: Child, kill: Kill) -> None:
         """Returns when the victim is dead as planned."""
@@ -127,7 +146,8 @@ class _Run:
         times_s = [event["at_s"] for event in victim.events if event["event"] == "step"]
         gaps_s = [b - a for a, b in itertools.pairwise(times_s)][-_STEPS_TIMED:]
         step_s = statistics.median(gaps_s) if gaps_s else 0.0
-        moment_s = times_s[min(kill.step, len(times_s)) - 1] + kill.fraction * step_s
+        reached_s = [event["at_s"] for event in victim.events if event.get("step", 0) >= kill.step]
+        moment_s = reached_s[0] + kill.fraction * step_s
         self._follow(alone, victim, until=lambda: time.monotonic() >= moment_s)
         victim.kill()
         victim.poll()
@@ -185,7 +205,7 @@ class _Run:
     ) -> Verdict:
         steps = self._plan.steps
         left = read_base(final_base(self._workspace / "uninterrupted", steps))
-        right = read_base(final_base(self._workspace / "killed", steps))
+        right = read_base(final_base(self._killed, steps))
         described = [_fingerprint(child) for child in (alone, starts[-1])]
         found = [child.losses for child in starts]
         differences = [
@@ -208,17 +228,29 @@ class _Run:
         failpoints = ""
         if kill is not None and kill.is_failpoint:
             # The process will go on from the step ``recoverable``; count its saves from there.
-            # On a busy machine a kill can come so late that the next one has to move, too.
+            # (After a kill that spares the keeper it may go on from a later one: there the
+            # next kill should be none that counts saves.)
             hit = max(1, (kill.step - recoverable) // self._plan.every)
             failpoints = f"{kill.where}=kill:{hit}"
-        return self._start("killed", every=self._plan.every, failpoints=failpoints, number=number)
+        # A keeper that dies with its trainer is a thread of it, and so shares its failpoints.
+        keeper = "thread" if kill is not None and kill.keeper == "dies" else "process"
+        return self._start(
+            "killed",
+            every=self._plan.every,
+            keeper=keeper,
+            failpoints=failpoints,
+            number=number,
+        )
 
-    def _start(self, run: str, *, every: int, failpoints: str, number: int = 1) -> Child:
+    def _start(
+        self, run: str, *, every: int, keeper: str, failpoints: str = "", number: int = 1
+    ) -> Child:
         plan, model = self._plan, self._plan.model
         options = {
             "run": self._workspace / run,
             "text": self._text,
             "method": plan.method,
+            "keeper": keeper,
             "steps": plan.steps,
             "seed": plan.seed,
             "every": every,
@@ -235,6 +267,14 @@ class _Run:
         child = Child(f"{run}-{number}", command, self._workspace, child_environment(failpoints))
         self._children.append(child)
         return child
+
+
+def _as_it_fell(kill: Kill, left: Survey) -> Kill:
+    """The kill with the base that it really hit, as it is on disk or in the keeper's memory."""
+    if not kill.is_failpoint:
+        return kill
+    base = left.held if kill.where == AFTER_CAPTURED else left.unfinished
+    return kill if base is None else dataclasses.replace(kill, step=base)
 
 
 def _kill_report(
@@ -256,16 +296,30 @@ def _kill_report(
 
 
 def _broken_promises(kills: Sequence[KillReport]) -> list[Difference]:
-    """A base with a manifest was reported durable: recovery may not fall behind it."""
+    """What was committed, or captured whole with a keeper that lives, comes back; and it comes
+    from where it can be."""
+    details = [(number, _broken_promise(report)) for number, report in enumerate(kills, 1)]
     return [
-        Difference(
-            "recovery",
-            f"kill {number}",
-            f"base {report.left.committed} was committed, but step {report.recovered} came back",
-        )
-        for number, report in enumerate(kills, 1)
-        if not report.left.committed <= report.recovered <= report.reached
+        Difference("recovery", f"kill {number}", detail)
+        for number, detail in details
+        if detail is not None
     ]
+
+
+def _broken_promise(report: KillReport) -> str | None:
+    kill, left = report.kill, report.left
+    back = f"step {report.recovered} came back, from {report.source}"
+    if left.held is None and report.source == "memory":
+        return f"{back}, but nobody was left who had it in memory"
+    if kill.where == AFTER_CAPTURED and (report.recovered, report.source) != (kill.step, "memory"):
+        return f"base {kill.step} was in the memory of a keeper that lived, but {back}"
+    if left.held is not None and report.recovered < left.held:
+        return f"base {left.held} was in the memory of a keeper that lived, but {back}"
+    if report.recovered < left.committed:
+        return f"base {left.committed} was committed, but {back}"
+    if report.recovered > report.reached:
+        return f"step {report.reached} was the last, but {back}"
+    return None
 
 
 def _has_resumed(child: Child) -> bool:

@@ -1,8 +1,10 @@
-"""Where a demo lives: a folder that is gone afterwards, and signals that end it in good order."""
+"""Where a demo lives: a folder that is gone afterwards, a meeting place for its keepers, and
+signals that end it in good order."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import tempfile
@@ -12,8 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 from everstep.errors import OptionError
+from everstep.seams.runtime import RUNTIME_DIR_VARIABLE
+from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX, listen_at
 
-__all__ = ["interruptible", "workspace"]
+__all__ = ["interruptible", "private_keepers", "workspace"]
 
 
 @contextlib.contextmanager
@@ -35,6 +39,40 @@ def workspace(folder: Path | None) -> Iterator[Path]:
         yield temporary
     finally:
         shutil.rmtree(temporary)
+
+
+@contextlib.contextmanager
+def private_keepers(place: Path) -> Iterator[None]:
+    """Gives this process and its children a runtime folder in ``place``, so that keepers of the
+    demo meet nobody else's; where there can be no sockets, everything stays as it is."""
+    folder = place / "keepers"
+    if not _holds_sockets(folder):
+        yield
+        return
+    earlier = os.environ.get(RUNTIME_DIR_VARIABLE)
+    os.environ[RUNTIME_DIR_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if earlier is None:
+            del os.environ[RUNTIME_DIR_VARIABLE]
+        else:
+            os.environ[RUNTIME_DIR_VARIABLE] = earlier
+
+
+def _holds_sockets(folder: Path) -> bool:
+    """Whether ``folder``, which is made, is private and can hold the socket of a keeper: its
+    path is short enough, and its file system knows sockets."""
+    path = folder / f"{'0' * 16}.sock"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        return False
+    try:
+        folder.mkdir(mode=0o700)
+        listen_at(path).close()
+        path.unlink()
+        return not folder.stat().st_mode & 0o077
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -1,0 +1,164 @@
+"""Training as a loop of timed steps, and its state as peers are given it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from everstep.bench.persist.state import flatten
+from everstep.bench.stall.options import StallOptions
+from everstep.bench.workloads import GPTConfig, Training, TrainingConfig, gpt_of, stdlib_text
+from everstep.bench.workloads.training import training_of
+from everstep.errors import UnavailableError
+
+__all__ = ["Loop", "Span", "Step", "seeded_single_thread"]
+
+_TEXT_BYTES = 1 << 20
+_SCHEDULE_STEPS = 1_000_000
+_CALIBRATE = 3
+_CALIBRATE_ROUNDS = 20_000
+_CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (512, 16)}  # short steps, so that a save fills some
+
+
+class Span(NamedTuple):
+    """A stretch of time, in seconds of the monotonic clock."""
+
+    begin_s: float
+    end_s: float
+
+
+class Step(NamedTuple):
+    """A step of training.
+
+    Attributes:
+        hooks: from the first hook before the update to the last: where gates are; None if
+            nobody looked.
+    """
+
+    begin_s: float
+    end_s: float
+    hooks: Span | None = None
+
+
+class Loop:
+    """Takes steps of a real training run.
+
+    Args:
+        options: size, seed, device, whether there is a part of pure Python.
+
+    Attributes:
+        training: the run; its optimizer has made its state.
+        size_bytes: bytes of all tensors of the state, each counted once.
+        tensors: number of them.
+        description: the model in words.
+        python_part_s: about so long does the part of pure Python take; 0 where there is none.
+    """
+
+    def __init__(self, options: StallOptions) -> None:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise UnavailableError("this torch sees no CUDA device", hint="leave out --device cuda")
+        context, batch = _CONTEXT_BATCH[options.device]
+        shape: GPTConfig = gpt_of(options.params, context=context)
+        config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
+        text = stdlib_text(_TEXT_BYTES)
+        self.training: Training = training_of(shape, config, text, device=options.device)
+        self.training.step()  # makes the optimizer's state
+        tensors = flatten(self.nested())
+        self.tensors = len(tensors)
+        self.size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        self.description = (
+            f"GPT of {shape.params:,} parameters ({shape.layers} layers, width {shape.width}) "
+            f"with AdamW, float32, on {options.device}; batches of {batch} x {context} bytes"
+        )
+        self._data = text
+        self._rounds = 0
+        self._hooks: Span | None = None
+        self.python_part_s = 0.0
+        if options.python_heavy:
+            self._calibrate()
+
+    def step(self) -> Step:
+        """One step; on a device, until it is over there."""
+        begin_s = time.monotonic()
+        self.training.step()  # ends with the loss on the host, behind the update
+        if self._rounds:
+            _churn(self._data, self._rounds)
+        return Step(begin_s, time.monotonic(), self._hooks)
+
+    def watch_hooks(self) -> None:
+        """From now on steps say when the hooks before the update ran: all that are there."""
+        optimizer, begin_s = self.training.optimizer, 0.0
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+
+        def first(*_: Any) -> None:
+            nonlocal begin_s
+            begin_s = time.monotonic()
+
+        def last(*_: Any) -> None:
+            self._hooks = Span(begin_s, time.monotonic())
+
+        handle = optimizer.register_step_pre_hook(first)
+        hooks.move_to_end(handle.id, last=False)
+        optimizer.register_step_pre_hook(last)
+
+    def nested(self) -> dict[str, Any]:
+        """State dicts of all parts, live, made anew; the tied head is left out.
+
+        Formats that do not know of shared memory would have to write it twice.
+        """
+        seen: set[int] = set()
+        model = {}
+        for name, tensor in self.training.model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                model[name] = tensor
+        return {
+            "model": model,
+            "optimizer": self.training.optimizer.state_dict(),
+            "scheduler": self.training.scheduler.state_dict(),
+            "loader": self.training.loader.state_dict(),
+            "progress": dict(self.training.progress),
+        }
+
+    def _calibrate(self) -> None:
+        """As much pure Python as the rest of a step takes."""
+        step_s = statistics.median(_length(self.step()) for _ in range(_CALIBRATE))
+        begin_s = time.monotonic()
+        for _ in range(_CALIBRATE):
+            _churn(self._data, _CALIBRATE_ROUNDS)
+        round_s = (time.monotonic() - begin_s) / (_CALIBRATE * _CALIBRATE_ROUNDS)
+        self._rounds = max(1, round(step_s / round_s))
+        self.python_part_s = self._rounds * round_s
+
+
+@contextlib.contextmanager
+def seeded_single_thread(seed: int) -> Iterator[None]:
+    """All generators seeded; torch computes in the calling thread only."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _churn(data: bytes, rounds: int) -> int:
+    """What a tokenizer or a metric in plain Python does to the interpreter."""
+    state, size = 0, len(data)
+    for number in range(rounds):
+        state = (state * 31 + data[number % size]) & 0xFFFFFFFF
+    return state
+
+
+def _length(span: Span | Step) -> float:
+    return span.end_s - span.begin_s

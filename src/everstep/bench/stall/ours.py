@@ -1,0 +1,240 @@
+"""everstep itself, by its public interface, and with one mechanism taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+import torch
+
+from everstep.bench.stall.arms import TIMEOUT_S, Arm, Pending, Role
+from everstep.bench.stall.cores import Placement
+from everstep.bench.stall.loop import Loop
+from everstep.capture.batches import Batch
+from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
+from everstep.checkpointer import Checkpointer
+from everstep.errors import KeeperTimeoutError, UnavailableError
+from everstep.keeper.registry import list_keepers
+from everstep.options import Budget, KeeperOptions
+from everstep.seams import PosixFileSystem, ReadFile, Seams, WriteFile
+from everstep.seams.processes import process_gone
+
+__all__ = ["Buffered", "Ours", "ours_arm"]
+
+_COPIES = 2  # the last durable one stays until a newer one is captured
+_SLACK_BYTES = 64 << 20
+_LINGER_S = 10.0
+_DETAILS = {
+    "sync": "training waits until the base is durable",
+    "async": "training waits for a copy in host memory",
+    "checkfreq": "the copy behind the step, written once it is whole",
+    "lazy": "the copy behind the step, written while it arrives",
+}
+
+
+class Buffered(PosixFileSystem):
+    """The real file system without O_DIRECT: everything goes through the page cache."""
+
+    def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
+        """Creates a file for buffered writes."""
+        return super().create(path, direct=False)
+
+    def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
+        """Opens a file for buffered overwriting."""
+        return super().reuse(path, direct=False)
+
+    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        """Opens a file for buffered reads."""
+        return super().open(path, direct=False)
+
+
+if TYPE_CHECKING:
+    _Base = CpuLane
+else:
+    _Base = object
+
+
+class _Unpacking(_Base):
+    """Copies small tensors one by one instead of packed together."""
+
+    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        super().mark(_unpacked(batches), block)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        return super().submit(_unpacked(batches), block, progress)
+
+
+class _Unpacked(_Unpacking, CpuLane):
+    pass
+
+
+class _UnpackedLink(_Unpacking, EmulatedLink):
+    pass
+
+
+class Ours(Arm):
+    """Saves with one method of everstep; files of reclaimed bases are recycled (``keep=1``).
+
+    Args:
+        run: the run folder.
+        placement: where the keeper runs.
+        process: a keeper process; False: a thread of the trainer.
+        filesystem: a replaced seam, which a keeper process would not see.
+        lane: what copies; None: the engine's own.
+        one_core: the keeper, too, on training's core.
+    """
+
+    role: Role = "ours"
+
+    def __init__(
+        self,
+        name: str,
+        method: str,
+        detail: str,
+        loop: Loop,
+        run: Path,
+        placement: Placement,
+        *,
+        process: bool = True,
+        filesystem: PosixFileSystem | None = None,
+        lane: Callable[[], Lane] | None = None,
+        one_core: bool = False,
+    ) -> None:
+        super().__init__(name, f'method="{method}", keep=1: {detail}')
+        self.one_core = one_core
+        self._method = method
+        self._loop = loop
+        self._run = run
+        cores = (placement.training,) if one_core else placement.others
+        self._keeper = KeeperOptions(process=process, cores=cores, linger_s=_LINGER_S)
+        self._seams = Seams(filesystem=filesystem or PosixFileSystem(), lane=lane)
+        self._checkpointer: Checkpointer | None = None
+
+    def open(self) -> None:
+        """Begins the run."""
+        with _quiet():
+            self._checkpointer = Checkpointer(
+                self._run,
+                self._loop.training.state(),
+                method=self._method,
+                every=None,
+                keep=1,
+                budget=Budget(host_bytes=_COPIES * self._loop.size_bytes + _SLACK_BYTES),
+                keeper=self._keeper,
+                seams=self._seams,
+            )
+
+    def save(self) -> Pending:
+        """Ends a step and takes a base of it."""
+        assert self._checkpointer is not None
+        pending = Pending()
+        self._checkpointer.step()
+        save = self._checkpointer.save()
+        save.staged.add_done_callback(pending.on_staged)
+        save.durable.add_done_callback(pending.on_done)
+        return pending
+
+    def after_step(self) -> None:
+        """As a training script does after each step."""
+        assert self._checkpointer is not None
+        self._checkpointer.step()
+
+    def settle(self, pending: Pending) -> float:
+        """Waits for the retention that follows a commit, too; nothing is left unsynced."""
+        assert self._checkpointer is not None
+        pending.wait()
+        with _quiet():
+            self._checkpointer.wait(TIMEOUT_S)
+        return 0.0
+
+    def stalls(self) -> dict[str, float]:
+        """As the engine counts them."""
+        assert self._checkpointer is not None
+        return dict(self._checkpointer.stats().stall_s)
+
+    def persist_s(self) -> float | None:
+        """As the engine counts it."""
+        assert self._checkpointer is not None
+        return self._checkpointer.stats().persist_s
+
+    def processes(self) -> list[int]:
+        """The keeper, if it is a process."""
+        run = str(self._run.resolve())
+        return [info.pid for info in list_keepers() if info.run == run]
+
+    def close(self) -> None:
+        """Closes the run, and waits until its keeper has ended: it may still be clearing up."""
+        if self._checkpointer is None:
+            return
+        keepers = self.processes()
+        with _quiet():
+            self._checkpointer.close()
+        for pid in keepers:
+            if not process_gone(pid, _LINGER_S):
+                raise KeeperTimeoutError(f"the keeper (process {pid}) of {self.name} goes on")
+
+
+def ours_arm(
+    name: str,
+    loop: Loop,
+    folder: Path,
+    placement: Placement,
+    *,
+    device: str,
+    link_bytes_per_s: float | None,
+) -> Arm:
+    """The arm of this name.
+
+    Raises:
+        UnavailableError: it makes no sense on this device.
+    """
+    method = name.split("-", 1)[0]
+    detail = _DETAILS[method]
+    lane: Callable[[], Lane] | None = None
+    if link_bytes_per_s is not None:
+        speed = link_bytes_per_s
+        lane = lambda: EmulatedLink(speed)  # noqa: E731
+        detail += f"; EMULATED link of {speed / 1e9:g} GB/s"
+    run = folder / f"everstep-{name}"
+
+    def made(what: str, lane: Callable[[], Lane] | None = lane, **choices: object) -> Ours:
+        return Ours(name, method, what, loop, run, placement, lane=lane, **choices)  # type: ignore[arg-type]
+
+    if name == "lazy-thread":
+        return made(f"{detail}; the keeper is a thread", process=False)
+    if name == "lazy-buffered":
+        what = f"{detail}; the keeper is a thread, no O_DIRECT"
+        return made(what, process=False, filesystem=Buffered())
+    if name == "lazy-one-core":
+        return made(f"{detail}; everything on training's core", one_core=True)
+    if name == "lazy-unpacked":
+        if device != "cpu":
+            raise UnavailableError("small tensors are unpacked on the CPU only")
+        what = f"{detail}; small tensors are copied one by one"
+        if link_bytes_per_s is not None:
+            return made(what, lambda: _UnpackedLink(link_bytes_per_s))
+        return made(what, _Unpacked)
+    return made(detail)
+
+
+def _unpacked(batches: Sequence[Batch]) -> list[Batch]:
+    single: list[Batch] = []
+    for batch in batches:
+        begin = batch.begin
+        for source in batch.sources:
+            single.append(Batch(begin, begin + source.numel(), (source,)))
+            begin = single[-1].end
+        if batch.rearranged is not None:
+            single.append(batch)
+    return single
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No announcement and no progress bar of its own inside the benchmark's."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,87 @@
+"""Spot checks: was what was captured what the step left behind?
+
+A lazy copy is right only if nobody changes its source before the gate. An optimizer is held
+back by its hooks; a swap of averaged weights for an evaluation, a captured CUDA graph or a
+write through NumPy is not, and tensor version counters do not move for them. So a few
+elements of every tensor are read at the step mark, in one packed copy, and compared with
+what has arrived. A change of whole tensors is found at once; one of a few elements may hide
+between the samples, and is found by the comparison of digests between bases.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from everstep.state.layout import ShardLayout
+from everstep.state.tensors import byte_view
+
+__all__ = ["Sample", "SpotCheck"]
+
+_SAMPLES = 8  # of each tensor
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the elements were, by width."""
+
+    values: Mapping[int, torch.Tensor]
+
+
+class SpotCheck:
+    """Reads the same elements of tensors now and of their copies later.
+
+    Args:
+        layouts: of each shard, with the offset of its body in the block.
+        tensors: live tensors by entry name; those that are not contiguous are left out.
+        chosen: names of the entries to look at.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[tuple[ShardLayout, int]],
+        tensors: Mapping[str, torch.Tensor],
+        chosen: Collection[str],
+    ) -> None:
+        self._live: dict[int, list[torch.Tensor]] = {}
+        self._names: dict[int, list[str]] = {}
+        self._ends: dict[int, list[int]] = {}
+        where: dict[int, list[torch.Tensor]] = {}
+        for layout, offset in layouts:
+            for place in layout.placed:
+                name = place.entry.name
+                if name not in chosen or place.end == place.begin:
+                    continue
+                tensor = tensors[name]
+                if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                    continue
+                width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
+                elements = byte_view(tensor).view(_INTEGERS[width])
+                stride = max(1, elements.numel() // _SAMPLES)
+                few = elements[::stride]
+                first = (offset + place.begin) // width
+                where.setdefault(width, []).append(first + stride * torch.arange(few.numel()))
+                self._live.setdefault(width, []).append(few)
+                self._names.setdefault(width, []).append(name)
+                ends = self._ends.setdefault(width, [])
+                ends.append((ends[-1] if ends else 0) + few.numel())
+        self._where = {width: torch.cat(parts) for width, parts in where.items()}
+
+    def take(self) -> Sample:
+        """The elements as they are now; on a device, as they will be at this point of the
+        current stream."""
+        return Sample({width: torch.cat(live) for width, live in self._live.items()})
+
+    def differing(self, sample: Sample, block: torch.Tensor) -> str | None:
+        """The name of an entry of which ``block`` holds something else than ``sample``."""
+        for width, expected in sample.values.items():
+            whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            differs = whole[self._where[width]] != expected.cpu()
+            if bool(differs.any()):
+                first = int(differs.nonzero()[0])
+                return self._names[width][bisect.bisect_right(self._ends[width], first)]
+        return None

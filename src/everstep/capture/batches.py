@@ -1,0 +1,111 @@
+"""What a lane copies in one go: runs of small tensors packed together, large ones in pieces.
+
+A loop over thousands of small tensors costs the interpreter more than the copies cost the
+memory (and, in a thread, takes the interpreter lock away from training), so neighbours are
+packed by one ``torch.cat``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from everstep.state.layout import Placed, ShardLayout
+from everstep.state.tensors import byte_view
+
+__all__ = ["Batch", "plan_batches", "run_batch"]
+
+_SMALL_BYTES = 256 << 10
+_PACK_BYTES_MAX = 8 << 20
+_PIECE_BYTES = 32 << 20  # smaller pieces take the interpreter lock more often
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Bytes ``[begin, end)`` of a block of memory, and the tensors they come from.
+
+    Attributes:
+        sources: flat ``uint8`` views, whose bytes follow each other without holes.
+        rearranged: instead of ``sources``, one tensor whose elements do not lie in row-major
+            order.
+    """
+
+    begin: int
+    end: int
+    sources: tuple[torch.Tensor, ...]
+    rearranged: torch.Tensor | None = None
+
+
+def plan_batches(
+    layout: ShardLayout,
+    tensors: Mapping[str, torch.Tensor],
+    chosen: Collection[str],
+    *,
+    offset: int = 0,
+) -> list[Batch]:
+    """Batches that copy the ``chosen`` entries to where they lie in the file.
+
+    Args:
+        offset: of the body in the block of memory.
+    """
+    batches: list[Batch] = []
+    packed: list[torch.Tensor] = []
+    begin = end = 0
+
+    def flush() -> None:
+        if packed:
+            batches.append(Batch(offset + begin, offset + end, tuple(packed)))
+            packed.clear()
+
+    for place in layout.placed:
+        if place.entry.name not in chosen or place.end == place.begin:
+            continue
+        tensor = tensors[place.entry.name]
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        small = place.end - place.begin < _SMALL_BYTES
+        if packed and (
+            place.begin != end
+            or place.end - begin > _PACK_BYTES_MAX
+            or tensor.device != packed[0].device
+        ):
+            flush()
+        if plain and small:
+            if not packed:
+                begin = place.begin
+            packed.append(byte_view(tensor))
+            end = place.end
+            continue
+        flush()
+        batches += _large(place, tensor, plain, offset)
+    flush()
+    return batches
+
+
+def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copies a batch into ``block`` (flat ``uint8``, in host memory)."""
+    target = block[batch.begin : batch.end]
+    if batch.rearranged is not None:
+        tensor = batch.rearranged
+        if tensor.is_complex():  # stored as pairs: need not begin at a multiple of its size
+            tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=non_blocking)
+    elif len(batch.sources) == 1:
+        target.copy_(batch.sources[0], non_blocking=non_blocking)
+    else:
+        torch.cat(batch.sources, out=target)
+
+
+def _large(place: Placed, tensor: torch.Tensor, plain: bool, offset: int) -> list[Batch]:
+    if not plain:
+        return [Batch(offset + place.begin, offset + place.end, (), tensor)]
+    flat = byte_view(tensor)
+    return [
+        Batch(
+            offset + place.begin + at,
+            min(offset + place.end, offset + place.begin + at + _PIECE_BYTES),
+            (flat[at : at + _PIECE_BYTES],),
+        )
+        for at in range(0, flat.numel(), _PIECE_BYTES)
+    ]

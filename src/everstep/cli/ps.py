@@ -1,0 +1,232 @@
+"""``everstep ps``: the keeper processes of this user, and what each of them is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from everstep.cli._common import (
+    LINE_CHARS_MAX,
+    JsonFlag,
+    console,
+    emit,
+    in_words,
+    label,
+    table,
+)
+from everstep.errors import KeeperError, KeeperTimeoutError, UnavailableError
+
+if TYPE_CHECKING:
+    from everstep.keeper.registry import KeeperInfo
+
+__all__ = [
+    "Status",
+    "ask_status",
+    "ask_statuses",
+    "in_time",
+    "keeper_trouble",
+    "living_keepers",
+    "ps",
+    "steps_of",
+]
+
+_ANSWER_S = 1.0
+_ASKED_AT_ONCE = 32
+_STEPS_MAX = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a keeper says of itself.
+
+    Attributes:
+        trainer: the training process that is attached; None if there is none.
+        held: steps of which it has a base in memory.
+        writing: steps that it is making durable, or is going to.
+        durable_step: the newest step that it has made durable.
+        idle_s: how long it has been without a trainer.
+        ends_in_s: when it ends by itself; None while a trainer is attached.
+        arena_bytes: shared memory for captured state.
+    """
+
+    trainer: int | None
+    held: tuple[int, ...]
+    writing: tuple[int, ...]
+    durable_step: int | None
+    idle_s: float
+    ends_in_s: float | None
+    arena_bytes: int
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> Status | None:
+        """The status in a message; None for any other message."""
+        found: dict[str, Any] = {name: message.get(name) for name in cls.__slots__}
+        if message.get("kind") != "status":
+            return None
+        for name in ("held", "writing"):
+            if not _are_steps(found[name]):
+                return None
+            found[name] = tuple(found[name])
+        for name in ("trainer", "durable_step", "idle_s", "ends_in_s", "arena_bytes"):
+            optional = name in ("trainer", "durable_step", "ends_in_s")
+            if not _is_number(found[name]) and not (optional and found[name] is None):
+                return None
+        return cls(**found)
+
+    @property
+    def unwritten(self) -> list[int]:
+        """Steps that are in its memory and not durable."""
+        newest = -1 if self.durable_step is None else self.durable_step
+        return sorted({*self.writing, *(step for step in self.held if step > newest)})
+
+
+def _are_steps(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(step, int) for step in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def ps(json_output: JsonFlag = False) -> None:
+    """Lists the keepers of this user on this machine, and what they are doing.
+
+    A keeper is the process beside a training process that makes captured state durable. One
+    that does not answer within a second is busy, or hangs; its log may tell.
+    """
+    with keeper_trouble():
+        from everstep.seams.runtime import runtime_folder
+
+        folder = runtime_folder(create=False)
+        keepers = living_keepers()
+        statuses = ask_statuses(keepers)
+    if json_output:
+        emit(
+            {
+                "runtime_dir": str(folder),
+                "keepers": [
+                    {
+                        **asdict(info),
+                        "log": str(folder / f"{info.key}.log"),
+                        "answers": status is not None,
+                        "status": status and asdict(status),
+                    }
+                    for info, status in zip(keepers, statuses, strict=True)
+                ],
+            }
+        )
+    else:
+        _show(console(), str(folder), keepers, statuses)
+
+
+# --- Asking -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def keeper_trouble() -> Iterator[None]:
+    """Without the registry of keepers nothing can be said: that is this machine's trouble."""
+    try:
+        yield
+    except KeeperTimeoutError:
+        raise
+    except KeeperError as error:
+        raise UnavailableError(
+            error.message, rank=error.rank, path=error.path, hint=error.hint
+        ) from error
+
+
+def living_keepers() -> list[KeeperInfo]:
+    """The living keepers, by run and rank."""
+    from everstep.keeper.registry import list_keepers
+
+    return list_keepers()
+
+
+def ask_statuses(keepers: Sequence[KeeperInfo]) -> list[Status | None]:
+    """What each keeper says, None for those that do not answer; all are asked at once."""
+    if not keepers:
+        return []
+    with ThreadPoolExecutor(min(len(keepers), _ASKED_AT_ONCE)) as pool:
+        return list(pool.map(ask_status, keepers))
+
+
+def ask_status(info: KeeperInfo) -> Status | None:
+    """What a keeper says; None if it does not answer in time, or not in words that we know."""
+    from everstep.keeper.spawn import connect
+    from everstep.seams.sockets import close_descriptors
+
+    deadline_s = time.monotonic() + _ANSWER_S
+    try:
+        with connect(info.key, timeout_s=_ANSWER_S, send_timeout_s=_ANSWER_S) as connection:
+            connection.send({"kind": "status"})
+            received = connection.receive(deadline_s - time.monotonic())
+    except KeeperError:
+        return None
+    if received is None:
+        return None
+    close_descriptors(received[1])
+    return Status.of_message(received[0])
+
+
+# --- Showing ----------------------------------------------------------------------------
+
+
+def in_time(seconds: float) -> str:
+    """A duration for people: ``"35 s"``, ``"9 min"``, ``"2.5 h"``."""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def steps_of(steps: Sequence[int]) -> str:
+    """``"step 3"``, ``"steps 3, 4"``; of many the newest."""
+    shown = ", ".join(map(str, steps[-_STEPS_MAX:]))
+    more = "..., " if len(steps) > _STEPS_MAX else ""
+    return f"step{'' if len(steps) == 1 else 's'} {more}{shown}"
+
+
+def _doing(status: Status) -> str:
+    if status.writing:
+        return f"writing {steps_of(status.writing)}"
+    if status.trainer is not None:
+        return "waiting for the next base"
+    ends = "" if status.ends_in_s is None else f", ends in {in_time(status.ends_in_s)}"
+    return f"without a trainer for {in_time(status.idle_s)}{ends}"
+
+
+def _show(
+    out: Console, folder: str, keepers: Sequence[KeeperInfo], statuses: Sequence[Status | None]
+) -> None:
+    if not keepers:
+        line = f"no keeper is running (none in {folder})"
+        out.print(label(line, chars_max=LINE_CHARS_MAX), soft_wrap=True)
+        return
+    numbers = ("pid", "rank", "trainer", "durable", "arena")
+    columns = ("pid", "run", "rank", "trainer", "doing", "in memory", "durable", "arena")
+    shown = table(*columns, right=numbers)
+    for info, status in zip(keepers, statuses, strict=True):
+        first = (str(info.pid), label(info.run, chars_max=LINE_CHARS_MAX), str(info.rank))
+        if status is None:
+            shown.add_row(*first, "?", label("not answering", "yellow"), "?", "?", "?")
+            continue
+        shown.add_row(
+            *first,
+            "-" if status.trainer is None else str(status.trainer),
+            _doing(status),
+            steps_of(status.held) if status.held else "-",
+            "-" if status.durable_step is None else str(status.durable_step),
+            in_words(status.arena_bytes),
+        )
+    out.print(shown)
+    silent = [info for info, status in zip(keepers, statuses, strict=True) if status is None]
+    for info in silent:
+        line = f"process {info.pid} does not answer; its log: {folder}/{info.key}.log"
+        out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)

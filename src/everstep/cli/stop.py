@@ -1,0 +1,299 @@
+"""``everstep stop``: ends keeper processes; what they have captured becomes durable first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from everstep.cli._common import (
+    LINE_CHARS_MAX,
+    ExitCode,
+    JsonFlag,
+    console,
+    count_of,
+    emit,
+    label,
+    plain,
+)
+from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, living_keepers, steps_of
+from everstep.errors import KeeperError, KeeperTimeoutError, OptionError
+
+if TYPE_CHECKING:
+    from everstep.keeper.registry import KeeperInfo
+    from everstep.keeper.wire import Connection
+    from everstep.seams.processes import PidWatch
+
+__all__ = ["stop"]
+
+_ROUND_S = 0.1
+_EXIT_S = 5.0  # between giving the key up and the end of the process
+_TOLD_TIMEOUT_S = 2.0
+_HINTED_MAX = 5
+
+
+@dataclass(slots=True, eq=False)
+class _Stopping:
+    """One keeper on its way out.
+
+    Attributes:
+        status: before it was told; None if it did not answer.
+        connection: over which it was told; None if it was killed, or could not be told.
+        problem: why it is still there, in words.
+    """
+
+    info: KeeperInfo
+    status: Status | None
+    watch: PidWatch
+    connection: Connection | None = None
+    killed: bool = False
+    gone: bool = False
+    problem: str | None = None
+
+    @property
+    def lost(self) -> list[int] | None:
+        """Steps that were in its memory only when it was killed; None if nobody knows."""
+        if not self.killed:
+            return []
+        return None if self.status is None else self.status.unwritten
+
+
+def stop(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Run folders.")
+    ] = None,
+    pid: Annotated[int | None, typer.Option("--pid", help="The keeper of this process id.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All keepers of this user.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Kill; what is not durable yet is lost.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even while a training process is attached.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds to wait for the end.")
+    ] = 60.0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Ends keepers; they make durable what they have captured, then they go.
+
+    Refuses while a training process is attached, unless forced: training would go on, and
+    start a new keeper. Exit status 1 if a keeper is still there in the end.
+    """
+    if not runs and pid is None and not every:
+        raise OptionError(
+            "which keeper is to be stopped?", hint="name a RUN or --pid, or say --all"
+        )
+    if not timeout_s >= 0:
+        raise OptionError(f"--timeout {timeout_s:g}: seconds, not negative")
+    with keeper_trouble():
+        keepers = living_keepers()
+        chosen = keepers if every else _chosen(keepers, runs or [], pid)
+        stopping = _stop(chosen, now=now, force=force, timeout_s=timeout_s)
+    if json_output:
+        emit({"ok": all(one.gone for one in stopping), "keepers": [*map(_record, stopping)]})
+    else:
+        _show(console(), stopping, runs or [])
+    if not all(one.gone for one in stopping):
+        raise typer.Exit(ExitCode.DIFFERENT)
+
+
+# --- Choosing ---------------------------------------------------------------------------
+
+
+def _chosen(
+    keepers: Sequence[KeeperInfo], runs: Sequence[str], pid: int | None
+) -> list[KeeperInfo]:
+    """The keepers that were named; a run that is there may have none, and that is well."""
+    found: list[KeeperInfo] = []
+    for run in runs:
+        real = os.path.realpath(run)
+        of_run = [info for info in keepers if os.path.realpath(info.run) == real]
+        if not of_run and not os.path.isdir(real):
+            raise OptionError(f"there is no run {real}, and no keeper of one", hint=_hint(keepers))
+        found += of_run
+    if pid is not None:
+        of_pid = [info for info in keepers if info.pid == pid]
+        if not of_pid:
+            raise OptionError(f"process {pid} is no keeper", hint=_hint(keepers))
+        found += of_pid
+    return list(dict.fromkeys(found))
+
+
+def _hint(keepers: Sequence[KeeperInfo]) -> str:
+    if not keepers:
+        return "no keeper is running"
+    named = [f"{info.run} (process {info.pid})" for info in keepers[:_HINTED_MAX]]
+    return "keepers are running of " + ", ".join(plain(name) for name in named)
+
+
+# --- Stopping ---------------------------------------------------------------------------
+
+
+def _stop(
+    chosen: Sequence[KeeperInfo], *, now: bool, force: bool, timeout_s: float
+) -> list[_Stopping]:
+    from everstep.seams.processes import PidWatch
+
+    statuses = ask_statuses(chosen)
+    if not force:
+        _refuse_attached(chosen, statuses)
+    stopping = [
+        _Stopping(info, status, PidWatch(info.pid))
+        for info, status in zip(chosen, statuses, strict=True)
+    ]
+    try:
+        for one in stopping:
+            if now:
+                _kill(one)
+            else:
+                _tell(one)
+        _wait(stopping, timeout_s)
+    finally:
+        for one in stopping:
+            one.watch.close()
+            if one.connection is not None:
+                one.connection.close()
+    return stopping
+
+
+def _refuse_attached(chosen: Sequence[KeeperInfo], statuses: Sequence[Status | None]) -> None:
+    for info, status in zip(chosen, statuses, strict=True):
+        if status is not None and status.trainer is not None:
+            raise OptionError(
+                f"process {status.trainer} is training with the keeper of {info.run}: it would "
+                "go on, and start a new keeper",
+                rank=info.rank,
+                hint="end the training; or --force",
+            )
+
+
+def _tell(one: _Stopping) -> None:
+    from everstep.keeper.spawn import connect
+
+    try:
+        one.connection = connect(
+            one.info.key, timeout_s=_TOLD_TIMEOUT_S, send_timeout_s=_TOLD_TIMEOUT_S
+        )
+        one.connection.send({"kind": "stop"})
+    except KeeperError as error:  # it may have ended meanwhile: then that is no problem
+        one.problem = f"it could not be told: {error.message}"
+
+
+def _kill(one: _Stopping) -> None:
+    from everstep.keeper.registry import kill_keeper
+
+    try:
+        one.killed = kill_keeper(one.info)
+    except KeeperError as error:
+        one.problem = error.message
+
+
+def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
+    """Until all are gone, or time is over, or there is nothing to wait for."""
+    from everstep.seams.progress import progress
+
+    deadline_s = time.monotonic() + timeout_s
+    what = f"waiting for {count_of(len(stopping), 'keeper')} to end"
+    with progress(what, len(stopping), "items") as bar:
+        waiting = list(stopping)
+        while waiting:
+            left_s = deadline_s - time.monotonic()
+            for one in list(waiting):
+                one.watch.gone(min(max(0.0, left_s), _ROUND_S / len(waiting)))
+                if _is_gone(one):
+                    one.gone, one.problem = True, None
+                elif one.problem is None:
+                    one.problem = _refusal(one)
+                if one.gone or one.problem is not None:
+                    waiting.remove(one)
+                    bar.advance(1)
+            bar.advance(0)
+            if left_s <= 0:
+                break
+    for one in waiting:
+        one.problem = f"it is still there after {in_time(timeout_s)}"
+        if one.killed:
+            one.problem += ", though it was killed: the disk that it writes to hangs"
+
+
+def _is_gone(one: _Stopping) -> bool:
+    """Whether nobody holds the keeper's lock any more; that is its end, and not its number."""
+    from everstep.keeper.registry import find_keeper
+
+    if find_keeper(one.info.key) == one.info:
+        return False
+    one.watch.gone(_EXIT_S)
+    return True
+
+
+def _refusal(one: _Stopping) -> str | None:
+    """Why it does not want to end, if it has said so."""
+    from everstep.keeper.wire import error_from_wire
+    from everstep.seams.sockets import close_descriptors
+
+    if one.connection is None:
+        return None
+    try:
+        received = one.connection.receive(0.0)
+    except KeeperTimeoutError:
+        return None
+    except KeeperError:  # it is about to go
+        return None
+    if received is None:
+        return None
+    close_descriptors(received[1])
+    error = received[0].get("error")
+    return f"it refuses: {error_from_wire(error).message}" if isinstance(error, dict) else None
+
+
+# --- Showing ----------------------------------------------------------------------------
+
+
+def _record(one: _Stopping) -> dict[str, object]:
+    return {
+        "pid": one.info.pid,
+        "run": one.info.run,
+        "rank": one.info.rank,
+        "gone": one.gone,
+        "killed": one.killed,
+        "lost_steps": one.lost,
+        "problem": one.problem,
+    }
+
+
+def _show(out: Console, stopping: Sequence[_Stopping], runs: Sequence[str]) -> None:
+    for one in stopping:
+        who = f"keeper {one.info.pid} of {one.info.run}, rank {one.info.rank}"
+        if not one.gone:
+            line, style = f"not stopped: {who}: {one.problem}", "yellow"
+        elif one.killed:
+            line, style = f"killed: {who}; {_loss(one)}", ""
+        else:
+            line, style = f"stopped: {who}", ""
+        out.print(label(line, style, LINE_CHARS_MAX), soft_wrap=True)
+    if any(not one.gone and not one.killed for one in stopping):
+        out.print("everstep ps shows what it does; --now ends it at once")
+    found = {os.path.realpath(one.info.run) for one in stopping}
+    for run in runs:
+        if os.path.realpath(run) not in found:
+            line = f"no keeper of {run} is running"
+            out.print(label(line, chars_max=LINE_CHARS_MAX), soft_wrap=True)
+    if not stopping and not runs:
+        out.print("no keeper is running")
+
+
+def _loss(one: _Stopping) -> str:
+    if one.lost is None or one.status is None:
+        return "what it had in memory is lost; it did not say what that was"
+    durable = one.status.durable_step
+    newest = "" if durable is None else f"; step {durable} is durable"
+    if not one.lost:
+        had = "all that it had in memory was durable" if one.status.held else "its memory was empty"
+        return had + newest
+    return f"lost with it: {steps_of(one.lost)}, captured and not durable" + newest

@@ -1,0 +1,66 @@
+"""``python -m everstep.keeper``: the keeper process. Started by a trainer, not by people."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from everstep.keeper.spawn import begin
+
+__all__ = ["main"]
+
+_ACQUIRE_S = 5.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves one run and rank until nobody needs it any more; returns the exit status."""
+    options = begin(arguments)
+
+    from everstep.keeper.messages import PROTOCOL
+    from everstep.keeper.registry import KeeperInfo, Registration
+    from everstep.keeper.server import Server
+    from everstep.seams.clock import SystemClock
+    from everstep.version import __version__
+
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    info = KeeperInfo(
+        pid=os.getpid(),
+        run=options.run,
+        run_id=options.run_id,
+        rank=options.rank,
+        version=__version__,
+        protocol=PROTOCOL,
+        started_unix_s=SystemClock().unix_s(),
+    )
+    registration = Registration.acquire(options.key, info, timeout_s=_ACQUIRE_S)
+    if registration is None:
+        logging.info("another keeper serves this run already")
+        return 0
+    try:
+        listener = registration.listen()
+        server = Server(
+            listener,
+            PurePath(options.run),
+            version=__version__,
+            linger_s=options.linger_s,
+            writers=options.threads,
+            found=lambda: registration.is_current,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: server.end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's
+        logging.info("keeper of rank %d of %s", options.rank, options.run)
+        server.run()
+        listener.close()
+    finally:
+        registration.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""Finds the keeper of a run, or starts one, and attaches to it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import PurePath
+
+from everstep.arena.memory import Arena
+from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.messages import PROTOCOL
+from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.keeper.wire import Connection, error_from_wire
+from everstep.options import KeeperOptions
+from everstep.seams import Clock
+from everstep.seams.sockets import close_descriptors
+
+__all__ = ["attach"]
+
+_START_S = 30.0
+_LOOK_AGAIN_S = 0.05
+
+
+def attach(
+    run: PurePath,
+    run_id: str,
+    rank: int,
+    arena_bytes: int,
+    options: KeeperOptions,
+    channel: BackgroundChannel,
+    clock: Clock,
+    *,
+    timeout_s: float,
+) -> RemoteKeeper:
+    """A keeper process with an arena of ``arena_bytes`` for us.
+
+    One that an earlier training process left is used again; one of another protocol finishes
+    what it has and makes room.
+
+    Raises:
+        KeeperError: none could be started, or it is not ours.
+        OutOfSpaceError: it has not that much memory.
+    """
+    spawn = SpawnOptions(
+        str(run), run_id, rank, options.linger_s, cores=options.cores, threads=options.threads
+    )
+    deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
+    while clock.monotonic_s() < deadline_s:
+        try:
+            connection = connect(spawn.key, timeout_s=0.0)
+        except KeeperTimeoutError:  # there is none
+            spawn_keeper(spawn)
+            connection = connect(spawn.key, timeout_s=_START_S)
+        arena = _introduce(connection, arena_bytes, timeout_s)
+        if arena is not None:
+            pid = connection.peer().pid
+            return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s)
+        time.sleep(_LOOK_AGAIN_S)  # it is ending, and still has something to write
+    raise KeeperError(
+        f"the keeper of {run} does not let this process attach",
+        path=run,
+        hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
+    )
+
+
+def _introduce(connection: Connection, arena_bytes: int, timeout_s: float) -> Arena | None:
+    """The arena that the keeper has made for us; None if it was ending, or is of another
+    version and now ends."""
+    hello = {
+        "kind": "attach",
+        "protocol": PROTOCOL,
+        "arena_bytes": arena_bytes,
+        "timeout_s": timeout_s,
+    }
+    try:
+        try:
+            connection.send(hello)
+            received = connection.receive(timeout_s)
+        except KeeperTimeoutError:  # it hangs
+            raise
+        except KeeperError:  # it ended just now
+            received = None
+        if received is None:
+            connection.close()
+            return None
+        message, fds = received
+        if message.get("kind") == "welcome" and len(fds) == 1:
+            try:
+                return Arena.attach(fds[0])
+            finally:
+                close_descriptors(fds)
+        if message.get("error") is not None:
+            raise error_from_wire(message["error"])
+        connection.send({"kind": "stop"})  # of another protocol: what it has becomes durable
+        while connection.receive(timeout_s) is not None:
+            pass
+        connection.close()
+        return None
+    except EverstepError:
+        connection.close()
+        raise

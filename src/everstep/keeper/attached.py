@@ -1,0 +1,46 @@
+"""A training process, as its keeper sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.arena.memory import Arena
+from everstep.errors import EverstepError
+from everstep.keeper.capture import Capture
+from everstep.keeper.wire import Connection
+from everstep.seams.processes import PidWatch
+
+__all__ = ["Attached"]
+
+
+class Attached:
+    """The training process that is attached.
+
+    Attributes:
+        watch: follows it, whoever else has its socket.
+        arena: made for it alone.
+        captures: those it has begun, by number, until they are durable or have failed.
+        objects: parts that have come so far, by capture and name.
+        layouts: as messages hold them, by number.
+        gone: nothing can be said to it any more.
+        said_bye: it waits for our end.
+    """
+
+    def __init__(self, connection: Connection, pid: int, arena: Arena) -> None:
+        self.connection = connection
+        self.watch = PidWatch(pid)
+        self.arena = arena
+        self.captures: dict[int, Capture] = {}
+        self.objects: dict[int, dict[str, bytearray]] = {}
+        self.layouts: dict[int, dict[str, Any]] = {}
+        self.gone = False
+        self.said_bye = False
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends; a process that is gone is noticed elsewhere."""
+        if self.gone:
+            return
+        try:
+            self.connection.send(message)
+        except (EverstepError, OSError):
+            self.gone = True

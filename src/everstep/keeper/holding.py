@@ -1,0 +1,123 @@
+"""The newest whole capture, kept in memory for a training process that is restarted.
+
+It stays until a newer one is whole, until its memory is written over, or until it can be of
+no use. What the disk has refused is the only copy there is, and stays as long as it can.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from everstep.arena.memory import Arena
+from everstep.errors import AuditError
+from everstep.format.plan import BasePlan
+from everstep.format.writer import Written, digest_shard
+from everstep.keeper.capture import Capture, shard_offsets
+from everstep.keeper.held import base_to_wire
+
+__all__ = ["Holding"]
+
+_log = logging.getLogger("everstep.keeper")
+
+
+class Holding:
+    """What is in memory, if anything. The thread that serves and the one that writes use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: tuple[Capture, Arena] | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Of the base that is held."""
+        held = self._held
+        return None if held is None else held[0].step
+
+    @property
+    def is_only_copy(self) -> bool:
+        """Whether there is one that is on no disk."""
+        held = self._held
+        return held is not None and not held[0].durable
+
+    def take(self, capture: Capture, arena: Arena) -> None:
+        """A capture is whole: it takes the place of the one before."""
+        with self._lock:
+            self._held = (capture, arena)
+
+    def written_over_by(self, capture: Capture, arena: Arena) -> None:
+        """Memory that is written again holds no base any more, whatever we were told."""
+        with self._lock:
+            if self._held is None or self._held[1] is not arena:
+                return
+            begin, end = _block(self._held[0])
+            new_begin, new_end = _block(capture)
+            if new_begin < end and begin < new_end:
+                self._held = None
+
+    def forget(self, number: int | None, arena: Arena) -> None:
+        """A training process says that it needs a base no more.
+
+        Args:
+            number: of its own captures; None for what another process left.
+            arena: of the process that says so.
+        """
+        with self._lock:
+            if self._held is None:
+                return
+            capture, mine = self._held[0], self._held[1] is arena
+            if number is None:
+                forgets = not mine and capture.durable
+            else:
+                forgets = mine and capture.number == number
+            if forgets:
+                self._held = None
+
+    def failed(self, capture: Capture, error: BaseException, *, reused: bool) -> None:
+        """A capture has not become durable.
+
+        Args:
+            reused: its training process is there, and will use the memory again.
+        """
+        # What an audit has refused is not the state of its step.
+        wrong = reused or isinstance(error, AuditError)
+        with self._lock:
+            if wrong and self._held is not None and self._held[0] is capture:
+                self._held = None
+
+    def recall(
+        self, arena: Arena, audit: Callable[[BasePlan, Sequence[Written]], None]
+    ) -> tuple[dict[str, Any], list[bytes], int] | None:
+        """What another process than that of ``arena`` has left: see
+        :func:`.held.base_to_wire`, and the descriptor of its arena.
+
+        Args:
+            audit: raises AuditError for what may not be restored; asked where the disk has
+                refused a base before it could be audited.
+        """
+        held = self._held
+        if held is None or held[1] is arena:
+            return None
+        capture, theirs = held
+        if not capture.written:  # what is in memory is all there is
+            identity = capture.plan.identity
+            written = tuple(
+                digest_shard(shard, identity, body)
+                for shard, body in zip(capture.plan.shards, capture.bodies(theirs), strict=True)
+            )
+            try:
+                audit(capture.plan, written)
+            except AuditError as error:
+                _log.error("%s", error)
+                self.failed(capture, error, reused=False)
+                return None
+            capture.written = written
+        assert theirs.fd is not None
+        return *base_to_wire(capture), theirs.fd
+
+
+def _block(capture: Capture) -> tuple[int, int]:
+    """Where its memory begins and ends in the arena."""
+    return capture.offset, capture.offset + shard_offsets(capture.plan)[1]

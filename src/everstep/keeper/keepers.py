@@ -1,0 +1,232 @@
+"""The keeper of one Checkpointer: a process or a thread, started anew when it is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import warnings
+from pathlib import PurePath
+
+from everstep.arena import PAGE_BYTES
+from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError, FencedError, KeeperError
+from everstep.format.writer import ChunkRing
+from everstep.keeper.attach import attach
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.local import KeeperStats, LocalKeeper
+from everstep.keeper.pool import CapturePool
+from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.saver import Keeper
+from everstep.options import Options
+from everstep.recover.held import HeldBase
+from everstep.recover.scan import newest_timeline
+from everstep.seams import PosixFileSystem, Seams, SystemClock
+from everstep.tiers.disk import storage_errors
+
+__all__ = ["Keepers"]
+
+_log = logging.getLogger("everstep")
+_TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
+
+
+class Keepers:
+    """Holds the keeper that is in service, and the memory that captures go through.
+
+    Args:
+        arena_bytes: host memory for captures, at most; taken as it is needed.
+
+    Attributes:
+        current: in service; None before the first timeline.
+        pool: None for ``sync``.
+        restarts: how often a keeper process was lost and replaced.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        seams: Seams,
+        run: PurePath,
+        run_id: str,
+        channel: BackgroundChannel,
+        ring: ChunkRing,
+        arena_bytes: int,
+    ) -> None:
+        self._options = options
+        self._seams = seams
+        self._run = run
+        self._run_id = run_id
+        self._channel = channel
+        self._ring = ring
+        self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
+        self._remote: RemoteKeeper | None = None
+        self._before = KeeperStats()  # of keepers that are no longer in service
+        self._why_not: EverstepError | None = None
+        self._try_again_s = 0.0
+        self.current: Keeper | None = None
+        self.pool: CapturePool | None = None
+        self.restarts = 0
+        self.in_process = (
+            options.method.base != "sync"
+            and options.keeper.process
+            and sys.platform == "linux"
+            # A keeper process has a world of its own: it cannot see a simulated one.
+            and type(seams.filesystem) is PosixFileSystem
+            and type(seams.clock) is SystemClock
+        )
+
+    @property
+    def stats(self) -> KeeperStats:
+        """Of all keepers together."""
+        return self._before if self.current is None else _sum(self._before, self.current.stats)
+
+    def open(self) -> None:
+        """Attaches to a keeper process, or makes the memory for one that is a thread.
+
+        Raises:
+            KeeperError, OutOfSpaceError
+        """
+        if self.in_process:
+            if self._remote is None or self._remote.lost is not None:
+                self._remote = self._attach()
+                self.pool = CapturePool(self._remote.arena)
+        elif self._options.method.base != "sync" and self.pool is None:
+            self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
+
+    def left_behind(self) -> HeldBase | None:
+        """What an earlier training process captured last, if its keeper still has it. What it
+        had not written yet is durable, or has failed, when this returns.
+
+        A keeper that is lost on the way (killed; or gone back to the process that it served
+        before, which still runs and knows nothing of us yet) leaves what is on disk.
+
+        Raises:
+            DeadlineError: the keeper gets nowhere.
+        """
+        remote, timeout_s = self._remote, self._options.progress_timeout_s
+        if remote is None:
+            return None
+        try:
+            remote.settle(timeout_s)
+            return remote.recall(timeout_s)
+        except KeeperError:
+            if remote.lost is None:
+                raise
+            _log.warning("%s", remote.lost)
+            return None
+
+    def serve(self, timeline: int, verified: BaseId | None = None) -> Keeper:
+        """From now on bases are of ``timeline``.
+
+        Args:
+            verified: a base on disk that has just been read and found whole.
+        """
+        self._before = self.stats
+        self._before.durable_step = None
+        if self._remote is not None:
+            self._remote.forget_all()
+            self._remote.serve(timeline, keep=self._options.keep, verified=verified)
+            self.current = self._remote
+            return self._remote
+        if self.current is not None:
+            self.current.close()
+        keeper = LocalKeeper(
+            self._seams,
+            self._run,
+            timeline,
+            self._channel,
+            self._ring,
+            self.pool.arena if self.pool is not None else None,
+            keep=self._options.keep,
+            verified=verified,
+            timeout_s=self._options.progress_timeout_s,
+        )
+        keeper.sweep()
+        self.current = keeper
+        return keeper
+
+    @property
+    def lost(self) -> EverstepError | None:
+        """Why the keeper that was in service is gone, if it is."""
+        return self.current.lost if isinstance(self.current, RemoteKeeper) else None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it could not be replaced, when that was last tried."""
+        return self._why_not is not None
+
+    def revive(self, timeline: int) -> bool:
+        """Replaces a keeper process that is gone; says so. True if one was replaced.
+
+        Raises:
+            EverstepError: why it could not be, by the policy: FencedError when it has gone over
+                to another training process, KeeperError when no new one could be started.
+        """
+        if self.lost is None:
+            return False
+        try:
+            now_s = self._seams.clock.monotonic_s()
+            if self._why_not is None or now_s >= self._try_again_s:
+                self._why_not, self._try_again_s = None, now_s + _TRY_AGAIN_S
+                self._replace(timeline)
+                return True
+        except EverstepError as error:
+            self._why_not = error
+        else:
+            if self._options.on_failure != "raise":
+                return False  # it has been told
+        self._channel.post(self._why_not)
+        self._channel.check()
+        return False
+
+    def _replace(self, timeline: int) -> None:
+        lost = self.lost
+        with storage_errors("look for newer timelines", self._run):
+            newest = newest_timeline(self._seams.filesystem, self._run)
+        if newest > timeline:
+            raise FencedError(
+                f"this process writes timeline {timeline}, but timeline {newest} has taken the "
+                "run over",
+                path=self._run,
+                hint="another process resumed this run; end this one, or use another folder",
+            )
+        self.open()
+        assert self._remote is not None
+        self._remote.settle(self._options.progress_timeout_s)  # it may still write what we took
+        self.restarts += 1
+        self.serve(timeline)
+        _log.warning("%s", lost)
+        warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=5)
+        if callable(self._options.on_failure) and lost is not None:
+            self._options.on_failure(lost)
+
+    def close(self) -> None:
+        """Lets the keeper go; what it was given, it finishes."""
+        if self.current is not None:
+            self._before = self.stats
+            self.current.close()
+        if self._remote is not None and self._remote is not self.current:
+            self._remote.close()
+        self.current = self._remote = None
+
+    def _attach(self) -> RemoteKeeper:
+        return attach(
+            self._run,
+            self._run_id,
+            0,
+            self._arena_bytes,
+            self._options.keeper,
+            self._channel,
+            self._seams.clock,
+            timeout_s=self._options.progress_timeout_s,
+        )
+
+
+def _sum(one: KeeperStats, other: KeeperStats) -> KeeperStats:
+    names = [
+        field.name for field in dataclasses.fields(KeeperStats) if field.name != "durable_step"
+    ]
+    both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in names})
+    both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
+    return both

@@ -1,0 +1,140 @@
+"""Blocks of the arena, in the training process: taken for a capture, given back by the keeper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from everstep.arena.allocator import Allocator
+from everstep.arena.memory import PROGRESS_WORDS, Arena
+from everstep.errors import DeadlineError, OutOfSpaceError
+
+__all__ = ["CapturePool", "Room"]
+
+_WARM_BYTES = 64 << 20
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """A block of the arena, and a progress word for it.
+
+    Attributes:
+        forget: set while the block is kept only so that a restarted training process can
+            restore from it: called when the memory is needed.
+    """
+
+    offset: int
+    size_bytes: int
+    word: int
+    forget: Callable[[], None] | None = None
+
+
+class CapturePool:
+    """Hands out blocks; a full arena pushes back, it never grows (I10)."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._allocator = Allocator(arena.size_bytes)
+        self._words = list(range(PROGRESS_WORDS))
+        self._changed = threading.Condition()
+        self._kept: list[Room] = []
+        self._touched_to = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all blocks that are in use or kept."""
+        with self._changed:
+            return self._allocator.used_bytes
+
+    @property
+    def touched_bytes(self) -> int:
+        """Host memory that the arena has taken so far."""
+        return self._touched_to
+
+    def acquire(self, size_bytes: int, *, timeout_s: float) -> Room:
+        """A block; waits for one to be released if there is no room.
+
+        Raises:
+            OutOfSpaceError: when the budget can never hold such a block.
+            DeadlineError: when none was released within ``timeout_s``.
+        """
+        if size_bytes > self.arena.size_bytes:
+            raise OutOfSpaceError(
+                f"a copy of the state takes {size_bytes} bytes of host memory, the budget is "
+                f"{self.arena.size_bytes}",
+                hint=f'Budget(host_bytes={size_bytes}) or more, or method="sync"',
+            )
+        with self._changed:
+            room = self._wait(size_bytes, timeout_s)
+            fresh = max(0, room.offset + size_bytes - max(self._touched_to, room.offset))
+        if fresh:  # here, not in the middle of a copy, which would be 6 times slower
+            try:
+                self.arena.populate(room.offset + size_bytes - fresh, fresh)
+            except BaseException:
+                self.release(room)
+                raise
+            self._touched_to = max(self._touched_to, room.offset + size_bytes)
+        self.arena.set_progress(room.word, 0)
+        return room
+
+    def warm(self, size_bytes: int) -> None:
+        """Takes memory that captures will need, before they need it."""
+        end = min(size_bytes, self.arena.size_bytes)
+        while self._touched_to < end:
+            begin = self._touched_to
+            self.arena.populate(begin, min(_WARM_BYTES, end - begin))
+            self._touched_to = max(self._touched_to, begin + min(_WARM_BYTES, end - begin))
+
+    def keep(self, room: Room, forget: Callable[[], None]) -> None:
+        """The block is durable; it stays until a newer one is, or its memory is needed."""
+        with self._changed:
+            room.forget = forget
+            self._kept.append(room)
+            self._changed.notify_all()
+
+    def drop_kept(self, *, but: Room | None = None) -> None:
+        """Forgets every kept block; a newer one is there."""
+        with self._changed:
+            while self._kept:
+                room = self._kept.pop(0)
+                if room is but:
+                    self._kept.append(room)
+                    return
+                self._forget(room)
+
+    def release(self, room: Room) -> None:
+        """Gives a block back."""
+        with self._changed:
+            self._free(room)
+
+    def _wait(self, size_bytes: int, timeout_s: float) -> Room:
+        found: list[Room] = []
+
+        def take() -> bool:
+            while True:
+                offset = self._allocator.allocate(size_bytes) if self._words else None
+                if offset is not None:
+                    found.append(Room(offset, size_bytes, self._words.pop()))
+                    return True
+                if not self._kept:
+                    return False
+                self._forget(self._kept.pop(0))
+
+        if not self._changed.wait_for(take, timeout_s):
+            raise DeadlineError(
+                f"no host memory was released within {timeout_s:g} s: earlier bases are "
+                "still being written",
+                hint="a longer interval, a faster disk, or a larger Budget(host_bytes=...)",
+            )
+        return found[0]
+
+    def _forget(self, room: Room) -> None:
+        if room.forget is not None:
+            room.forget()
+        self._free(room)
+
+    def _free(self, room: Room) -> None:
+        self._allocator.free(room.offset)
+        self._words.append(room.word)
+        self._changed.notify_all()

@@ -1,0 +1,128 @@
+"""What a save needs that is the same as at the save before: computed once, reused.
+
+Recomputed when the state's shape changes (parameters, groups, optimizer state that appears),
+and in part when tensors were replaced by others of the same shape.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from everstep.capture.audit import SpotCheck
+from everstep.capture.batches import Batch, plan_batches
+from everstep.format.header import ShardIdentity
+from everstep.format.plan import BasePlan, ShardPlan, plan_files
+from everstep.keeper.capture import shard_offsets
+from everstep.state.survey import Shape, Survey
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A layout, and the copies that fill it.
+
+    Attributes:
+        number: names the layout between trainer and keeper.
+        offsets: of each shard in the block of ``size_bytes``.
+        gated: names of entries that may be copied behind the step mark.
+        ends: how much of the block must be there before an optimizer (by key) may update.
+    """
+
+    number: int
+    shape: Shape
+    shards: tuple[ShardPlan, ...]
+    kinds: Mapping[str, str]
+    offsets: tuple[int, ...]
+    size_bytes: int
+    gated: tuple[str, ...]
+    marked: tuple[str, ...]
+    ends: Mapping[str, int]
+    _gated_tensors: tuple[torch.Tensor, ...] = ()
+    _gated_batches: tuple[Batch, ...] = ()
+    _marked_tensors: tuple[torch.Tensor, ...] = ()
+    _marked_batches: tuple[Batch, ...] = ()
+    _check: SpotCheck | None = None
+
+    def plan(self, identity: ShardIdentity) -> BasePlan:
+        """The files of one base."""
+        return BasePlan(identity, self.shards, self.kinds)
+
+    def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
+        """Copies that may run behind the next step, in file order."""
+        live = tuple(tensors[name] for name in self.gated)
+        if not _same(live, self._gated_tensors):
+            self._gated_tensors = live
+            self._gated_batches = self._batches(tensors, frozenset(self.gated))
+            self._check = None
+        return self._gated_batches
+
+    def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
+        """Copies that must be made at the step mark."""
+        live = tuple(tensors[name] for name in self.marked)
+        if not _same(live, self._marked_tensors):
+            self._marked_tensors = live
+            self._marked_batches = self._batches(tensors, frozenset(self.marked))
+        return self._marked_batches
+
+    def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
+        """Of the gated entries; after :meth:`gated_batches`."""
+        if self._check is None:
+            layouts = [
+                (shard.layout, offset)
+                for shard, offset in zip(self.shards, self.offsets, strict=True)
+            ]
+            self._check = SpotCheck(layouts, tensors, frozenset(self.gated))
+        return self._check
+
+    def _batches(
+        self, tensors: Mapping[str, torch.Tensor], names: frozenset[str]
+    ) -> tuple[Batch, ...]:
+        return tuple(
+            batch
+            for shard, offset in zip(self.shards, self.offsets, strict=True)
+            for batch in plan_batches(shard.layout, tensors, names, offset=offset)
+        )
+
+
+def prepare(survey: Survey, identity: ShardIdentity, *, number: int, gates: bool) -> Prepared:
+    """Lays out a state.
+
+    Args:
+        gates: copy what an optimizer owns behind the step; otherwise everything at its mark.
+    """
+    shape = survey.shape
+    shards = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
+    offsets, size_bytes = shard_offsets(BasePlan(identity, shards))
+    kinds = {
+        entry.name: shape.owners[entry.name].kind
+        for entry in shape.entries
+        if shape.owners[entry.name].kind != "logged"
+    }
+    gated = tuple(entry.name for entry in shape.entries if entry.name in kinds) if gates else ()
+    waiting = frozenset(gated)
+    ends: dict[str, int] = {}
+    for shard, offset in zip(shards, offsets, strict=True):
+        for place in shard.layout.placed:
+            if place.entry.name in waiting:
+                owner = shape.owners[place.entry.name].optimizer or ""
+                ends[owner] = offset + place.end
+    return Prepared(
+        number=number,
+        shape=shape,
+        shards=shards,
+        kinds=kinds if gates else {},
+        offsets=offsets,
+        size_bytes=size_bytes,
+        gated=gated,
+        marked=tuple(entry.name for entry in shape.entries if entry.name not in waiting),
+        ends=ends,
+    )
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))

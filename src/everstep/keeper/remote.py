@@ -1,0 +1,322 @@
+"""The keeper process, seen from the training process.
+
+Few and small messages; the bytes of the state go through the arena. A thread of its own
+waits for messages, so that the loss of the keeper is noticed at once and nobody who waits
+for it waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
+from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
+from everstep.keeper.capture import Capture
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.held import base_from_wire
+from everstep.keeper.local import KeeperStats
+from everstep.keeper.messages import identity_to_wire, layout_to_wire, parts_of
+from everstep.keeper.save import done, failed
+from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
+from everstep.recover.held import HeldBase
+from everstep.seams import Clock
+from everstep.seams.progress import progress
+from everstep.seams.sockets import close_descriptors
+
+__all__ = ["RemoteKeeper"]
+
+_LOOK_AGAIN_S = 0.2
+_ENDS_S = 5.0  # mostly at once: everything is durable by then
+_PATIENCE_S = 1000.0
+
+
+class RemoteKeeper:
+    """One attachment to a keeper process.
+
+    Args:
+        connection: to a keeper that has welcomed us.
+        arena: that it has made for us.
+        pid: of the keeper process.
+        timeout_s: a keeper that says nothing for so long counts as hung.
+
+    Attributes:
+        stats: what it has done, as it last said.
+        lost: why it is gone; None while it is there.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        arena: Arena,
+        pid: int,
+        channel: BackgroundChannel,
+        clock: Clock,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.arena = arena
+        self.pid = pid
+        self.stats = KeeperStats()
+        self.lost: EverstepError | None = None
+        self._connection = connection
+        self._channel = channel
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Capture] = {}  # until the keeper is done with them
+        self._writing: dict[int, Capture] = {}  # until they are durable or have failed
+        self._replies: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        self._blobs: dict[int, bytearray] = {}
+        self._layouts: set[int] = set()
+        self._timeline = 0
+        self._heard_s = clock.monotonic_s()
+        self._written_bytes = 0
+        self._hung = False
+        self._closing = False
+        self._reader = threading.Thread(
+            target=self._read, name="everstep-keeper-messages", daemon=True
+        )
+        self._reader.start()
+
+    def serve(self, timeline: int, *, keep: int, verified: BaseId | None) -> None:
+        """From now on bases are of this timeline."""
+        known = None if verified is None else [verified.timeline, verified.step]
+        self._timeline, self.stats = timeline, KeeperStats()
+        self._send({"kind": "serve", "timeline": timeline, "keep": keep, "verified": known})
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until what an earlier trainer left is durable or has failed.
+
+        Raises:
+            KeeperError: the keeper is gone.
+            DeadlineError: it gets nowhere for ``timeout_s``.
+        """
+        self._request({"kind": "settle"}, "settled", timeout_s)
+
+    def recall(self, timeout_s: float) -> HeldBase | None:
+        """The newest base in the keeper's memory, if there is one.
+
+        Raises:
+            KeeperError, DeadlineError: as for :meth:`settle`.
+        """
+        reply, fds = self._request({"kind": "recall"}, "recalled", timeout_s)
+        if not fds:
+            return None
+        try:
+            return base_from_wire(reply["base"], reply["blobs"], Arena.attach(fds[0]))
+        finally:
+            close_descriptors(fds)
+
+    def forget_all(self) -> None:
+        """What an earlier trainer left in memory is no longer needed."""
+        self._send({"kind": "forget", "number": None})
+
+    def begin(self, capture: Capture) -> None:
+        """Announces a capture; one that streams is written as it arrives.
+
+        Raises:
+            KeeperError: the keeper is gone.
+        """
+        with self._changed:
+            if self.lost is not None:
+                raise self.lost
+            capture.begun = True
+            self._waiting[capture.number] = self._writing[capture.number] = capture
+        if capture.layout not in self._layouts:
+            self._layouts.add(capture.layout)
+            layout = layout_to_wire(capture.plan)
+            self._send({"kind": "layout", "number": capture.layout, "layout": layout})
+        self._send(
+            {
+                "kind": "begin",
+                "number": capture.number,
+                "layout": capture.layout,
+                "identity": identity_to_wire(capture.plan.identity),
+                "offset": capture.offset,
+                "word": capture.word,
+                "stream": capture.stream,
+            }
+        )
+
+    def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
+        """All of a capture has arrived; the keeper makes it durable, whatever happens to us."""
+        for name, data in objects.items():
+            for part in parts_of(data):
+                self._send({"kind": "object", "number": capture.number, "name": name, "part": part})
+        self._send({"kind": "captured", "number": capture.number})
+
+    def abandon(self, capture: Capture, error: EverstepError | None) -> None:
+        """The rest of a capture will never arrive; ``error`` is None when it was withdrawn."""
+        why = None if error is None else error_to_wire(error)
+        self._send({"kind": "abandon", "number": capture.number, "error": why})
+
+    def forget(self, capture: Capture) -> None:
+        """The memory of a durable capture is going to be overwritten."""
+        self._send({"kind": "forget", "number": capture.number})
+
+    def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
+        """Waits until everything that was begun is durable or has failed.
+
+        Raises:
+            DeadlineError: after ``timeout_s``, or when the keeper says nothing.
+            EverstepError: what failed meanwhile, by the policy.
+        """
+        start_s = self._clock.monotonic_s()
+        with self._changed:
+            total = sum(capture.plan.size_bytes for capture in self._waiting.values())
+        seen = self._written_bytes
+        with progress("save", total) as bar:
+            while True:
+                with self._changed:
+                    if not self._waiting:
+                        break
+                    self._changed.wait(_LOOK_AGAIN_S)
+                if show:
+                    bar.advance(self._written_bytes - seen)
+                    seen = self._written_bytes
+                self._channel.check()
+                self._check_alive()
+                if self._hung:  # reported already; waiting on would be for ever
+                    raise DeadlineError(
+                        f"{len(self._waiting)} base(s) are not durable: the storage hangs",
+                        hint="look at the disk or the network file system (dmesg, df, iostat)",
+                    )
+                waited_s = self._clock.monotonic_s() - start_s
+                if timeout_s is not None and waited_s > timeout_s:
+                    raise DeadlineError(
+                        f"{len(self._waiting)} base(s) are not durable after {waited_s:.0f} s",
+                        hint="wait longer, or look at the disk",
+                    )
+        self._channel.check()
+
+    def close(self) -> None:
+        """Lets the keeper go: it finishes what it was given, and ends. Returns when it has, so
+        that the run folder is nobody's, or after a few seconds."""
+        self._closing = True
+        self._send({"kind": "bye"})
+        self._reader.join(_ENDS_S)
+        self._connection.close()
+        self._reader.join(_LOOK_AGAIN_S)
+        self._lose(None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """A keeper that is gone is noticed by the reader; here it is no error."""
+        if self.lost is not None:
+            return
+        try:
+            self._connection.send(message)
+        except (KeeperError, OSError) as error:
+            self._lose(_lost(self.pid, error))
+
+    def _request(
+        self, message: dict[str, Any], reply: str, timeout_s: float
+    ) -> tuple[dict[str, Any], list[int]]:
+        self._send(message)
+        written_bytes, start_s = self._written_bytes, self._clock.monotonic_s()
+        while self._clock.monotonic_s() - start_s <= timeout_s:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: reply in self._replies or self.lost is not None,
+                    min(_LOOK_AGAIN_S, timeout_s),
+                )
+                if reply in self._replies:
+                    return self._replies.pop(reply)
+            if self.lost is not None:
+                raise self.lost
+            if self._written_bytes != written_bytes:  # it gets somewhere
+                written_bytes, start_s = self._written_bytes, self._clock.monotonic_s()
+        raise DeadlineError(
+            f"the keeper (process {self.pid}) has not answered {message['kind']!r} within "
+            f"{timeout_s:g} s",
+            hint="everstep ps shows what it is doing; look at the disk",
+        )
+
+    def _check_alive(self) -> None:
+        silent_s = self._clock.monotonic_s() - self._heard_s
+        if silent_s > self._timeout_s:
+            raise DeadlineError(
+                f"the keeper (process {self.pid}) has said nothing for {silent_s:.0f} s",
+                hint="it is stopped, or this machine is overloaded",
+            )
+
+    def _read(self) -> None:
+        error: BaseException | None = None
+        try:
+            while True:
+                try:
+                    received = self._connection.receive(_PATIENCE_S)
+                except KeeperTimeoutError:
+                    continue
+                if received is None:
+                    break
+                self._heard_s = self._clock.monotonic_s()
+                self._on_message(*received)
+        except Exception as found:
+            error = found
+        if not self._closing:
+            self._lose(_lost(self.pid, error))
+
+    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        kind = message["kind"]
+        if message.get("timeline") == self._timeline:  # else of what was served before
+            self.stats = KeeperStats(**message["stats"])
+        if kind == "blob":
+            self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
+        elif kind in ("settled", "recalled"):
+            message["blobs"], self._blobs = self._blobs, {}
+            with self._changed:
+                self._replies[kind] = (message, fds)
+                self._changed.notify_all()
+        elif kind == "progress":
+            self._written_bytes, self._hung = message["written_bytes"], message["hung"]
+        elif kind == "error":
+            self._channel.post(error_from_wire(message["error"]))
+        elif kind == "durable":
+            self._end(message["number"], None, message["size_bytes"])
+        elif kind == "failed":
+            self._end(message["number"], error_from_wire(message["error"]), 0)
+        elif kind == "done":
+            with self._changed:
+                self._waiting.pop(message["number"], None)
+                self._changed.notify_all()
+        elif kind == "replaced":
+            self._lose(
+                KeeperError(f"the keeper (process {self.pid}) now serves process {message['pid']}")
+            )
+
+    def _end(self, number: int, error: EverstepError | None, size_bytes: int) -> None:
+        """A base is durable or has failed; retention may still go on."""
+        with self._changed:
+            capture = self._writing.pop(number, None)
+        if capture is None:
+            return
+        if error is None:
+            done(capture.save.durable, size_bytes)
+        else:
+            failed(capture.save.durable, error)
+        capture.on_end(capture)
+
+    def _lose(self, error: EverstepError | None) -> None:
+        """The keeper is gone: nobody may go on waiting for it."""
+        with self._changed:
+            if self.lost is not None:
+                return
+            self.lost = error or KeeperError("this keeper was let go")
+            captures = list(self._writing.values())
+            self._writing.clear()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for capture in captures:
+            failed(capture.save.durable, self.lost)
+            capture.on_end(capture)
+
+
+def _lost(pid: int, error: BaseException | None) -> KeeperError:
+    why = f": {error}" if error is not None else ""
+    return KeeperError(
+        f"the keeper (process {pid}) is gone{why}",
+        hint="training goes on; a new keeper is started, and a new base taken",
+    )

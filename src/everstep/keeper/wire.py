@@ -1,0 +1,486 @@
+"""Messages between trainer and keeper over a Unix socket, with descriptors beside them.
+
+A message is four bytes of length (little-endian) and so many bytes of msgpack, a map with
+text as keys. Tuples arrive as lists, byte arrays as bytes; text of file names that is no
+Unicode passes unharmed. A list or map has at most 1,048,576 items. Descriptors travel with
+the first byte of their message.
+
+Nothing here waits for ever: not for a side that has stopped reading, nor for the rest of a
+message. What is no message ends the connection: behind it nothing could be trusted.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from everstep import errors
+from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.seams.sockets import (
+    FDS_MAX,
+    Peer,
+    UnixStream,
+    accept_stream,
+    close_descriptors,
+    own_uid,
+    stream_pair,
+)
+
+__all__ = [
+    "MESSAGE_BYTES_MAX",
+    "SEND_TIMEOUT_S",
+    "Connection",
+    "accept",
+    "connected_pair",
+    "decode_message",
+    "encode_message",
+    "error_from_wire",
+    "error_to_wire",
+]
+
+MESSAGE_BYTES_MAX = 64 << 20
+"""Of msgpack in one message."""
+
+SEND_TIMEOUT_S = 10.0
+"""A side that has made no room for a message for so long counts as lost."""
+
+_HEADER_BYTES = 4
+_PIECE_BYTES = 1 << 20  # memory is taken as bytes arrive, whatever the length says
+_ITEMS_MAX = 1 << 20  # of one list or map; msgpack makes room for them on their word
+_CLOSE_TIMEOUT_S = 1.0
+_GONE = (errno.ECONNRESET, errno.EPIPE, errno.EBADF, errno.ENOTCONN)
+
+
+# --- Messages as bytes ------------------------------------------------------------------
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """A message with its length in front.
+
+    Raises:
+        KeeperError: it is too large.
+        TypeError, ValueError, OverflowError: it holds what msgpack has no form for (a bug).
+    """
+    if not all(isinstance(key, str) for key in message):
+        raise TypeError("the keys of a message are text")
+    body: bytes = msgpack.packb(dict(message), unicode_errors="surrogatepass")
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise KeeperError(
+            f"a message {_kind_of(message)}has {len(body)} bytes, at most {MESSAGE_BYTES_MAX}"
+        )
+    return len(body).to_bytes(_HEADER_BYTES, "little") + body
+
+
+def decode_message(body: bytes | bytearray) -> dict[str, Any]:
+    """The message that ``body``, without its length, stands for.
+
+    Raises:
+        KeeperError: for anything but a msgpack map with text as keys, and nothing behind it.
+    """
+    items_max = min(len(body), _ITEMS_MAX)
+    try:
+        message = msgpack.unpackb(
+            body,
+            strict_map_key=False,
+            max_array_len=items_max,
+            max_map_len=items_max,
+            ext_hook=_no_extensions,
+            unicode_errors="surrogatepass",
+        )
+    except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
+        raise KeeperError(f"a message is not msgpack: {error}") from error
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise KeeperError("a message is not a map with text as keys")
+    return message
+
+
+def _no_extensions(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
+
+
+def _kind_of(message: Mapping[str, Any]) -> str:
+    kind = message.get("kind")
+    return f"({kind}) " if isinstance(kind, str) else ""
+
+
+# --- Connections ------------------------------------------------------------------------
+
+
+class Connection:
+    """One side of a connection. Any thread may send; one at a time receives.
+
+    In a process forked from the one that made it, nothing can be sent or received, and the
+    other side notices nothing of that process.
+
+    Args:
+        other: what the other side is called in errors.
+        send_timeout_s: within which a message must have left.
+    """
+
+    def __init__(
+        self,
+        stream: UnixStream,
+        *,
+        other: str = "the keeper",
+        send_timeout_s: float = SEND_TIMEOUT_S,
+    ) -> None:
+        self._stream = stream
+        self._other = other
+        self._send_timeout_s = send_timeout_s
+        self._send_lock = threading.Lock()
+        self._receive_lock = threading.Lock()
+        self._closed = False
+        # Why nothing more can be sent, or received. What had come before a send failed (the
+        # other side's reason, perhaps) can still be received.
+        self._send_failure: KeeperError | None = None
+        self._receive_failure: KeeperError | None = None
+        # What has arrived of the next message. Between the two moments at which bytes have
+        # left the socket and are noted here, an interrupt would lose count of them.
+        self._header = bytearray()
+        self._body = bytearray()
+        self._fds: list[int] = []
+        self._moving = False
+
+    def fileno(self) -> int:
+        """The descriptor, for ``select``; -1 once closed."""
+        return self._stream.fileno()
+
+    def peer(self) -> Peer:
+        """Process and user at the other side, from the kernel.
+
+        Raises:
+            KeeperError: the connection is closed, or this system does not tell.
+        """
+        try:
+            return self._stream.peer()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Sends a message; returns when it has left this process, not when it was read.
+
+        Descriptors are duplicated for the other side: the caller still has to close its own.
+
+        Raises:
+            KeeperTimeoutError: the other side has made no room for it in time. Like after any
+                other failure on the way, the connection is of no more use.
+            KeeperError: the other side is gone, or the message is too large.
+        """
+        if len(fds) > FDS_MAX:
+            raise ValueError(f"{len(fds)} descriptors in one message, at most {FDS_MAX}")
+        frame = encode_message(message)
+        deadline_s = time.monotonic() + self._send_timeout_s
+        self._usable()
+        if not self._send_lock.acquire(timeout=self._send_timeout_s):
+            raise self._no_room()
+        try:
+            self._usable()
+            self._send(frame, fds, deadline_s)
+        finally:
+            self._send_lock.release()
+
+    def _send(self, frame: bytes, fds: Sequence[int], deadline_s: float) -> None:
+        rest = memoryview(frame)
+        whole = False
+        touched = False
+        try:
+            while rest.nbytes:
+                touched = True
+                sent = self._stream.send_some(rest, fds)
+                rest = rest[sent:]
+                if sent:
+                    fds = ()
+                    continue
+                touched = rest.nbytes < len(frame)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise self._end_sending(self._no_room())
+                self._stream.wait(write=True, timeout_s=left_s)
+            whole = True
+        except OSError as error:
+            raise self._end_sending(self._failed(error)) from error
+        finally:
+            if touched and not whole:  # by an interrupt: part of a message is under way
+                self._end_sending(KeeperError(f"a message to {self._other} was sent in part"))
+
+    def receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]] | None:
+        """The next message and its descriptors (the caller's to close); None at the end.
+
+        A message of which a part has come within ``timeout_s`` is not lost: the next call
+        goes on with it. With 0, what is there is read, and nothing is waited for.
+
+        The end is that the other side has closed, or is gone, between two messages; or that
+        this side has called :meth:`close`.
+
+        Raises:
+            KeeperTimeoutError: no whole message came in time. Ask again.
+            KeeperError: what came is no message, or ends in the middle of one. The
+                connection is of no more use.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        if not self._receive_lock.acquire(timeout=max(0.0, timeout_s)):
+            raise KeeperTimeoutError(f"another thread is waiting for {self._other}")
+        try:
+            if self._closed:
+                return None
+            if self._stream.lost:
+                raise self._forked()
+            if self._receive_failure is not None:
+                raise self._again(self._receive_failure)
+            return self._receive(deadline_s)
+        except OSError as error:
+            raise self._break(self._failed(error)) from error
+        finally:
+            if self._moving:
+                self._break(KeeperError(f"a message from {self._other} was interrupted"))
+            self._receive_lock.release()
+
+    def _receive(self, deadline_s: float) -> tuple[dict[str, Any], list[int]] | None:
+        if not self._fill(self._header, _HEADER_BYTES, self._fds, deadline_s):
+            if not self._header or self._closed:
+                return None
+            raise self._break(self._torn())
+        size_bytes = int.from_bytes(self._header, "little")
+        if size_bytes > MESSAGE_BYTES_MAX:
+            raise self._break(
+                KeeperError(
+                    f"a message from {self._other} claims {size_bytes} bytes, at most "
+                    f"{MESSAGE_BYTES_MAX}"
+                )
+            )
+        if not self._fill(self._body, size_bytes, None, deadline_s):
+            if self._closed:
+                return None
+            raise self._break(self._torn())
+        try:
+            message = decode_message(self._body)
+        except KeeperError as error:
+            raise self._break(error) from error
+        fds, self._fds = self._fds, []
+        self._header, self._body = bytearray(), bytearray()
+        return message, fds
+
+    def _fill(
+        self, target: bytearray, size_bytes: int, fds: list[int] | None, deadline_s: float
+    ) -> bool:
+        """Receives until ``target`` is so long; False at the end of the stream."""
+        while len(target) < size_bytes:
+            self._moving = True
+            try:
+                data = self._stream.receive_some(min(size_bytes - len(target), _PIECE_BYTES), fds)
+                if data:
+                    target += data
+            except OSError as error:
+                self._moving = False
+                if error.errno in _GONE:
+                    return False
+                raise
+            self._moving = False
+            if data == b"":
+                return False
+            if data is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise KeeperTimeoutError(f"{self._other} has sent nothing in time")
+                self._stream.wait(write=False, timeout_s=left_s)
+        return True
+
+    def close(self) -> None:
+        """Closes; threads that wait in :meth:`receive` or :meth:`send` come back at once.
+
+        What was sent before is still delivered. Harmless when called again.
+        """
+        self._closed = True
+        if self._stream.lost:
+            return
+        self._stream.shutdown()
+        # Not while another thread is about to use the descriptor, whose number may be
+        # given to something else; they have been woken, so this takes no time.
+        locks = (self._send_lock, self._receive_lock)
+        held = [lock for lock in locks if lock.acquire(timeout=_CLOSE_TIMEOUT_S)]
+        try:
+            self._stream.close()
+            close_descriptors(self._fds)
+            self._fds = []
+        finally:
+            for lock in held:
+                lock.release()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- What goes wrong ---
+
+    def _usable(self) -> None:
+        if self._stream.lost:
+            raise self._forked()
+        if self._closed:
+            raise KeeperError(f"the connection to {self._other} was closed")
+        if self._send_failure is not None:
+            raise self._again(self._send_failure)
+
+    def _end_sending(self, error: KeeperError) -> KeeperError:
+        """Nothing more is sent; of several reasons the first is the one to be told."""
+        if self._send_failure is None:
+            self._send_failure = error
+        self._stream.shutdown()
+        return error
+
+    def _break(self, error: KeeperError) -> KeeperError:
+        """Nothing more goes over this connection, either way."""
+        if self._receive_failure is None:
+            self._receive_failure = error
+        self._moving = False
+        fds, self._fds = self._fds, []
+        close_descriptors(fds)
+        return self._end_sending(error)
+
+    def _again(self, error: KeeperError) -> KeeperError:
+        return KeeperError(f"the connection to {self._other} has failed: {error.message}")
+
+    def _no_room(self) -> KeeperError:
+        return KeeperTimeoutError(
+            f"{self._other} has not taken a message for {self._send_timeout_s:g} s: it hangs",
+            hint="everstep ps shows what it does; everstep stop --now ends it",
+        )
+
+    def _torn(self) -> KeeperError:
+        return KeeperError(f"{self._other} is gone: it ended in the middle of a message")
+
+    def _forked(self) -> KeeperError:
+        return KeeperError(
+            f"this process was forked from the one that is connected to {self._other}",
+            hint="use the Checkpointer only in the process that made it",
+        )
+
+    def _failed(self, error: OSError) -> KeeperError:
+        if self._stream.lost:
+            return self._forked()
+        if self._closed:
+            return KeeperError(f"the connection to {self._other} was closed")
+        if error.errno in _GONE and self.fileno() >= 0 and error.errno != errno.EBADF:
+            return KeeperError(f"{self._other} is gone: it has closed the connection")
+        return KeeperError(f"the connection to {self._other} failed: {error.strerror or error}")
+
+
+def connected_pair(**options: Any) -> tuple[Connection, Connection]:
+    """Two sides within this process; for tests.
+
+    Args:
+        options: as for :class:`Connection`, for both.
+    """
+    one, other = stream_pair()
+    return Connection(one, **options), Connection(other, **options)
+
+
+def accept(
+    listener: socket.socket, timeout_s: float, *, send_timeout_s: float = SEND_TIMEOUT_S
+) -> Connection | None:
+    """The next connection of this user's; None when there is none within ``timeout_s``.
+
+    Anybody else who got as far as connecting is shown the door.
+
+    Raises:
+        OSError: the listener is closed, or too many files are open.
+    """
+    stream = accept_stream(listener, timeout_s)
+    if stream is None:
+        return None
+    try:
+        welcome = stream.peer().uid == own_uid()
+    except OSError:
+        welcome = False
+    if not welcome:
+        stream.close()
+        return None
+    return Connection(stream, other="the trainer", send_timeout_s=send_timeout_s)
+
+
+# --- Errors -----------------------------------------------------------------------------
+
+_CLASSES: dict[str, type[EverstepError]] = {
+    name: getattr(errors, name)
+    for name in errors.__all__
+    if issubclass(getattr(errors, name), EverstepError)
+}
+_COMMON = ("message", "step", "rank", "tier", "path", "hint")
+
+
+def error_to_wire(error: BaseException) -> dict[str, Any]:
+    """An error as part of a message, with everything that it says.
+
+    Anything that is not an :class:`~everstep.errors.EverstepError` becomes an internal error.
+    """
+    if not isinstance(error, EverstepError):
+        return {"error": EverstepError.__name__, "message": f"internal error: {error!r}"}
+    known = next(kind for kind in type(error).__mro__ if kind in _CLASSES.values())
+    fields = {name: _plain(value) for name, value in vars(error).items() if name[0] != "_"}
+    return {**fields, "error": known.__name__}
+
+
+def error_from_wire(fields: Mapping[str, Any]) -> EverstepError:
+    """The inverse of :func:`error_to_wire`: same class, same fields.
+
+    Takes whatever comes; a class that this version does not know becomes the root of all.
+    """
+    kind = _CLASSES.get(str(fields.get("error")), EverstepError)
+    message = fields.get("message")
+    if not isinstance(message, str):
+        message = f"internal error: an error without words: {dict(fields)!r:.200}"
+    error = kind.__new__(kind, message)
+    EverstepError.__init__(
+        error,
+        message,
+        step=_of(int, fields.get("step")),
+        rank=_of(int, fields.get("rank")),
+        tier=_of(str, fields.get("tier")),
+        path=_of(str, fields.get("path")),
+        hint=_of(str, fields.get("hint")),
+    )
+    for name, value in fields.items():
+        if name not in ("error", *_COMMON) and _is_field(kind, name):
+            setattr(error, name, _frozen(value))
+    return error
+
+
+def _is_field(kind: type, name: Any) -> bool:
+    """Whether an error of this kind may have an attribute so called, and has none of the class."""
+    named = isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+    return named and not hasattr(kind, name)
+
+
+def _of(kind: type, value: Any) -> Any:
+    return value if isinstance(value, kind) else None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in forms that msgpack has; what it has none for is told in words."""
+    if value is None or isinstance(value, (bool, float, str, bytes)):
+        return value
+    if hasattr(value, "__index__"):  # numpy's, too
+        number = operator.index(value)
+        return number if -(1 << 63) <= number < 1 << 64 else str(number)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as the tuples that they were."""
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,47 @@
+"""A base in the memory of a keeper that has outlived its training process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.format.reader import read_header
+from everstep.format.records import FileRecord, Marker
+from everstep.recover.opened import OpenBase, check_identity
+from everstep.tiers.memory import MemoryFile
+
+__all__ = ["HeldBase"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBase:
+    """A whole base, in memory; verified while it is read, like one on disk.
+
+    Attributes:
+        marker: as it is, or would be, on disk.
+        files: its files, with their records.
+        durable: whether it is on disk, too.
+    """
+
+    marker: Marker
+    files: tuple[tuple[MemoryFile, FileRecord], ...]
+    durable: bool
+
+    @property
+    def id(self) -> BaseId:
+        return BaseId(self.marker.timeline, self.marker.step)
+
+    def open(self) -> OpenBase:
+        """Opens it for reading.
+
+        Raises:
+            DamageError, FormatError: for what the headers say.
+        """
+        opened = OpenBase(self.marker)
+        for file, record in self.files:
+            path = PurePath("memory") / record.name
+            header = read_header(file, record, path)
+            opened.shards.append((file, record, header, path))
+            check_identity(header, self.marker, path)
+        return opened

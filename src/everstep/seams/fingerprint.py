@@ -1,0 +1,29 @@
+"""What bit-for-bit results can depend on, besides the program."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+__all__ = ["cuda_in_use", "fingerprint"]
+
+
+def cuda_in_use() -> bool:
+    """Whether this process has CUDA devices in use; asking does not initialise any."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def fingerprint() -> dict[str, str]:
+    """Versions and hardware that bit-for-bit results can depend on."""
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "threads": str(torch.get_num_threads()),
+    }
+    if cuda_in_use():
+        found["cuda"] = str(torch.version.cuda)
+        found["device"] = torch.cuda.get_device_name()
+    return found

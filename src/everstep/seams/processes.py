@@ -1,0 +1,274 @@
+"""Processes: starting one that nobody owns, watching one that is nobody's child."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
+
+__all__ = [
+    "PidWatch",
+    "available_cores",
+    "detach_from_parent",
+    "has_open",
+    "open_pidfd",
+    "portable_environment",
+    "process_gone",
+    "set_affinity",
+    "start_detached",
+]
+
+_PROC = Path("/proc")
+_LOOK_AGAIN_S = 0.05
+_WAIT_S_MAX = 1000.0
+_KILLED_TIMEOUT_S = 5.0
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends, whoever its parent is.
+
+    Returns None where the kernel has no such thing (before Linux 5.3, some sandboxes).
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    if pid <= 0:
+        raise ProcessLookupError(f"there is no process {pid}")
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # not this kernel, or forbidden
+        return None
+
+
+class PidWatch:
+    """Follows one process, and never another one that gets its number later.
+
+    Ended means that it runs no more; it does not matter whether its parent has heard of it.
+
+    Args:
+        pid: need not be a child. If it does not exist, it counts as gone.
+
+    Attributes:
+        pid: as given.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd: int | None = None
+        self._started: str | None = None
+        self._gone = False
+        try:
+            self._fd = open_pidfd(pid)
+        except ProcessLookupError:
+            self._gone = True
+            return
+        if self._fd is None:
+            self._started = _start_time(pid)
+            self._gone = self._started is None
+
+    def fileno(self) -> int | None:
+        """A descriptor that is readable once the process is gone; None where there is none."""
+        return self._fd
+
+    def gone(self, timeout_s: float = 0.0) -> bool:
+        """Whether the process has ended, or does so within ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._gone:
+            left_s = min(max(0.0, deadline_s - time.monotonic()), _WAIT_S_MAX)
+            if self._fd is not None:
+                poller = select.poll()  # not select.select, which takes no descriptor over 1023
+                poller.register(self._fd, select.POLLIN)
+                self._gone = bool(poller.poll(math.ceil(1000 * left_s)))
+            else:
+                self._gone = _start_time(self.pid) != self._started
+                if not self._gone:
+                    time.sleep(min(left_s, _LOOK_AGAIN_S))
+            if time.monotonic() >= deadline_s:
+                break
+        return self._gone
+
+    def signal(self, number: int) -> bool:
+        """Sends a signal to this very process; False if it is gone.
+
+        Raises:
+            PermissionError: it belongs to somebody else.
+        """
+        if self.gone():
+            return False
+        try:
+            if self._fd is not None:
+                signal.pidfd_send_signal(self._fd, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the watch; the process goes on."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __enter__(self) -> PidWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def process_gone(pid: int, timeout_s: float = 0.0) -> bool:
+    """Whether there is no process ``pid``, or it ends within ``timeout_s``."""
+    with PidWatch(pid) as watch:
+        return watch.gone(timeout_s)
+
+
+def has_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
+    """Whether the process has the file at ``path`` open, as far as one may see.
+
+    Args:
+        identity: the file's device and inode.
+    """
+    folder = _PROC / str(pid) / "fd"
+    try:
+        descriptors = os.listdir(folder)
+    except OSError:
+        return False
+    for name in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            # Only a file of this name is looked at: a look at one on a hung disk would hang.
+            if PurePath(os.readlink(folder / name)).name != path.name:
+                continue
+            info = os.stat(folder / name)
+            if (info.st_dev, info.st_ino) == identity:
+                return True
+    return False
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process started, as the kernel counts; None if it is gone or a zombie."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+# --- Starting ---------------------------------------------------------------------------
+
+
+def start_detached(
+    command: Sequence[str], *, output: int, environment: Mapping[str, str], timeout_s: float
+) -> int | None:
+    """Starts a program that is nobody's child; it must call :func:`detach_from_parent`.
+
+    It gets a session of its own (no signal of our terminal or process group reaches it), ``/``
+    as working directory, no descriptor but 0 (nothing to read), 1 and 2 (``output``).
+
+    Returns:
+        The exit status of the process in between, 0 if all is well; None, and everything
+        is killed again, when it has not detached itself within ``timeout_s``.
+    """
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd="/",
+        env=dict(environment),
+        close_fds=True,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its own group, with a child if it has one
+        process.kill()
+        process.wait(_KILLED_TIMEOUT_S)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None
+        raise
+
+
+def portable_environment() -> dict[str, str]:
+    """The environment for a Python that works elsewhere and must find this very package."""
+    found = dict(os.environ)
+    paths = found["PYTHONPATH"].split(os.pathsep) if found.get("PYTHONPATH") else []
+    # A notebook may have put the package on its path itself. A folder of installed packages
+    # is found anyway, and would come before the standard library from here.
+    home = Path(__file__).parents[2]
+    if home.name not in _INSTALLED and str(home) not in paths:
+        paths.insert(0, str(home))
+    with contextlib.suppress(FileNotFoundError):  # our working directory is gone
+        paths = [os.path.abspath(path) for path in paths]
+    if paths:
+        found["PYTHONPATH"] = os.pathsep.join(paths)
+    found.pop("PYTHONINSPECT", None)  # would wait for somebody to type
+    return found
+
+
+def detach_from_parent() -> None:
+    """Goes on in a child of this process; this process ends with status 0.
+
+    The parent of the child is then init (or the nearest subreaper). To be called first of
+    all, while there is one thread.
+    """
+    leads = os.getsid(0) == os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork():
+        os._exit(0)
+    if not leads:  # started by hand: start_detached has made a session before
+        os.setsid()
+    os.umask(0o077)
+    # What the parent had blocked or ignored is not ours.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+# --- Cores ------------------------------------------------------------------------------
+
+
+def available_cores() -> list[int]:
+    """The cores that this process may run on; numbered from 0 where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def set_affinity(cores: Iterable[int]) -> list[int]:
+    """Keeps the calling thread, and those that it starts later, on these cores.
+
+    Returns:
+        Where it may run now: cores that this machine (or container) has not are left out;
+        where the system knows no affinity, nothing changes.
+
+    Raises:
+        ValueError: none of them is available.
+    """
+    wanted = set(cores)
+    if hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, wanted)
+        except (OSError, ValueError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
+            raise ValueError(
+                f"none of the cores {sorted(wanted)} is available; now: {available_cores()}"
+            ) from error
+    return available_cores()

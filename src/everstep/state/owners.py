@@ -1,0 +1,267 @@
+"""Who answers for each entry between two bases: invariant I8.
+
+Every entry that can change is replayed by the optimizer that owns it, or logged in full at
+each step mark, or covered by a declared update, or static. What an optimizer owns is found by
+memory and not by name: its parameters lie in the modules' part of the state.
+
+Doubt makes an entry *logged*: that is right whatever changes it, only larger. In doubt is what
+two optimizers own, or one of them twice, and what shares a part of its memory with other
+tensors, because replay on separate copies of them would give something else.
+"""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import OptionError, StateError
+from everstep.state.objects import MAX_DEPTH
+from everstep.state.tensors import why_not_storable
+
+__all__ = [
+    "Claims",
+    "Holding",
+    "Memory",
+    "Owner",
+    "Told",
+    "holding_of",
+    "memory_of",
+    "owners_of",
+]
+
+
+class Owner(NamedTuple):
+    """Who answers for an entry.
+
+    Attributes:
+        kind: ``"replayed"``: by its optimizer. ``"logged"``: in full at each step mark.
+            ``"declared"``: by a registered update that replay can run. ``"static"``: it does
+            not change; its digest is compared at each base.
+        optimizer: section key of the optimizer that replays it.
+    """
+
+    kind: Literal["replayed", "logged", "declared", "static"]
+    optimizer: str | None = None
+
+
+class Memory(NamedTuple):
+    """Memory and how it is read: equal for two tensors that always hold the same values."""
+
+    device: torch.device
+    begin: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return self.begin + (last + 1) * self.dtype.itemsize
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """The memory of a storable tensor; None if it has none."""
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:
+        return None
+    return Memory(
+        tensor.device,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one registered optimizer owns.
+
+    Attributes:
+        optimizer: section key.
+        slots: memory of each parameter and of each tensor of its state.
+        shared: memory of hyperparameters, which its groups may share.
+    """
+
+    optimizer: str
+    slots: tuple[Memory, ...]
+    shared: tuple[Memory, ...] = ()
+
+
+def holding_of(section: str, optimizer: Optimizer) -> Holding:
+    """What ``optimizer`` owns, whatever its ``state_dict`` makes of it."""
+    slots: list[torch.Tensor] = []
+    shared: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            (slots if key == "params" else shared).extend(_tensors_in(value))
+    slots.extend(_tensors_in(optimizer.state))  # without the keys, which are parameters
+    return Holding(section, _memories(slots), _memories(shared))
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
+    """Memory of those of ``tensors`` that can be entries and have some."""
+    found = (memory_of(tensor) for tensor in tensors if why_not_storable(tensor) is None)
+    return tuple(memory for memory in found if memory is not None)
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)) and depth < MAX_DEPTH:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item, depth + 1)
+
+
+class Claims:
+    """What all registered optimizers own together."""
+
+    def __init__(self, holdings: Iterable[Holding]) -> None:
+        owned: dict[Memory, list[str]] = defaultdict(list)
+        for holding in holdings:
+            for memory in (*holding.slots, *set(holding.shared)):
+                owned[memory].append(holding.optimizer)
+        self._owned = dict(owned)
+        self._begins: dict[torch.device, list[int]] = defaultdict(list)
+        self._ends: dict[torch.device, list[int]] = defaultdict(list)  # the largest so far
+        for memory in sorted(owned, key=lambda memory: memory.begin):
+            ends = self._ends[memory.device]
+            self._begins[memory.device].append(memory.begin)
+            ends.append(max(memory.end, ends[-1] if ends else 0))
+
+    def own_part_of(self, memory: Memory) -> bool:
+        """Whether an optimizer owns any of the bytes from the first to the last of ``memory``."""
+        begins = self._begins.get(memory.device, [])
+        before = bisect_left(begins, memory.end)
+        return before > 0 and self._ends[memory.device][before - 1] > memory.begin
+
+    def optimizers(self, memory: Memory | None) -> list[str]:
+        """Section keys of those that own exactly ``memory``; one is there twice if it owns it
+        twice."""
+        return [] if memory is None else self._owned.get(memory, [])
+
+    def overlapping(self, others: Iterable[Memory]) -> set[Memory]:
+        """Those of ``others`` and of what is owned that share bytes with another of them."""
+        found: set[Memory] = set()
+        reaching: dict[torch.device, Memory] = {}  # whose end is the largest so far
+        for memory in sorted({*self._owned, *others}, key=lambda memory: memory.begin):
+            reached = reaching.get(memory.device)
+            if reached is not None and memory.begin < reached.end:
+                found |= {memory, reached}
+            if reached is None or memory.end > reached.end:
+                reaching[memory.device] = memory
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the user says about entries, by patterns on their names.
+
+    A pattern is a name, or one with ``*``, ``?`` and ``[...]`` as in file names.
+
+    Attributes:
+        declared: for entries that a declared update covers.
+        static: for entries that do not change.
+    """
+
+    declared: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, declared: Sequence[str], static: Sequence[str]) -> Told:
+        """Checks what can be checked without the state.
+
+        Raises:
+            OptionError: for what is no sequence of patterns.
+        """
+        for option, patterns in (("declared", declared), ("static", static)):
+            listed = isinstance(patterns, Iterable) and not isinstance(patterns, (str, bytes))
+            if not listed or not all(isinstance(pattern, str) for pattern in patterns):
+                raise OptionError(
+                    f"{option}= must be a list of patterns on names of entries, not {patterns!r}",
+                    hint=f'for example {option}=["model/running_*"]',
+                )
+        return cls(tuple(declared), tuple(static))
+
+    def kinds(self, names: Iterable[str]) -> set[Literal["declared", "static"]]:
+        """What is said about an entry that has all these names."""
+        names = list(names)
+        kinds: set[Literal["declared", "static"]] = set()
+        if any(_matches(pattern, name) for pattern in self.declared for name in names):
+            kinds.add("declared")
+        if any(_matches(pattern, name) for pattern in self.static for name in names):
+            kinds.add("static")
+        return kinds
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raises:
+        OptionError: for a pattern that matches none of ``names``, with the nearest ones.
+        """
+        names = list(names)
+        for option, patterns in (("declared", self.declared), ("static", self.static)):
+            for pattern in patterns:
+                if any(_matches(pattern, name) for name in names):
+                    continue
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+                raise OptionError(
+                    f"{option}={pattern!r} matches no entry of the state",
+                    hint=f"nearest names: {', '.join(near)}" if near else None,
+                )
+
+
+def owners_of(
+    names: Mapping[str, Sequence[str]],
+    memory: Mapping[str, Memory],
+    claims: Claims,
+    told: Told,
+    *,
+    error: type[OptionError] | type[StateError],
+) -> dict[str, Owner]:
+    """The owner of every entry.
+
+    Args:
+        names: all names of each entry, by the first of them; those that nothing may be said
+            about are left out of the values.
+        memory: memory of the entries that have some.
+        error: what to raise.
+
+    Raises:
+        error: where a pattern claims what an optimizer owns, or two kinds claim one entry.
+    """
+    overlapping = claims.overlapping(memory.values())
+    owners: dict[str, Owner] = {}
+    for name, also in names.items():
+        kinds = told.kinds(also)
+        optimizers = claims.optimizers(memory.get(name))
+        if kinds and optimizers:
+            raise error(
+                f"{name} is said to be {' and '.join(sorted(kinds))}, but it is "
+                f"updated by {' and '.join(dict.fromkeys(optimizers))}",
+                hint="parameters and state of an optimizer are replayed; make the pattern narrower",
+            )
+        if len(kinds) > 1:
+            raise error(
+                f"{name} is said to be declared and static at once",
+                hint="make one of the patterns narrower",
+            )
+        if len(optimizers) == 1 and memory[name] not in overlapping:
+            owners[name] = Owner("replayed", optimizers[0])
+        else:
+            owners[name] = Owner(kinds.pop() if kinds else "logged")
+    return owners
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return pattern == name or fnmatchcase(name, pattern)

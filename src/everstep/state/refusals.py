@@ -1,0 +1,46 @@
+"""What to say of an object of no type that can be stored."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["refusal"]
+
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
+_BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
+_ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for types with an attribute
+    (Enum, "an enum member; store its .name or .value"),
+    (torch.Tensor, "a tensor is not looked for here; put it in a dict, list or tuple"),
+    (np.ndarray, "a subclass of numpy.ndarray; store numpy.array(value)"),
+    (np.generic, "not the same on every machine, or a structure; store plain numbers"),
+    ("_fields", "a namedtuple would come back as a tuple; store its _asdict()"),
+    *((base, f"a subclass of {base.__name__}; store {base.__name__}(value)") for base in _BASES),
+    ((int, float, complex, str), "a subclass of a plain type; convert it to that type"),
+    (_CODE, "code cannot be stored; store the data that it depends on"),
+    (type, "a class cannot be stored; store its name"),
+    ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
+    ("bit_generator", "store its bit_generator.state"),
+    ("get_state", "store its get_state()"),
+    ("getstate", "store its getstate()"),
+    ("isoformat", "store its isoformat()"),
+    ("__fspath__", "store str(value)"),
+    ("__dataclass_fields__", "store dataclasses.asdict(value)"),
+    ("__next__", "an iterator's position cannot be stored; store what it counts"),
+)
+
+
+def refusal(value: object) -> str:
+    """What ``value``, of no type that can be stored, is, and what to store instead."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    for mark, advice in _ADVICE:
+        if hasattr(kind, mark) if isinstance(mark, str) else isinstance(value, mark):
+            return f"{name}: {advice}"
+    return f"{name}: only plain data can be stored; store what it is made of"

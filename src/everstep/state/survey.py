@@ -1,0 +1,380 @@
+"""The state at one moment, found without walking through what is as it was.
+
+A survey is taken in the training thread, at every save. Most of a state is the same tensors
+each time, with other values in them. So each part of the state (see :mod:`.providers`) keeps
+what it found last, with a proof (see :mod:`.proofs`) that looking again would find the same;
+where there is none, or it does not hold, it looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import is_
+from types import MappingProxyType
+
+import torch
+
+from everstep.errors import OptionError, StateError, UnsupportedStateError
+from everstep.state.entries import Entry
+from everstep.state.objects import Encoded, encode, unsupported_leaves
+from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
+from everstep.state.tensors import stored_form, why_not_storable
+from everstep.state.tree import split
+
+__all__ = [
+    "OBJECT_BYTES_MAX",
+    "OBJECT_PREFIX",
+    "PLAIN_TENSORS",
+    "RESERVED",
+    "Assembler",
+    "Block",
+    "Part",
+    "Shape",
+    "Survey",
+    "checked_block",
+    "is_reserved",
+    "look_at",
+    "same_objects",
+    "unsupported",
+]
+
+RESERVED = "everstep"
+OBJECT_PREFIX = f"{RESERVED}/objects/"
+"""Entries under this prefix hold a section's objects, encoded (see :mod:`.objects`)."""
+
+OBJECT_BYTES_MAX = 1 << 30
+"""A section's objects, encoded; what is larger belongs into tensors."""
+
+_DRIFT_BYTES = 4096  # objects that grow or shrink by less, or by less than a quarter, are the
+_DRIFT_SHARE = 4  # same to a layout
+
+Identity = Memory | str
+"""Memory of a tensor; the name of one that has none, which is like no other."""
+
+_Row = tuple[str, torch.Tensor, Identity, Entry]
+
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types that are nothing but a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a layout is computed from.
+
+    Two surveys have the same object if and only if nothing about it has changed.
+
+    Attributes:
+        entries: of all tensors, one per distinct memory, in canonical order, with LSN 0.
+        aliases: ``other name -> entry name`` for tensors that share all of their memory.
+        owners: who answers for each entry, by name.
+        objects_bytes: entry names of the encoded objects, and about their sizes.
+    """
+
+    entries: tuple[Entry, ...]
+    aliases: Mapping[str, str]
+    owners: Mapping[str, Owner]
+    objects_bytes: Mapping[str, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of tensors, and about those of objects."""
+        return sum(entry.size_bytes for entry in self.entries) + sum(self.objects_bytes.values())
+
+
+@dataclass(slots=True)
+class Survey:
+    """The state at one moment: tensors by reference, objects copied.
+
+    Attributes:
+        shape: what the tensors and objects are.
+        tensors: live tensors by entry name, in canonical order; those that are as they were
+            are the same Python objects as in the survey before.
+    """
+
+    shape: Shape
+    tensors: Mapping[str, torch.Tensor]
+    _trees: Mapping[str, object] = field(repr=False)
+    _sizes: dict[str, int] = field(repr=False)
+
+    def objects(self) -> dict[str, bytes]:
+        """Encodes the objects, as they were when the survey was taken, by entry name.
+
+        May be called from another thread, and while training goes on.
+
+        Raises:
+            UnsupportedStateError: for objects that are too large.
+        """
+        encoded = self.encoded()
+        too_large = [
+            (section, "objects of more than 1 GiB; use torch tensors")
+            for section, tree in encoded.items()
+            if len(tree.data) > OBJECT_BYTES_MAX
+        ]
+        if too_large:
+            raise unsupported(too_large)
+        objects = {OBJECT_PREFIX + section: tree.data for section, tree in encoded.items()}
+        self._sizes.update((name, len(data)) for name, data in objects.items())
+        return objects
+
+    def encoded(self) -> dict[str, Encoded]:
+        """The objects, encoded, by section; from now on they are kept so."""
+        encoded = {
+            section: tree if type(tree) is Encoded else Encoded(encode(tree, section, checked=True))
+            for section, tree in self._trees.items()
+        }
+        self._trees = encoded
+        return encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tensors of one part of the state, in canonical order, as detached views."""
+
+    names: tuple[str, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = ()
+    identities: tuple[Identity, ...] = ()
+    entries: tuple[Entry, ...] = ()
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor], before: Sequence[Block]) -> Block:
+        """A block of storable tensors; the tensors, and the block itself, are those of a block
+        in ``before`` where they are the same."""
+        if not named:
+            return _EMPTY
+        known = {row[0]: row for block in before for row in block.rows() if row[0] in named}
+        rows: list[_Row] = []
+        for name, tensor in named.items():
+            identity = memory_of(tensor) or name
+            row = known.get(name)
+            if row is None or row[2] != identity or not _same(tensor, row[1]):
+                row = (name, tensor, identity, stored_form(name, tensor))
+            rows.append(row)
+        new = cls(*zip(*rows, strict=True))
+        for block in before:
+            if block.names == new.names and same_objects(block.tensors, new.tensors):
+                return block
+        return new
+
+    def first(self, count: int) -> Block:
+        """A block of the first tensors only."""
+        return Block(
+            self.names[:count], self.tensors[:count], self.identities[:count], self.entries[:count]
+        )
+
+    def rows(self) -> Iterator[_Row]:
+        """Name, tensor, identity and entry of each."""
+        return zip(self.names, self.tensors, self.identities, self.entries, strict=True)
+
+
+_EMPTY = Block()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is found in one section of the state.
+
+    Attributes:
+        blocks: the tensors; a block in which nothing has changed is the same object as before.
+        tree: the objects, copied, with references to the tensors.
+        holding: what it owns, if it is an optimizer; the same object as before if unchanged.
+    """
+
+    blocks: tuple[Block, ...]
+    tree: object
+    holding: Holding | None = None
+
+
+def look_at(value: object, section: str, before: Sequence[Block]) -> Part:
+    """What is found in ``value``, without shortcuts; ``before`` is what was found last.
+
+    Raises:
+        UnsupportedStateError: listing every leaf that cannot be stored.
+    """
+    named: dict[str, torch.Tensor] = {}
+    tree = split(value, section, named)
+    return Part((checked_block(tree, named, section, before),), tree)
+
+
+def checked_block(
+    tree: object, named: Mapping[str, torch.Tensor], section: str, before: Sequence[Block]
+) -> Block:
+    """The block of the tensors ``named``, if all of them and of ``tree`` can be stored.
+
+    Raises:
+        UnsupportedStateError: listing every leaf that cannot be stored.
+    """
+    leaves = [(name, why) for name, tensor in named.items() if (why := why_not_storable(tensor))]
+    leaves += unsupported_leaves(tree, section)
+    if leaves:
+        raise unsupported(leaves)
+    return Block.of(named, before)
+
+
+def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:
+    """The error that lists ``leaves``, pairs of a name and a reason."""
+    listed = "\n".join(f"  {name}: {reason}" for name, reason in leaves)
+    return UnsupportedStateError(
+        f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}", leaves=tuple(leaves)
+    )
+
+
+def is_reserved(name: str) -> bool:
+    """Whether the entry is everstep's own, like the states of random generators."""
+    return name.startswith(f"{RESERVED}/")
+
+
+def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether both hold the very same objects. (``==`` would compare tensors by value.)"""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _same(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a tensor of the same identity is the same memory: storage, offset, shape, strides."""
+    if type(tensor) not in PLAIN_TENSORS or tensor.dtype != view.dtype:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
+        return False  # is_set_to would compare copies
+    try:
+        return tensor.is_set_to(view)
+    except RuntimeError:
+        return False
+
+
+class Assembler:
+    """Makes surveys of the parts of the state; keeps what is the same from one to the next.
+
+    Args:
+        told: what the user says about owners.
+    """
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+        self._known: _Known | None = None
+        self._shape: Shape | None = None
+        self._sizes: dict[str, int] = {}
+
+    def survey(self, parts: Mapping[str, Part]) -> Survey:
+        """The survey of a state that consists of ``parts``, by section.
+
+        Raises:
+            UnsupportedStateError: for objects that are too large.
+            StateError: for patterns that claim what they may not; an OptionError the first time.
+        """
+        trees: Mapping[str, object] = {section: part.tree for section, part in parts.items()}
+        blocks = tuple(block for part in parts.values() for block in part.blocks)
+        holdings = tuple(part.holding for part in parts.values() if part.holding is not None)
+        known, shape = self._known, self._shape
+        if known is None or shape is None or not known.follow(blocks, holdings):
+            known = _Known(blocks, holdings)
+            new = self._shape_of(known)
+            if shape is None or replace(new, objects_bytes=shape.objects_bytes) != shape:
+                # A layout will be made of it, so with the sizes of now.
+                survey = Survey(new, {}, trees, self._sizes)
+                shape = replace(new, objects_bytes=_sizes_of(survey.objects()))
+                trees = survey.encoded()
+        shape = self._resized(shape)
+        self._known, self._shape = known, shape
+        return Survey(shape, known.tensors, trees, self._sizes)
+
+    def _shape_of(self, known: _Known) -> Shape:
+        names = {name: [] if is_reserved(name) else [name] for name in known.tensors}
+        for other, name in known.aliases.items():
+            names[name].append(other)
+        owners = owners_of(
+            names,
+            {name: key for key, name in known.names.items() if isinstance(key, Memory)},
+            known.claims,
+            self._told,
+            error=OptionError if self._shape is None else StateError,
+        )
+        aliases = MappingProxyType(known.aliases)
+        return Shape(known.entries, aliases, MappingProxyType(owners), MappingProxyType({}))
+
+    def _resized(self, shape: Shape) -> Shape:
+        """The shape with new sizes of objects, if they are no longer about those."""
+        for name, size in shape.objects_bytes.items():
+            now = self._sizes[name]
+            if abs(now - size) > max(_DRIFT_BYTES, size // _DRIFT_SHARE):
+                return replace(shape, objects_bytes=MappingProxyType(dict(self._sizes)))
+        return shape
+
+
+class _Known:
+    """All tensors at the last survey, and which of them share memory.
+
+    Attributes:
+        names: entry name by identity.
+        tensors: live tensors by entry name, read-only.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], holdings: tuple[Holding, ...]) -> None:
+        self._blocks = blocks
+        self._holdings = holdings
+        self.claims = Claims(holdings)
+        self.names: dict[Identity, str] = {}
+        self.aliases: dict[str, str] = {}
+        self._tied: set[Identity] = set()
+        tensors: dict[str, torch.Tensor] = {}
+        entries: list[Entry] = []
+        for block in blocks:
+            for name, tensor, identity, entry in block.rows():
+                first = self.names.setdefault(identity, name)
+                if first == name:
+                    tensors[name] = tensor
+                    entries.append(entry)
+                else:
+                    self.aliases[name] = first
+                    self._tied.add(identity)
+        self.tensors: Mapping[str, torch.Tensor] = MappingProxyType(tensors)
+        self.entries = tuple(entries)
+
+    def follow(self, blocks: tuple[Block, ...], holdings: tuple[Holding, ...]) -> bool:
+        """Takes over ``blocks`` if no more has changed than the memory of single tensors that
+        have to do with no other tensor and no optimizer, neither then nor now.
+
+        So names, entries, aliases and owners are the same. What does not, changes nothing here.
+        """
+        if len(blocks) != len(self._blocks) or not same_objects(holdings, self._holdings):
+            return False
+        moved: dict[Identity, tuple[str, Identity]] = {}  # by old identity
+        fresh: dict[str, torch.Tensor] = {}
+        for old, new in zip(self._blocks, blocks, strict=True):
+            if new is old:
+                continue
+            if new.entries != old.entries or new.names != old.names:
+                return False
+            for name, tensor, was, now in zip(
+                new.names, new.tensors, old.identities, new.identities, strict=True
+            ):
+                fresh[name] = tensor
+                if was != now:
+                    if was in moved:
+                        return False
+                    moved[was] = (name, now)
+        if not self._are_apart(moved):
+            return False
+        for was in moved:
+            del self.names[was]
+        self.names.update((now, name) for name, now in moved.values())
+        if fresh:
+            self.tensors = MappingProxyType(
+                {name: fresh.get(name, tensor) for name, tensor in self.tensors.items()}
+            )
+        self._blocks = blocks
+        return True
+
+    def _are_apart(self, moved: Mapping[Identity, tuple[str, Identity]]) -> bool:
+        new = {now for _, now in moved.values()}
+        if len(new) < len(moved) or not self._tied.isdisjoint(moved):
+            return False
+        if any(identity in self.names and identity not in moved for identity in new):
+            return False
+        return not any(
+            isinstance(identity, Memory) and self.claims.own_part_of(identity)
+            for identity in (*moved, *new)
+        )
+
+
+def _sizes_of(objects: Mapping[str, bytes]) -> Mapping[str, int]:
+    return MappingProxyType({name: len(data) for name, data in objects.items()})
