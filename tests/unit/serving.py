@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.arena.memory import Arena
+from everstep.checkpointer import Checkpointer
+from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
@@ -31,7 +33,7 @@ from everstep.seams.sockets import close_descriptors, connect_stream, listen_at
 from everstep.state.entries import Entry
 from tests.unit.world import TIMEOUT_S
 
-__all__ = ["OBJECT", "Bench", "Hand", "bench", "contents_of", "entries", "tensors_of"]
+__all__ = ["OBJECT", "Bench", "Hand", "bench", "contents_of", "die", "oracle", "serving"]
 
 OBJECT = "everstep/objects/o"
 _POLL_S = 0.01
@@ -164,7 +166,7 @@ class Bench:
         self.listener.close()
         for connection in self.connections:
             connection.close()
-        self.files.socket.unlink(missing_ok=True)  # type: ignore[attr-defined]
+        Path(self.files.socket).unlink(missing_ok=True)
 
 
 class Hand:
@@ -216,8 +218,6 @@ class Hand:
 
     def serve(self, *, parent: tuple[int, int] | None = None, keep: int = 3) -> None:
         """Takes the run over with a new timeline."""
-        from everstep.commit.lineage import BaseId
-
         inventory = scan_run(PosixFileSystem(), self.bench.run)
         base = None if parent is None else BaseId(*parent)
         self.timeline = open_timeline(Seams(), self.bench.run, inventory, parent=base, exact=True)
@@ -341,3 +341,38 @@ def bench(run: Path, **options: Any) -> Iterator[Bench]:
         yield made
     finally:
         made.close()
+
+
+# --- Real trainers ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(run: Path, **options: Any) -> Iterator[Bench]:
+    """A keeper of ``run`` that serves, in a thread: Checkpointers find it and start none."""
+    made = Bench(run, **options)
+
+    def work() -> None:
+        made.server.run()
+        made.listener.close()
+        Path(made.files.socket).unlink()
+
+    thread = threading.Thread(target=work, name="keeper under test")
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.server.end()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the keeper does not end"
+        made.close()
+
+
+def die(ckpt: Checkpointer) -> None:
+    """Ends a Checkpointer as its process's death would, as far as its keeper can tell."""
+    remote = ckpt._keepers._remote
+    assert remote is not None
+    remote._closing = True  # what is lost from now on is nobody's loss
+    remote._connection.close()
+    remote._reader.join(TIMEOUT_S)
+    ckpt._keepers.current = ckpt._keepers._remote = None
+    ckpt._release()

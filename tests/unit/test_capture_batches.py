@@ -4,17 +4,33 @@ while it is still arriving: never a byte that is not there yet."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.arena.memory import Arena
 from everstep.capture import batches
+from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import plan_batches, run_batch
 from everstep.capture.lane import CpuLane
+from everstep.errors import DeadlineError, KeeperError
+from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
+from everstep.format.plan import BasePlan, plan_files
+from everstep.format.reader import read_header
+from everstep.format.writer import ChunkRing, digest_shard, write_shard
+from everstep.keeper.capture import Capture, Incoming, shard_offsets
+from everstep.keeper.save import Save
+from everstep.seams import PosixFileSystem
+from everstep.seams.filesystem import WriteFile
+from everstep.seams.progress import silent
+from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.tensors import DTYPE_CODES, byte_view, stored_form
 from tests.unit.world import TIMEOUT_S
@@ -26,7 +42,7 @@ POISON = 0xAA
 
 # --- Tensors into a block ---------------------------------------------------------------
 
-FORMS = {
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "plain": lambda t: t,
     "transposed": lambda t: t.t() if t.dim() == 2 else t,
     "strided": lambda t: t[..., ::2] if t.dim() else t,
@@ -141,3 +157,300 @@ def test_a_complex_tensor_behind_half_of_one(form: str) -> None:
     for batch in plan_batches(layout, live, live.keys()):
         run_batch(batch, block)
     assert block.numpy().tobytes() == row_major(live["one"]) + row_major(live["many"])
+
+
+# --- A block into files, while it arrives -----------------------------------------------
+
+
+class MemoryWriteFile:
+    """A file in memory; threads may write to it at once."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._lock = threading.Lock()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        assert offset % 4096 == 0
+        assert data.nbytes % 4096 == 0
+        with self._lock:
+            self.data.extend(bytes(max(0, offset + data.nbytes - len(self.data))))
+            self.data[offset : offset + data.nbytes] = data
+
+    def reserve(self, size_bytes: int) -> None: ...
+
+    def truncate(self, size_bytes: int) -> None:
+        del self.data[size_bytes:]
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Arriving:
+    """A base that arrives in pieces. Who asks how far it is makes it go on; what is not there
+    yet is poisoned, so whoever reads it gets something else than the oracle.
+
+    Args:
+        steps: how much arrives each time somebody asks; in the end, all the rest.
+        first: offsets that are there from the beginning, whatever the progress (marks).
+    """
+
+    def __init__(
+        self, plan: BasePlan, steps: list[int], objects: dict[str, bytes], *, first: set[int]
+    ) -> None:
+        self.plan = plan
+        self.objects = objects
+        offsets, self.size_bytes = shard_offsets(plan)
+        self.arena = Arena.anonymous(self.size_bytes + 4096)
+        self.offset = 4096
+        self.truth = random.Random(self.size_bytes).randbytes(self.size_bytes)
+        view = self.arena.view
+        view[:] = bytes([POISON]) * view.nbytes
+        self.copied = 0
+        self._steps = iter(steps)
+        self._end = 0  # of the last tensor
+        for shard, offset in zip(plan.shards, offsets, strict=True):
+            for place in shard.layout.placed:
+                self._end = max(self._end, offset + place.end)
+                if place.begin in first:
+                    self._fill(offset + place.begin, offset + place.end)
+        self.incoming = Incoming(self.progress, timeout_s=TIMEOUT_S)
+
+    def _fill(self, begin: int, end: int) -> None:
+        self.arena.view[self.offset + begin : self.offset + end] = self.truth[begin:end]
+
+    def progress(self) -> int:
+        step = next(self._steps, 50_000)
+        before, self.copied = self.copied, min(self._end, self.copied + step)
+        self._fill(before, self.copied)
+        if before == self._end and step:
+            self.incoming.arrived(self.objects)
+        return before  # what has just come is not told yet
+
+    def capture(self) -> Capture:
+        return Capture(
+            number=1,
+            layout=1,
+            plan=self.plan,
+            save=Save(2, 1),
+            offset=self.offset,
+            word=0,
+            stream=True,
+            incoming=self.incoming,
+            on_end=lambda ended: None,
+        )
+
+    def tensors(self, number: int) -> bytes:
+        """What the tensors of a shard must be in its file."""
+        offset = shard_offsets(self.plan)[0][number]
+        return self.truth[offset : offset + self.plan.shards[number].layout.size_bytes]
+
+
+EDGES = [0, 1, 7, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 20001]
+LAYOUTS = st.lists(st.tuples(st.sampled_from(["U8", "F32", "F64"]), st.sampled_from(EDGES)))
+
+
+def planned(shapes: list[tuple[str, int]], per_file: int, objects: dict[str, bytes]) -> BasePlan:
+    widths = {"U8": 1, "F32": 4, "F64": 8}
+    entries = [
+        Entry.whole(f"t{number}", dtype, (size // widths[dtype],))
+        for number, (dtype, size) in enumerate(shapes)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        cost = 620  # of one entry, about
+        patch.setattr(
+            "everstep.format.plan.plan_shards",
+            lambda found: plan_shards(found, header_bytes_max=cost * per_file),
+        )
+        sizes = {name: len(data) for name, data in objects.items()}
+        return BasePlan(IDENTITY, plan_files(IDENTITY, entries, {}, sizes))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChunkRing]:
+    """Chunks of two pages: every edge is near."""
+    monkeypatch.setattr("everstep.format.writer.CHUNK_BYTES", 8192)
+    ring = ChunkRing(4, 2)
+    yield ring
+    ring.close()
+
+
+def test_what_is_written_while_it_arrives_is_what_arrived(
+    small_chunks: ChunkRing, tmp_path: Path
+) -> None:
+    @settings(max_examples=200)
+    @given(
+        LAYOUTS,
+        st.integers(1, 4),
+        st.lists(st.sampled_from([0, 1, 4096, 5000, 8192, 30000]), max_size=12),
+        st.lists(st.binary(max_size=9000), max_size=3),
+        st.sets(st.sampled_from([0, 4096, 8192, 12288])),
+    )
+    def check(
+        shapes: list[tuple[str, int]],
+        per_file: int,
+        steps: list[int],
+        data: list[bytes],
+        first: set[int],
+    ) -> None:
+        objects = {f"everstep/objects/{number}": item for number, item in enumerate(data)}
+        plan = planned(shapes, per_file, objects)
+        base = Arriving(plan, steps, objects, first=first)
+        bodies = base.capture().bodies(base.arena)
+        last = len(plan.shards) - 1
+        for number, (shard, body) in enumerate(zip(plan.shards, bodies, strict=True)):
+            file = MemoryWriteFile()
+            typed: WriteFile = file
+            written = write_shard(
+                typed, shard, IDENTITY, body, small_chunks, timeout_s=TIMEOUT_S, progress=silent
+            )
+            wanted = base.tensors(number) + (b"".join(data) if number == last else b"")
+            assert bytes(file.data[shard.room_bytes :]) == wanted
+            path = tmp_path / "shard"
+            path.write_bytes(file.data)
+            opened = PosixFileSystem().open(path)
+            header = read_header(opened, written.record, path)
+            opened.close()
+            assert header.digests == tuple(
+                digest(wanted[place.begin : place.end]) for place in header.placed
+            )
+            assert digest_shard(shard, IDENTITY, body) == written
+
+    check()
+
+
+def test_whole_chunks_go_out_before_the_rest_is_there(small_chunks: ChunkRing) -> None:
+    """That is what streaming is for."""
+    plan = planned([("U8", 8192 * 4)], 9, {})
+    base = Arriving(plan, [], {}, first=set())
+    reached: list[int] = []
+
+    class Watched(MemoryWriteFile):
+        def write(self, data: memoryview, offset: int) -> None:
+            reached.append(base.copied)
+            super().write(data, offset)
+
+    base._steps = iter([8192 + 10, *([0] * 30), 8192 * 3])
+    (body,) = base.capture().bodies(base.arena)
+    write_shard(
+        Watched(),
+        plan.shards[0],
+        IDENTITY,
+        body,
+        small_chunks,
+        timeout_s=TIMEOUT_S,
+        progress=silent,
+    )
+    assert reached[0] == 8192 + 10
+
+
+@pytest.mark.parametrize("when", ["before", "between", "objects"])
+def test_what_is_lost_on_the_way_ends_the_writing(when: str, small_chunks: ChunkRing) -> None:
+    plan = planned([("U8", 8192 * 4)], 9, {"everstep/objects/o": b"x"})
+    base = Arriving(plan, [], {"everstep/objects/o": b"x"}, first=set())
+    asked = 0
+    error = KeeperError("the training process ended")
+
+    def progress() -> int:
+        nonlocal asked
+        asked += 1
+        if asked == 20:
+            base.incoming.lose(error)
+            base.incoming.arrived({})  # of no effect any more
+        return {"before": 0, "between": 8192 + 1, "objects": 8192 * 4}[when]
+
+    base.incoming._progress = progress
+    (body,) = base.capture().bodies(base.arena)
+    file = MemoryWriteFile()
+    with pytest.raises(KeeperError) as caught:
+        write_shard(
+            file,
+            plan.shards[0],
+            IDENTITY,
+            body,
+            small_chunks,
+            timeout_s=TIMEOUT_S,
+            progress=silent,
+        )
+    assert caught.value is error
+    assert not any(file.data[: plan.shards[0].room_bytes]), "no header: no reader accepts it"
+
+
+def test_a_capture_that_stands_still_is_given_up() -> None:
+    incoming = Incoming(lambda: 7, timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"no progress for 0.05 s"):
+        incoming.wait_for(8)
+    incoming.wait_for(7)
+    with pytest.raises(DeadlineError):
+        incoming.objects()
+    incoming.arrived({"o": b""})
+    incoming.wait_for(8)
+    assert incoming.objects() == {"o": b""}
+
+
+def test_progress_of_any_size_keeps_it_going() -> None:
+    """Each time it is asked one more byte has come: slow, and not hung."""
+    seen = iter(range(1000))
+    incoming = Incoming(lambda: next(seen), timeout_s=0.005)
+    incoming.wait_for(100)
+
+
+# --- Spot checks ------------------------------------------------------------------------
+
+
+def checked(live: dict[str, torch.Tensor]) -> tuple[SpotCheck, torch.Tensor]:
+    """A spot check of all, and a block that holds them as they are now."""
+    layout = layout_of(live)
+    block = torch.zeros(4096 + layout.size_bytes, dtype=torch.uint8, device="cpu")
+    for batch in plan_batches(layout, live, live.keys(), offset=4096):
+        run_batch(batch, block)
+    return SpotCheck([(layout, 4096)], live, live.keys()), block
+
+
+@settings(max_examples=100)
+@given(st.lists(tensors(), min_size=1, max_size=8), st.data())
+def test_what_was_not_touched_is_never_suspected(
+    found: list[torch.Tensor], data: st.DataObject
+) -> None:
+    live = {f"t{number}": tensor for number, tensor in enumerate(found)}
+    check, block = checked(live)
+    assert check.differing(check.take(), block) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_whole_tensor_that_changes_is_found_by_name(dtype: torch.dtype) -> None:
+    top = 2 if dtype == torch.bool else 256
+    size = 100 * torch.empty((), dtype=dtype).element_size()
+    noise = [byte % top for byte in random.Random(3).randbytes(size)]
+    live: dict[str, Any] = {
+        "same": torch.arange(50),
+        "small": torch.ones(3),
+        "changes": torch.tensor(noise, dtype=torch.uint8).view(dtype),
+        "last": torch.zeros(9, dtype=torch.uint8),
+    }
+    check, block = checked(live)
+    raw = byte_view(live["changes"])
+    raw.copy_(1 - raw if dtype == torch.bool else 255 - raw)
+    assert check.differing(check.take(), block) == "changes"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 17, 1000])
+def test_at_least_eight_elements_are_looked_at(size: int) -> None:
+    live = {"t": torch.zeros(size)}
+    check, _ = checked(live)
+    (values,) = check.take().values.values()
+    assert min(size, 8) <= values.numel() <= 16
+
+
+def test_tensors_on_several_devices_are_each_looked_at_where_they_are() -> None:
+    """Adam keeps its step counters in host memory, and the rest on the device."""
+    live = {"step": torch.zeros(1), "weight": torch.zeros(10, device="meta")}
+    layout = layout_of(live)
+    SpotCheck([(layout, 0)], live, live.keys()).take()
+
+
+def test_it_works_under_another_default_device() -> None:
+    with torch.device("meta"):
+        live = {"t": torch.zeros(30, device="cpu")}
+        check, block = checked(live)
+        assert check.differing(check.take(), block) is None

@@ -634,8 +634,11 @@ def test_an_error_is_told_once_with_its_step_and_before_the_end(
     disk.hook = full
     for number in range(1, 6):
         one.take(number, number, offset=0, word=number)
-        one.await_("done")
-        d.until(lambda number=number: len(one.hear("done")) == number)
+
+        def heard(count: int = number) -> bool:
+            return len(one.hear("done")) == count
+
+        d.until(heard)
         kinds = [m["kind"] for m in one.listen() if m["kind"] in ("failed", "error", "done")]
         assert kinds == ["failed", "error", "done"] * number
         error = error_from_wire(one.hear("error")[-1]["error"])

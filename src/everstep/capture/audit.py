@@ -24,12 +24,14 @@ __all__ = ["Sample", "SpotCheck"]
 _SAMPLES = 8  # of each tensor
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_Kind = tuple[int, torch.device]  # what one packed copy can hold
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the elements were, by width."""
+    """What the elements were, by width and device."""
 
-    values: Mapping[int, torch.Tensor]
+    values: Mapping[_Kind, torch.Tensor]
 
 
 class SpotCheck:
@@ -47,10 +49,10 @@ class SpotCheck:
         tensors: Mapping[str, torch.Tensor],
         chosen: Collection[str],
     ) -> None:
-        self._live: dict[int, list[torch.Tensor]] = {}
-        self._names: dict[int, list[str]] = {}
-        self._ends: dict[int, list[int]] = {}
-        where: dict[int, list[torch.Tensor]] = {}
+        self._live: dict[_Kind, list[torch.Tensor]] = {}
+        self._names: dict[_Kind, list[str]] = {}
+        self._ends: dict[_Kind, list[int]] = {}
+        where: dict[_Kind, list[torch.Tensor]] = {}
         for layout, offset in layouts:
             for place in layout.placed:
                 name = place.entry.name
@@ -64,24 +66,27 @@ class SpotCheck:
                 stride = max(1, elements.numel() // _SAMPLES)
                 few = elements[::stride]
                 first = (offset + place.begin) // width
-                where.setdefault(width, []).append(first + stride * torch.arange(few.numel()))
-                self._live.setdefault(width, []).append(few)
-                self._names.setdefault(width, []).append(name)
-                ends = self._ends.setdefault(width, [])
+                places = first + stride * torch.arange(few.numel(), device="cpu")
+                kind = width, tensor.device
+                where.setdefault(kind, []).append(places)
+                self._live.setdefault(kind, []).append(few)
+                self._names.setdefault(kind, []).append(name)
+                ends = self._ends.setdefault(kind, [])
                 ends.append((ends[-1] if ends else 0) + few.numel())
-        self._where = {width: torch.cat(parts) for width, parts in where.items()}
+        self._where = {kind: torch.cat(parts) for kind, parts in where.items()}
 
     def take(self) -> Sample:
         """The elements as they are now; on a device, as they will be at this point of the
         current stream."""
-        return Sample({width: torch.cat(live) for width, live in self._live.items()})
+        return Sample({kind: torch.cat(live) for kind, live in self._live.items()})
 
     def differing(self, sample: Sample, block: torch.Tensor) -> str | None:
         """The name of an entry of which ``block`` holds something else than ``sample``."""
-        for width, expected in sample.values.items():
+        for kind, expected in sample.values.items():
+            width = kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
-            differs = whole[self._where[width]] != expected.cpu()
+            differs = whole[self._where[kind]] != expected.cpu()
             if bool(differs.any()):
                 first = int(differs.nonzero()[0])
-                return self._names[width][bisect.bisect_right(self._ends[width], first)]
+                return self._names[kind][bisect.bisect_right(self._ends[kind], first)]
         return None

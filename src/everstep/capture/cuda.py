@@ -18,6 +18,7 @@ from everstep.capture.batches import Batch, run_batch
 from everstep.capture.lane import CpuTransfer, Progress, Transfer
 from everstep.errors import UnavailableError
 from everstep.seams.threads import IoThreads
+from everstep.state.tensors import byte_view
 
 __all__ = ["CudaLane", "CudaTransfer"]
 
@@ -30,7 +31,8 @@ class CudaLane:
     def __init__(self) -> None:
         self._threads = IoThreads(1, "everstep-capture")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned: dict[int, int] = {}
+        self._marks: list[torch.cuda.Event] = []
+        self._pinned: dict[int, torch.Tensor] = {}  # held: or another mapping could come there
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         self._pin(block)
@@ -40,30 +42,28 @@ class CudaLane:
                 run_batch(batch, block)
                 continue
             # A duplicate, made in the order of the current stream: the source may change.
-            if batch.rearranged is not None:
-                duplicate = batch.rearranged.contiguous().view(-1).view(torch.uint8).clone()
-            else:
-                duplicate = torch.cat(batch.sources)
-            self._copy(Batch(batch.begin, batch.end, (duplicate,)), block, device)
+            whole = Batch(batch.begin, batch.end, (_duplicate(batch),))
+            self._marks.append(self._copy(whole, block, device))
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         self._pin(block)
         transfer = CudaTransfer()
+        marks, self._marks = self._marks, []
         for batch in batches:
             device = _device(batch)
             if device.type != "cuda":
                 run_batch(batch, block)
             else:
-                transfer.events.append((batch.end, self._copy(batch, block, device)))
+                transfer.events.append((batch.end, self._copy(batch, block, device), device))
 
         def watch() -> None:
             try:
-                for end, event in transfer.events:
+                for mark in marks:  # of any device, and anywhere in the block
+                    mark.synchronize()
+                for end, event, _ in transfer.events:
                     event.synchronize()
                     progress(end)
                     transfer.advance(end)
-                for stream in self._streams.values():
-                    stream.synchronize()  # marks, too
             except BaseException as error:
                 transfer.end(error)
                 raise
@@ -90,26 +90,33 @@ class CudaLane:
             stream = self._streams[device] = _cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            if len(batch.sources) > 1:  # packed on the device, then one copy across the bus
-                packed = torch.cat(batch.sources)
-                batch = Batch(batch.begin, batch.end, (packed,))
             for source in batch.sources or (batch.rearranged,):
                 assert source is not None
                 source.record_stream(stream)  # not to be reused before the copy is over
+            if len(batch.sources) != 1:  # packed on the device, then one copy across the bus
+                batch = Batch(batch.begin, batch.end, (_duplicate(batch),))
             run_batch(batch, block, non_blocking=True)
             event: torch.cuda.Event = _cuda.Event()
             event.record(stream)
         return event
 
     def _pin(self, block: torch.Tensor) -> None:
-        """Pins a block the first time it is used; copies into pageable memory would block."""
+        """Pins a block the first time it is used; copies into pageable memory would block.
+
+        Pinned memory stays mapped as long as it is pinned: if another arena came to lie at
+        its address, copies would go on into pages that nobody sees any more.
+        """
         begin, size = block.data_ptr(), block.numel()
-        if self._pinned.get(begin) == size or not size:
+        known = self._pinned.get(begin)
+        if not size or (known is not None and known.numel() == size):
             return
         cudart = _cuda.cudart()
-        for address, length in list(self._pinned.items()):
-            if address < begin + size and begin < address + length:
-                torch.cuda.synchronize()
+        arena = block.untyped_storage().data_ptr()
+        for address, other in list(self._pinned.items()):
+            overlaps = address < begin + size and begin < address + other.numel()
+            if overlaps or other.untyped_storage().data_ptr() != arena:
+                for stream in self._streams.values():
+                    stream.synchronize()
                 cudart.cudaHostUnregister(address)
                 del self._pinned[address]
         status = cudart.cudaHostRegister(begin, size, 0)
@@ -118,7 +125,7 @@ class CudaLane:
                 f"{size} bytes of host memory cannot be pinned (CUDA error {int(status)})",
                 hint='a larger limit for locked memory (ulimit -l), or method="sync"',
             )
-        self._pinned[begin] = size
+        self._pinned[begin] = block
 
 
 class CudaTransfer(CpuTransfer):
@@ -126,17 +133,26 @@ class CudaTransfer(CpuTransfer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[int, torch.cuda.Event]] = []
+        self.events: list[tuple[int, torch.cuda.Event, torch.device]] = []
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        """The current stream waits; the CPU does not."""
-        for reached, event in self.events:
+        """The current stream of each device waits; the CPU does not."""
+        last: dict[torch.device, torch.cuda.Event] = {}
+        for reached, event, device in self.events if end > 0 else ():
+            last[device] = event
             if reached >= end:
-                event.wait()
-                return True
-        if self.events:
-            self.events[-1][1].wait()
+                break
+        for device, event in last.items():
+            event.wait(torch.cuda.current_stream(device))
         return True
+
+
+def _duplicate(batch: Batch) -> torch.Tensor:
+    """The bytes of a batch in memory of their own, on its device."""
+    if batch.rearranged is None:
+        return torch.cat(batch.sources)
+    # Resolved here: a copy to the host that is not waited for would do it too early.
+    return byte_view(batch.rearranged.resolve_conj().resolve_neg().contiguous())
 
 
 def _device(batch: Batch) -> torch.device:

@@ -39,6 +39,9 @@ class CapturePool:
         self._words = list(range(PROGRESS_WORDS))
         self._changed = threading.Condition()
         self._kept: list[Room] = []
+        # Held while pages are taken: older kernels take them by writing, and what is being
+        # captured there meanwhile would be written over.
+        self._touching = threading.Lock()
         self._touched_to = 0
 
     @property
@@ -67,24 +70,28 @@ class CapturePool:
             )
         with self._changed:
             room = self._wait(size_bytes, timeout_s)
-            fresh = max(0, room.offset + size_bytes - max(self._touched_to, room.offset))
-        if fresh:  # here, not in the middle of a copy, which would be 6 times slower
-            try:
-                self.arena.populate(room.offset + size_bytes - fresh, fresh)
-            except BaseException:
-                self.release(room)
-                raise
-            self._touched_to = max(self._touched_to, room.offset + size_bytes)
-        self.arena.set_progress(room.word, 0)
+        try:
+            # Now, and not in the middle of a copy, which would be 6 times slower.
+            with self._touching:
+                begin, end = max(self._touched_to, room.offset), room.offset + size_bytes
+                if begin < end:
+                    self.arena.populate(begin, end - begin)
+                    self._touched_to = end
+            self.arena.set_progress(room.word, 0)
+        except BaseException:
+            self.release(room)
+            raise
         return room
 
     def warm(self, size_bytes: int) -> None:
         """Takes memory that captures will need, before they need it."""
         end = min(size_bytes, self.arena.size_bytes)
         while self._touched_to < end:
-            begin = self._touched_to
-            self.arena.populate(begin, min(_WARM_BYTES, end - begin))
-            self._touched_to = max(self._touched_to, begin + min(_WARM_BYTES, end - begin))
+            with self._touching:
+                begin = self._touched_to
+                if begin < end:
+                    self.arena.populate(begin, min(_WARM_BYTES, end - begin))
+                    self._touched_to = begin + min(_WARM_BYTES, end - begin)
 
     def keep(self, room: Room, forget: Callable[[], None]) -> None:
         """The block is durable; it stays until a newer one is, or its memory is needed."""
@@ -121,7 +128,13 @@ class CapturePool:
                     return False
                 self._forget(self._kept.pop(0))
 
-        if not self._changed.wait_for(take, timeout_s):
+        try:
+            there = self._changed.wait_for(take, timeout_s)
+        except BaseException:  # an interrupt
+            for room in found:
+                self._free(room)
+            raise
+        if not there:
             raise DeadlineError(
                 f"no host memory was released within {timeout_s:g} s: earlier bases are "
                 "still being written",

@@ -258,6 +258,7 @@ class RemoteKeeper:
             error = found
         if not self._closing:
             self._lose(_lost(self.pid, error))
+        self._connection.close()
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         kind = message["kind"]

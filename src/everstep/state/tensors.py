@@ -81,5 +81,5 @@ def empty_like_entry(entry: Entry) -> torch.Tensor:
     """An uninitialised contiguous CPU tensor of the entry's dtype and shape."""
     if entry.logical_dtype is not None:
         logical = {str(d).removeprefix("torch."): d for d in _COMPLEX_AS_REAL}
-        return torch.empty(entry.shape[:-1], dtype=logical[entry.logical_dtype])
-    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        return torch.empty(entry.shape[:-1], dtype=logical[entry.logical_dtype], device="cpu")
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
