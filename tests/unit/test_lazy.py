@@ -21,6 +21,7 @@ from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.keeper.saver import Saver
+from everstep.options import Budget
 from tests.unit.world import TIMEOUT_S, Gate, assert_same, freeze, opened
 
 LAZY = ["lazy", "checkfreq"]
@@ -416,9 +417,11 @@ def test_what_no_optimizer_owns_is_copied_at_the_mark(held: Gate, run_folder: Pa
 
 @pytest.mark.slow
 def test_a_thousand_saves_take_no_more_memory(run_folder: Path) -> None:
-    """Resident memory after 1000 saves: less than 1 % more than after 100."""
+    """Resident memory after 1000 saves: less than 1 % more than after 100. (With room for a few
+    bases only: where the disk is slower than the saves, all of the budget is used in time.)"""
     world = World()
-    with opened(run_folder, world.state, method="lazy", every=1, keep=1) as ckpt:
+    options: dict[str, Any] = {"every": 1, "keep": 1, "budget": Budget(host_bytes=2 << 20)}
+    with opened(run_folder, world.state, method="lazy", **options) as ckpt:
         sizes = []
         for step in range(1, 1001):
             world.backward()
@@ -447,3 +450,17 @@ def test_the_deadline_error_is_reported(held: Gate, run_folder: Path) -> None:
         held.open()
         ckpt.wait()
     assert any(isinstance(error, DeadlineError) for error in reported), reported
+
+
+@pytest.mark.parametrize("method", ["sync", "lazy"])
+def test_storages_of_the_user_stay_resizable(run_folder: Path, method: str) -> None:
+    """FSDP frees and takes parameters by resizing their storage; ``Tensor.numpy()`` forbids it."""
+    world = World()
+    with opened(run_folder, world.state, method=method) as ckpt:
+        world.backward()
+        world.optimizer.step()
+        ckpt.step()
+        ckpt.save()
+    with opened(run_folder, world.state, method=method) as ckpt:
+        assert ckpt.resume().step == 1
+    assert all(p.untyped_storage().resizable() for p in world.model.parameters())

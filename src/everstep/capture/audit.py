@@ -13,16 +13,19 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from everstep.state.layout import ShardLayout
-from everstep.state.tensors import byte_view
+from everstep.state.tensors import byte_view, host_bytes
 
 __all__ = ["Sample", "SpotCheck"]
 
 _SAMPLES = 8  # of each tensor
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Kind = tuple[int, torch.device]  # what one packed copy can hold
 
@@ -50,6 +53,7 @@ class SpotCheck:
         chosen: Collection[str],
     ) -> None:
         self._live: dict[_Kind, list[torch.Tensor]] = {}
+        self._host: dict[_Kind, list[npt.NDArray[Any]]] = {}
         self._names: dict[_Kind, list[str]] = {}
         self._ends: dict[_Kind, list[int]] = {}
         where: dict[_Kind, list[torch.Tensor]] = {}
@@ -73,12 +77,22 @@ class SpotCheck:
                 self._names.setdefault(kind, []).append(name)
                 ends = self._ends.setdefault(kind, [])
                 ends.append((ends[-1] if ends else 0) + few.numel())
+                if tensor.device.type == "cpu":
+                    whole = np.frombuffer(host_bytes(tensor), f"i{width}")
+                    self._host.setdefault(kind, []).append(whole[::stride])
         self._where = {kind: torch.cat(parts) for kind, parts in where.items()}
 
     def take(self) -> Sample:
         """The elements as they are now; on a device, as they will be at this point of the
         current stream."""
-        return Sample({kind: torch.cat(live) for kind, live in self._live.items()})
+        packed = {
+            # Of strided views NumPy makes one array eight times as fast.
+            kind: torch.from_numpy(np.concatenate(self._host[kind]))
+            if kind in self._host
+            else torch.cat(live)
+            for kind, live in self._live.items()
+        }
+        return Sample(packed)
 
     def differing(self, sample: Sample, block: torch.Tensor) -> str | None:
         """The name of an entry of which ``block`` holds something else than ``sample``."""

@@ -13,7 +13,7 @@ import torch
 from everstep.capture.lane import Lane
 from everstep.state.body import Seen, pieces
 from everstep.state.layout import Placed, ShardLayout, append_objects, overlaps
-from everstep.state.tensors import byte_view
+from everstep.state.tensors import host_bytes
 
 __all__ = ["LiveBody"]
 
@@ -42,7 +42,7 @@ class LiveBody:
         self._tensors = tensors
         self._objects = objects
         self._lane = lane
-        self._flat: tuple[str, memoryview] | None = None
+        self._flat: tuple[str, torch.Tensor] | None = None
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
         for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.nbytes):
@@ -64,8 +64,8 @@ class LiveBody:
         if name in self._objects:
             return memoryview(self._objects[name])
         if self._flat is not None and self._flat[0] == name:
-            return self._flat[1]
+            return host_bytes(self._flat[1])
         host = self._lane.in_host_memory(self._tensors[name])
-        flat = byte_view(host.resolve_conj().resolve_neg().contiguous()).numpy().data
+        flat = host.resolve_conj().resolve_neg().contiguous()
         self._flat = (name, flat)
-        return flat
+        return host_bytes(flat)

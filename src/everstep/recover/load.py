@@ -27,7 +27,7 @@ from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, State
 from everstep.state.layout import Placed, overlaps
 from everstep.state.objects import decode
 from everstep.state.providers import RestorePlan
-from everstep.state.tensors import byte_view, empty_like_entry
+from everstep.state.tensors import empty_like_entry, host_bytes
 from everstep.state.tree import join, references
 
 __all__ = ["LoadedBase", "contents", "load_base"]
@@ -114,8 +114,8 @@ def load_base(
     for source, live in copies:
         _write_into(live, source)
     for name, expected in shared.items():
-        flat = byte_view(tensors[name].resolve_conj().resolve_neg().contiguous()).cpu()
-        if digest(flat.numpy().data) != expected:
+        flat = tensors[name].resolve_conj().resolve_neg().contiguous().cpu()
+        if digest(host_bytes(flat)) != expected:
             raise _untied(name)
     notes: list[str] = []
     for section in state.restore_order():
@@ -219,7 +219,7 @@ def _by_entry(
     targets: dict[str, list[memoryview]] = {}
     for name, tensor in tensors.items():
         target = staged.get(id(tensor), tensor)
-        targets.setdefault(canonical.get(name, name), []).append(byte_view(target).numpy().data)
+        targets.setdefault(canonical.get(name, name), []).append(host_bytes(target))
     return targets
 
 

@@ -33,7 +33,7 @@ try:
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PAGE_BYTES", "SharedMemory", "copy_memory", "sealed_bytes"]
+__all__ = ["PAGE_BYTES", "SharedMemory", "copy_memory", "memory_at", "sealed_bytes"]
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -57,6 +57,13 @@ _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 def copy_memory(target: int, source: int, size_bytes: int) -> None:
     """Copies between two addresses in the calling thread; other threads run meanwhile."""
     ctypes.memmove(target, source, size_bytes)
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """Memory of this process as it lies. Whoever asks keeps it mapped while the view is used."""
+    if not size_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 def sealed_bytes(fd: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
+from everstep.seams.memory import memory_at
 from everstep.state.entries import DTYPE_NAMES, Entry
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "byte_view",
     "dtype_code",
     "empty_like_entry",
+    "host_bytes",
     "stored_form",
     "torch_dtype",
     "why_not_storable",
@@ -75,6 +77,18 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat ``uint8`` tensor; no copy."""
     assert tensor.is_contiguous()
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory, to read or write; of no use once the
+    tensor is gone.
+
+    Not ``Tensor.numpy()``, after which the storage can never be resized again (FSDP does that
+    to the user's).
+    """
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def empty_like_entry(entry: Entry) -> torch.Tensor:

@@ -11,7 +11,7 @@ from everstep.errors import DeadlineError
 
 __all__ = ["CAUSES", "TIMEOUT_S", "Arm", "Cause", "Ideal", "Pending", "Role"]
 
-Role = Literal["ideal", "ours", "peer"]
+Role = Literal["ideal", "control", "ours", "peer"]
 Cause = Literal["capture", "gate", "back_pressure", "persist"]
 
 CAUSES: tuple[Cause, ...] = ("capture", "gate", "back_pressure", "persist")

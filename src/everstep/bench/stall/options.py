@@ -13,6 +13,7 @@ __all__ = [
     "ABLATIONS",
     "ARMS",
     "IDEAL",
+    "NEIGHBOUR",
     "Ablation",
     "StallOptions",
     "parse_arms",
@@ -24,8 +25,12 @@ __all__ = [
 IDEAL = "ideal"
 """The arm that saves nothing."""
 
+NEIGHBOUR = "neighbour"
+"""The arm that saves nothing either, and has another process copy and digest as much."""
+
 ARMS = (
     IDEAL,
+    NEIGHBOUR,
     "torch.save",
     "dcp",
     "dcp-warm",
@@ -130,7 +135,7 @@ class StallOptions:
                 )
         for name in self.arms or ():
             _check_arm(name)
-        if self.arms is not None and not set(self.arms) - {IDEAL}:
+        if self.arms is not None and not set(self.arms) - {IDEAL, NEIGHBOUR}:
             raise OptionError("no arm that saves was chosen", hint="like --arms lazy,torch.save")
 
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from everstep.bench.persist.machine import Machine
 from everstep.bench.persist.report import Spread, Verdict
 from everstep.bench.stall.figures import Block, Interval, Row
-from everstep.bench.stall.options import ABLATIONS, StallOptions
+from everstep.bench.stall.options import ABLATIONS, NEIGHBOUR, StallOptions
 
 __all__ = ["StallReport"]
 
@@ -143,6 +143,10 @@ class StallReport:
         if found is None:
             return Verdict(what, "-", None)
         figure = f"{found.median:.3f}"
+        control = interval.row(NEIGHBOUR)
+        machine = None if control is None else interval.loop_rate(control)
+        if machine is not None:
+            figure += f" ({machine.median:.3f} beside a process that only copies and digests)"
         if not self.free_core:
             return Verdict(what, f"no core is free; without: {figure}", None)
         one = interval.row(_ONE_CORE)

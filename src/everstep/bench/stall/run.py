@@ -28,7 +28,8 @@ from everstep.bench.stall.gauges import (
     reset_peak,
 )
 from everstep.bench.stall.loop import Loop, Step, seeded_single_thread
-from everstep.bench.stall.options import IDEAL, StallOptions
+from everstep.bench.stall.neighbour import Neighbour
+from everstep.bench.stall.options import IDEAL, NEIGHBOUR, StallOptions
 from everstep.bench.stall.ours import ours_arm
 from everstep.bench.stall.peers import TorchCheckpointing, TorchSave, TorchSnapshot, installed
 from everstep.bench.stall.report import StallReport
@@ -291,6 +292,8 @@ def _make(name: str, options: StallOptions, loop: Loop, folder: Path, placement:
         "torchsnapshot": TorchSnapshot,
         "torch_checkpointing": TorchCheckpointing,
     }
+    if name == NEIGHBOUR:
+        return Neighbour(loop.size_bytes, placement)
     if name in peers:
         return peers[name](loop, folder)
     if name.startswith("dcp"):

@@ -3,22 +3,16 @@ own."""
 
 from __future__ import annotations
 
-import os
-import select
 import subprocess
-import sys
 from pathlib import Path
-from typing import IO
 
-import everstep
-from everstep.bench.stall.arms import TIMEOUT_S
 from everstep.bench.stall.cores import Placement
-from everstep.errors import DeadlineError, EverstepError
+from everstep.bench.stall.helpers import answer, end, start, tell
 
 __all__ = ["Writers"]
 
 _WORD = b"save\n"
-_END_S = 10.0
+_WHO = "writer"
 
 
 class Writers:
@@ -40,7 +34,7 @@ class Writers:
             for number in range(self._count):
                 self._processes.append(self._start(self._folder / f"writer-{number}"))
             for process in self._processes:
-                self._answer(process)
+                answer(process, _WHO)
                 self._placement.place(process.pid)
         except BaseException:
             self._end()
@@ -53,7 +47,7 @@ class Writers:
     def flush(self) -> None:
         """All of them begin to save now."""
         for process in self._processes:
-            _pipe(process.stdin).write(_WORD)
+            tell(process, _WORD)
         self._busy = bool(self._processes)
 
     def wait(self) -> float | None:
@@ -66,48 +60,14 @@ class Writers:
         if not self._busy:
             return None
         self._busy = False
-        return max(float(self._answer(process)) for process in self._processes)
+        return max(float(answer(process, _WHO)) for process in self._processes)
 
     def _start(self, run: Path) -> subprocess.Popen[bytes]:
-        home = str(Path(everstep.__file__).parent.parent)
-        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "everstep.bench.stall.writer", str(run), str(self._size_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the benchmark, which ends them in good order
-        )
+        process = start("everstep.bench.stall.writer", str(run), str(self._size_bytes))
         self._placement.place(process.pid)
         return process
 
-    def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
-        pipe = _pipe(process.stdout)
-        ready, _, _ = select.select([pipe], [], [], TIMEOUT_S)
-        if not ready:
-            raise DeadlineError(f"a writer has not answered within {TIMEOUT_S:g} s")
-        line = pipe.readline()
-        if not line:
-            raise EverstepError(
-                f"a writer has ended: exit status {process.wait(_END_S)}",
-                hint="what it said is above; too many --writers for this machine?",
-            )
-        return line
-
     def _end(self) -> None:
         for process in self._processes:
-            _pipe(process.stdin).close()
-        for process in self._processes:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _pipe(process.stdout).close()
+            end(process)
         self._processes.clear()
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
