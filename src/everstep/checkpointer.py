@@ -14,9 +14,7 @@ from pathlib import PurePath
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.distributed
-
+from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.updates import UpdateHooks
 from everstep.commit.lineage import BaseId
@@ -26,21 +24,28 @@ from everstep.errors import (
     OptionError,
     RecoveryError,
     StateError,
-    UnavailableError,
 )
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
-from everstep.keeper.budget import announcement, check_disk_budget, host_budget_bytes
+from everstep.keeper.budget import (
+    announcement,
+    check_disk_budget,
+    host_budget_bytes,
+    log_budget_bytes,
+)
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import Keepers
+from everstep.keeper.lifetime import check_platform, close_earlier, finish_at_exit
 from everstep.keeper.local import CHUNKS, WRITERS
+from everstep.keeper.recorder import Recorder, refuse_optimizers
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper, Saver
-from everstep.keeper.stats import Stats
+from everstep.keeper.stats import Stats, stats_of
 from everstep.options import (
     Budget,
     FailurePolicy,
     KeeperOptions,
+    LogOptions,
     Method,
     Options,
     nearest,
@@ -53,6 +58,7 @@ from everstep.recover.resume import open_timeline, resume
 from everstep.recover.scan import Inventory, scan_run
 from everstep.seams import Seams
 from everstep.state.image import State
+from everstep.state.survey import Survey
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["Checkpointer"]
@@ -78,6 +84,7 @@ class Checkpointer:
         progress_timeout_s: a transfer or base that makes no progress for so long is reported
             as hung.
         keeper: the process that makes bases durable: where it runs, and how long it stays.
+        log: where the gradient log is kept, if the method has one.
         declared: patterns (``"ema/*"``) of entries that change only between
             :meth:`before_update` and :meth:`after_update`.
         static: patterns of entries that never change; a change is an error.
@@ -113,12 +120,13 @@ class Checkpointer:
         on_failure: FailurePolicy = "raise",
         progress_timeout_s: float = 120.0,
         keeper: KeeperOptions | None = None,
+        log: LogOptions | None = None,
         declared: Sequence[str] = (),
         static: Sequence[str] = (),
         seams: Seams | None = None,
     ) -> None:
         self._open = False
-        _check_platform()
+        check_platform()
         self._options: Options = validate_options(
             method=method,
             every=every,
@@ -127,11 +135,12 @@ class Checkpointer:
             on_failure=on_failure,
             progress_timeout_s=progress_timeout_s,
             keeper=keeper,
+            log=log,
         )
         self._run = run_path(path)
         self._seams = seams or Seams()
         self._state = State(state, declared=declared, static=static)
-        _close_earlier(self._run)
+        close_earlier(_live.get(self._run), self._run)
         shape = self._state.survey().shape
         size_bytes = shape.size_bytes
         tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
@@ -142,7 +151,7 @@ class Checkpointer:
             on_failure, self._seams.clock, progress_timeout_s=progress_timeout_s
         )
         self._ring = ChunkRing(CHUNKS, WRITERS)
-        self._lane: Lane = self._seams.lane() if self._seams.lane else CpuLane()
+        self._lane: Lane = self._seams.lane() if self._seams.lane else DeviceLane(CpuLane())
         self._keepers = Keepers(
             self._options,
             self._seams,
@@ -162,7 +171,21 @@ class Checkpointer:
         self._saver = Saver(
             self._options, self._run, self._state, self._lane, self._channel, self._seams.clock
         )
+        self._recorder: Recorder | None = None
         self._updates = UpdateHooks(self._saver.gate)
+        if self._options.logs:
+            refuse_optimizers(self._state.optimizers)
+            self._recorder = Recorder(
+                self._options,
+                self._state,
+                self._lane,
+                self._channel,
+                self._seams.clock,
+                log_bytes_max=log_budget_bytes(arena_bytes, tensors_bytes),
+            )
+            self._keepers.on_disk = self._recorder.on_disk
+            self._updates.consumed = self._consumed
+            self._updates.applied = self._recorder.applied
         self._lsn_at_mark = 0
         for key, optimizer in self._state.optimizers.items():
             self._updates.watch(key, optimizer)
@@ -195,7 +218,8 @@ class Checkpointer:
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
         self._keepers.open()
-        held = self._keepers.left_behind()
+        recalled = self._keepers.left_behind(own=self._timeline > 0)
+        held = recalled.base
         was_damaged, self._damaged, self._touches = self._damaged, False, 0
         try:
             resumed = resume(
@@ -203,7 +227,7 @@ class Checkpointer:
                 self._run,
                 self._state,
                 self._ring,
-                held,
+                recalled,
                 step=step,
                 strict=strict,
                 timeout_s=self._options.progress_timeout_s,
@@ -223,11 +247,12 @@ class Checkpointer:
             )
         self._damaged = was_damaged and loaded is None
         verified = resumed.base if resumed.source == "disk" else None
+        self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._start_timeline(resumed.timeline, resumed.exact, verified)
-        self._updates.lsn = 0 if loaded is None else loaded.marker.lsn
+        if self._recorder is not None:
+            self._recorder.base_step = 0 if resumed.base is None else resumed.base.step
         # What came from memory and could not be written is on no disk yet.
         self._base_due = resumed.source == "memory" and held is not None and not held.durable
-        self._step = 0 if resumed.base is None else resumed.base.step
         self._lsn_at_mark = self._updates.lsn
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
@@ -246,11 +271,16 @@ class Checkpointer:
         self._lsn_at_mark = self._updates.lsn
         self._ready()
         self._saver.warm()
+        survey = None
+        if self._recorder is not None:
+            survey = self._state.survey()
+            self._recorder.mark(survey, self._updates.lsn, self._step)
+            self._base_due = self._base_due or self._recorder.base_due is not None
         since_s = self._seams.clock.monotonic_s() - self._saver.last_save_s
         if self._options.every.due(self._step, since_s) or self._base_due:
             self._base_due = self._keepers.lost is not None  # as soon as there is a keeper
             if not self._base_due:
-                self._saver.take(self._identity(), show=False)
+                self._take(survey, show=False)
 
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
@@ -269,7 +299,19 @@ class Checkpointer:
                 step=self._step,
                 hint="call ckpt.step() first, then ckpt.save()",
             )
-        return self._saver.take(self._identity(), show=True)
+        return self._take(None, show=True)
+
+    def _take(self, survey: Survey | None, *, show: bool) -> Save:
+        save = self._saver.take(self._identity(), show=show, survey=survey)
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.base_taken(save)
+        return save
+
+    def _consumed(self, key: str) -> None:
+        """An optimizer's gradients are what its update is going to consume."""
+        if self._recorder is not None and os.getpid() == self._pid:
+            self._recorder.consumed(key, self._updates.lsn + 1, self._step + 1)
 
     def before_update(self) -> None:
         """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
@@ -281,6 +323,8 @@ class Checkpointer:
         """Call after such a change, which counts as one update."""
         self._check_open()
         self._updates.updated()
+        if self._recorder is not None:
+            self._recorder.skipped("a change that no optimizer made")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
@@ -296,7 +340,7 @@ class Checkpointer:
             if self._keepers.revive(self._timeline):
                 self._take_over()
                 if self._updates.lsn == self._lsn_at_mark:  # what was lost can be taken again
-                    self._saver.take(self._identity(), show=True)
+                    self._take(None, show=True)
                     self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
         self._channel.check()
@@ -311,6 +355,7 @@ class Checkpointer:
             return
         failed: list[EverstepError] = []
         try:
+            self._take_last(failed)
             while True:  # one failed base is no reason to abandon those behind it
                 try:
                     self.wait()
@@ -326,24 +371,19 @@ class Checkpointer:
         if failed:
             raise failed[0]
 
+    def _take_last(self, failed: list[EverstepError]) -> None:
+        """With a log no step is lost, and none at the end: the log in memory ends with us."""
+        if self._recorder is None or self._step <= self._recorder.base_step:
+            return
+        if self._updates.lsn == self._lsn_at_mark and not self._damaged:
+            try:
+                self._take(None, show=True)
+            except EverstepError as error:
+                failed.append(error)
+
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
-        keeper = self._keepers.stats
-        durable = keeper.durable_step
-        return Stats(
-            step=self._step,
-            durable_step=durable,
-            lag_steps=None if durable is None else self._step - durable,
-            saves=self._saver.saves,
-            committed=keeper.committed,
-            failed=keeper.failed,
-            stall_s=dict(self._saver.stall_s),
-            written_bytes=keeper.written_bytes,
-            persist_s=keeper.persist_s,
-            host_bytes=self._keepers.pool.touched_bytes if self._keepers.pool else 0,
-            keeper_cpu_s=keeper.cpu_s,
-            keeper_restarts=self._keepers.restarts,
-        )
+        return stats_of(self._step, self._saver, self._keepers)
 
     def __enter__(self) -> Checkpointer:
         self._check_open()
@@ -392,7 +432,7 @@ class Checkpointer:
         with storage_errors("open the run", self._run):
             self._refuse_bases(None)
             self._keepers.open()  # it may be writing what an earlier process took
-            inventory = self._refuse_bases(self._keepers.left_behind())
+            inventory = self._refuse_bases(self._keepers.left_behind().base)
             timeline = open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
         self._start_timeline(timeline, exact=True)
 
@@ -420,11 +460,13 @@ class Checkpointer:
         assert keeper is not None
         self._keeper = keeper
         self._saver.start(keeper, self._keepers.pool)
+        if self._recorder is not None:
+            self._recorder.start(keeper, self._keepers.pool, self._timeline, self._exact)
         # A script that ends without close() still gets its last base.
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
         pid, show, saver = self._pid, sys.stderr, self._saver
-        self._at_exit = lambda: _finish_at_exit(saver, keeper, pid, show)
+        self._at_exit = lambda: finish_at_exit(saver, keeper, pid, show)
         atexit.register(self._at_exit)
 
     def _touch(self) -> None:
@@ -455,44 +497,3 @@ class Checkpointer:
         self._ring.close()
         if _live.get(self._run) is self:
             del _live[self._run]
-
-
-def _finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:
-    if os.getpid() != pid:
-        return  # a forked child owns nothing here
-    while True:
-        try:
-            saver.finish_captures()
-            keeper.wait(None)
-            break
-        except EverstepError as error:
-            print(f"everstep: a base was lost at exit: {error}", file=shown)
-            if isinstance(error, DeadlineError):
-                break
-    keeper.close()
-
-
-def _close_earlier(run: PurePath) -> None:
-    """A notebook cell that is run again replaces the Checkpointer of its first run."""
-    earlier = _live.get(run)
-    if earlier is None:
-        return
-    try:
-        earlier.close()
-    except EverstepError as error:
-        print(f"everstep: the earlier Checkpointer of {run}: {error}", file=sys.stderr)
-
-
-def _check_platform() -> None:
-    if sys.platform == "win32":
-        raise UnavailableError(
-            "everstep does not run on Windows", hint="Linux, WSL 2, or macOS on the CPU"
-        )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world = distributed.get_world_size()
-        if world > 1:
-            raise UnavailableError(
-                f"this job has {world} ranks; this version saves jobs of one rank",
-                rank=distributed.get_rank(),
-            )

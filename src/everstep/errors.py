@@ -16,6 +16,7 @@
     |   |-- DamageError               a digest does not match; names file and entry
     |   `-- ForeignDirectoryError     a directory with other people's files
     |-- RecoveryError                 nothing (or not what was asked for) can be recovered
+    |-- ReplayError                   logged updates cannot be applied to this state
     |-- FencedError                   a newer timeline has taken this run over
     |-- KeeperError                   the keeper process: lost, refused, of another version
     |   `-- KeeperTimeoutError        it did not answer in time; a DeadlineError too
@@ -47,6 +48,7 @@ __all__ = [
     "OutOfSpaceError",
     "PermissionDeniedError",
     "RecoveryError",
+    "ReplayError",
     "StateError",
     "StorageError",
     "UnavailableError",
@@ -184,6 +186,10 @@ class ForeignDirectoryError(StorageError):
 
 class RecoveryError(EverstepError):
     """Nothing, or not what was asked for, can be recovered."""
+
+
+class ReplayError(EverstepError):
+    """Logged updates cannot be applied to this state, or not in this order."""
 
 
 class FencedError(EverstepError):

@@ -1,7 +1,7 @@
 """What a user can choose, validated once: the axes, presets, policies and budgets.
 
 A :class:`Method` is a point on four independent axes (base capture, log, apply, tiers);
-a preset is a name for such a point. This version has four base captures and no log.
+a preset is a name for such a point.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "Every",
     "FailurePolicy",
     "KeeperOptions",
+    "LogOptions",
     "Method",
     "Options",
     "nearest",
@@ -66,7 +67,8 @@ class Method:
             waits for it; it is persisted as it arrives (DataStates-LLM section V).
             ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
             base at a time (CheckFreq, as the papers describe it).
-        log: the gradient log; ``"none"`` is the only choice in this version.
+        log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
+            each optimizer update consumed is recorded, so that every step can be recovered.
         apply: when logged gradients are applied; ``"recovery"``.
         tiers: where bytes live; ``("disk",)``.
     """
@@ -78,10 +80,15 @@ class Method:
 
     def __post_init__(self) -> None:
         _one_of("base", self.base, ("sync", "async", "lazy", "checkfreq"))
-        _one_of("log", self.log, ("none",))
+        _one_of("log", self.log, ("none", "dense"))
         _one_of("apply", self.apply, ("recovery",))
         for tier in self.tiers:
             _one_of("tier", tier, ("disk",))
+        if self.log != "none" and self.base == "sync":
+            raise OptionError(
+                f"log={self.log!r} needs host memory, which base='sync' has none of",
+                hint="base='lazy'",
+            )
         if self.tiers != ("disk",):
             raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
 
@@ -150,6 +157,38 @@ class KeeperOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LogOptions:
+    """Where the gradient log is kept, and how it is written.
+
+    Attributes:
+        to: ``"memory"``: of the keeper, until a newer base is durable; a killed training process
+            comes back to its last step. ``"disk"``: in segments, too, so that a lost machine or
+            keeper does not lose it, and every step that was logged can be gone back to. A dense
+            log writes as much each step as there are gradients: mind what the disk endures.
+        batch_steps: steps of one segment.
+        history: which segments stay: ``"last"``: those behind the oldest base that is kept.
+            ``"all"``.
+    """
+
+    to: str = "memory"
+    batch_steps: int = 10
+    history: str = "last"
+
+    def __post_init__(self) -> None:
+        _one_of("place for the log", self.to, ("memory", "disk"))
+        _one_of("history", self.history, ("last", "all"))
+        if not _is_int(self.batch_steps) or not 1 <= self.batch_steps <= 100_000:
+            raise OptionError(
+                f"LogOptions.batch_steps must be 1 to 100000, not {self.batch_steps!r}"
+            )
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it is written to disk."""
+        return self.to == "disk"
+
+
+@dataclass(frozen=True, slots=True)
 class Every:
     """When a base is taken: every so many steps, or every so many seconds, or only on demand."""
 
@@ -201,6 +240,12 @@ class Options:
     on_failure: FailurePolicy
     progress_timeout_s: float = 120.0
     keeper: KeeperOptions = field(default_factory=KeeperOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    @property
+    def logs(self) -> bool:
+        """Whether there is a gradient log."""
+        return self.method.log != "none"
 
 
 def validate_options(
@@ -212,6 +257,7 @@ def validate_options(
     on_failure: FailurePolicy,
     progress_timeout_s: float,
     keeper: KeeperOptions | None = None,
+    log: LogOptions | None = None,
 ) -> Options:
     """Turns constructor arguments into :class:`Options`.
 
@@ -233,6 +279,8 @@ def validate_options(
         raise OptionError(f"budget must be an everstep.Budget, not {budget!r}")
     if not isinstance(keeper, (KeeperOptions, type(None))):
         raise OptionError(f"keeper must be everstep.KeeperOptions, not {keeper!r}")
+    if not isinstance(log, (LogOptions, type(None))):
+        raise OptionError(f"log must be everstep.LogOptions, not {log!r}")
     seconds = isinstance(progress_timeout_s, (int, float)) and progress_timeout_s
     if not 0 < seconds <= _TIMEOUT_S_MAX:
         raise OptionError(
@@ -248,4 +296,5 @@ def validate_options(
         on_failure,
         progress_timeout_s,
         keeper or KeeperOptions(),
+        log or LogOptions(),
     )

@@ -236,13 +236,14 @@ def test_damaged_memory_is_noticed(
 
     recall = RemoteKeeper.recall
 
-    def damaged(self: RemoteKeeper, timeout_s: float) -> Any:
-        held = recall(self, timeout_s)
+    def damaged(self: RemoteKeeper, timeout_s: float, **options: Any) -> Any:
+        found = recall(self, timeout_s, **options)
+        held = found.base
         assert held is not None
         assert held.durable is durable
         (file, _), *_ = held.files
         file._parts[1][1000] ^= 1
-        return held
+        return found
 
     monkeypatch.setattr(RemoteKeeper, "recall", damaged)
     other = World(seed=99)

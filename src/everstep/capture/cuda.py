@@ -4,157 +4,331 @@ The trainer's thread only enqueues. The side stream waits for what the current s
 been given so far (the update that made the state); the current stream waits, at the gate,
 for the copies that it is about to overtake. Nobody waits on the CPU but the lane's thread,
 which sees how far the copies have come (DataStates-LLM section V; DESIGN: I1).
+
+Why a thread, and no progress word that the device writes behind its copies. With torch alone
+that would be one more asynchronous copy, of 8 bytes, on the same stream. Streams promise that
+it starts after the copies before it have ended, and CUDA promises that what was copied can be
+seen from the host *once an event or stream was waited for*; it promises nothing to a process
+that polls. Devices may be told to let their writes to host memory overtake each other (PCIe
+relaxed ordering), and a word that arrives before its bytes would make the keeper write, and
+sign, bytes that are not there. ``cuStreamWriteValue64`` does promise it: it puts a fence of
+system scope before the word. torch does not offer it. So the thread waits for an event, which
+makes the bytes visible here, and then sets the word by a store, whose order the arena keeps.
+It sleeps while it waits (``blocking=True``) instead of spinning on a core, and wakes once per
+32 MiB.
+
+What has not been ordered before the current stream is not ordered before the copies either:
+who trains on another stream than the one that is current at ``step()`` and ``save()`` makes
+that one wait first, as for any other use of the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from everstep.capture.batches import Batch, run_batch
-from everstep.capture.lane import CpuTransfer, Progress, Transfer
-from everstep.errors import UnavailableError
-from everstep.seams.threads import IoThreads
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
+from everstep.capture.pinned import PinnedMemory
+from everstep.errors import OutOfSpaceError, StateError
 from everstep.state.tensors import byte_view
 
-__all__ = ["CudaLane", "CudaTransfer"]
+__all__ = ["CudaLane", "CudaTransfer", "on_cuda", "refuse_graph_capture"]
 
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
+_EVENT_BYTES = 32 << 20  # between two of them: each costs the trainer's thread microseconds
+_DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, while one capture's marks are copied
+_AT_ONCE_BYTES = 256 << 10  # of host memory: copied sooner than another thread would wake up
+
+_Reached = tuple[int, Any, torch.device]
+"""The end of some batches, the event behind their copies, and where they come from."""
+
+
+def refuse_graph_capture() -> None:
+    """Call where an update or a save begins, on whatever machine.
+
+    Raises:
+        StateError: the current stream is being captured into a CUDA graph.
+    """
+    if _cuda.is_initialized() and _cuda.is_current_stream_capturing():
+        raise StateError(
+            "optimizer.step(), save() or ckpt.step() is being captured into a CUDA graph: its "
+            "replays would change the state without anybody being told",
+            hint="capture forward and backward only, and call optimizer.step() and ckpt.step() "
+            "outside of the graph",
+        )
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in the memory of a CUDA device."""
+    return _device(tensor).type == "cuda"
+
 
 class CudaLane:
-    """One side stream per device; tensors in host memory are copied by the caller."""
+    """One side stream per device. Tensors in host memory, which most states have, too (Adam's
+    step counters), are copied by ``host``, whose thread also is the lane's own.
 
-    def __init__(self) -> None:
-        self._threads = IoThreads(1, "everstep-capture")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._marks: list[torch.cuda.Event] = []
-        self._pinned: dict[int, torch.Tensor] = {}  # held: or another mapping could come there
+    Args:
+        host: closed with this lane.
+    """
+
+    def __init__(self, host: CpuLane) -> None:
+        self._host = host
+        self._streams: dict[torch.device, Any] = {}
+        self._pinned: PinnedMemory | None = None
+
+    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+        """Pins ``block``, in the lane's thread."""
+        devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
+        pinned = self._pinned_of(block, next(devices))
+        # If it fails, it fails again where the memory is used, and is reported there.
+        self._host.run(lambda: pinned.pin(block))
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        self._pin(block)
-        for batch in batches:
-            device = _device(batch)
-            if device.type != "cuda":
-                run_batch(batch, block)
-                continue
-            # A duplicate, made in the order of the current stream: the source may change.
-            whole = Batch(batch.begin, batch.end, (_duplicate(batch),))
-            self._marks.append(self._copy(whole, block, device))
+        """Copies from duplicates, made in the order of the current stream: the sources may
+        change. What is too much to be duplicated is copied itself, and the current stream
+        waits until it is."""
+        ours, theirs = _split(batches)
+        self._host.mark(theirs, block)
+        if not ours:
+            return
+        refuse_graph_capture()
+        pinned = self._pin(block, ours)
+        duplicates, others = [], []
+        room = _DUPLICATES_BYTES_MAX
+        for batch in ours:
+            size = batch.end - batch.begin
+            if size <= room:
+                with contextlib.suppress(OutOfSpaceError):
+                    _use(batch, _cuda.current_stream(_device_of(batch)))
+                    duplicates.append(Batch(batch.begin, batch.end, (_packed(batch),)))
+                    room -= size
+                    continue
+            others.append(batch)
+        self._enqueue(duplicates, block, pinned)
+        self._hold_back(self._enqueue(others, block, pinned))
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        self._pin(block)
-        transfer = CudaTransfer()
-        marks, self._marks = self._marks, []
-        for batch in batches:
-            device = _device(batch)
-            if device.type != "cuda":
-                run_batch(batch, block)
-            else:
-                transfer.events.append((batch.end, self._copy(batch, block, device), device))
+        ours, theirs = _split(batches)
+        # The marks of this capture, on any device, lie anywhere in the block.
+        marks = self._begun()
+        reached: list[_Reached] = []
+        if ours:
+            refuse_graph_capture()
+            reached = self._enqueue(ours, block, self._pin(block, ours))
+        self._host.mark([batch for batch in theirs if _small(batch)], block)
+        large = [batch for batch in theirs if not _small(batch)]
+        hosted = self._host.submit(large, block, lambda end: None) if large else None
+        transfer = CudaTransfer(reached, hosted, large)
+        end = batches[-1].end if batches else 0
 
         def watch() -> None:
             try:
-                for mark in marks:  # of any device, and anywhere in the block
+                if hosted is not None:
+                    hosted.wait(0.0)  # it was before us in this thread; raises what it failed with
+                for mark in marks:
                     mark.synchronize()
-                for end, event, _ in transfer.events:
+                for upto, event, _ in reached:
                     event.synchronize()
+                    progress(upto)
+                if end:
                     progress(end)
-                    transfer.advance(end)
             except BaseException as error:
                 transfer.end(error)
                 raise
             transfer.end()
 
-        self._threads.submit(watch)
+        self._host.run(watch)
         return transfer
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu()
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        return self._threads.submit(job)
+        """Behind all copies that were begun, whether or not anybody waits for them; what
+        ``job`` itself fetches from a device comes on the side streams, not behind whatever
+        training has enqueued meanwhile."""
+        streams, begun = list(self._streams.values()), self._begun()
+
+        def behind() -> None:
+            # A device that has failed copies no more, and its transfers say what happened.
+            with contextlib.suppress(RuntimeError):
+                for event in begun:
+                    event.synchronize()
+            with contextlib.ExitStack() as stack:
+                for stream in streams:
+                    stack.enter_context(_cuda.stream(stream))
+                job()
+
+        return self._host.run(behind)
 
     def close(self) -> None:
-        self._threads.close()
-        for address in list(self._pinned):
-            _cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
+        """Ends the thread, after what is queued; the arena is no longer pinned then."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self.run(pinned.release)
+        self._host.close()
 
-    def _copy(self, batch: Batch, block: torch.Tensor, device: torch.device) -> torch.cuda.Event:
+    def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
+        if self._pinned is not None and not self._pinned.holds(block):  # another keeper's arena
+            self.run(self._pinned.release)
+            self._pinned = None
+        if self._pinned is None:
+            self._pinned = PinnedMemory(block, device)
+        return self._pinned
+
+    def _pin(self, block: torch.Tensor, ours: Sequence[Batch]) -> PinnedMemory:
+        pinned = self._pinned_of(block, _device_of(ours[0]))
+        pinned.pin(block)
+        return pinned
+
+    def _enqueue(
+        self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory
+    ) -> list[_Reached]:
+        """Copies behind what the current streams have been given so far."""
+        reached: list[_Reached] = []
+        streams: dict[torch.device, Any] = {}
+        for device, group in itertools.groupby(batches, key=_device_of):
+            if device not in streams:
+                streams[device] = self._behind_current(device)
+            stream, since_bytes, end = streams[device], 0, 0
+            with _cuda.stream(stream):
+                for batch in group:
+                    _use(batch, stream)
+                    flat = batch.sources[0] if len(batch.sources) == 1 else _packed(batch)
+                    for first, last in pinned.pieces(block, batch.begin, batch.end):
+                        part = flat[first - batch.begin : last - batch.begin]
+                        _send(part, block[first:last])
+                    end = batch.end
+                    since_bytes += end - batch.begin
+                    if since_bytes >= _EVENT_BYTES:
+                        reached.append((end, _event(stream), device))
+                        since_bytes = 0
+            if since_bytes:
+                reached.append((end, _event(stream), device))
+        return reached
+
+    def _behind_current(self, device: torch.device) -> Any:
+        """The side stream, which waits for all that was enqueued on the current one."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = _cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for source in batch.sources or (batch.rearranged,):
-                assert source is not None
-                source.record_stream(stream)  # not to be reused before the copy is over
-            if len(batch.sources) != 1:  # packed on the device, then one copy across the bus
-                batch = Batch(batch.begin, batch.end, (_duplicate(batch),))
-            run_batch(batch, block, non_blocking=True)
-            event: torch.cuda.Event = _cuda.Event()
-            event.record(stream)
-        return event
+        stream.wait_stream(_cuda.current_stream(device))
+        return stream
 
-    def _pin(self, block: torch.Tensor) -> None:
-        """Pins a block the first time it is used; copies into pageable memory would block.
+    def _begun(self) -> list[Any]:
+        """Events behind all copies that were begun."""
+        return [_event(stream) for stream in self._streams.values()]
 
-        Pinned memory stays mapped as long as it is pinned: if another arena came to lie at
-        its address, copies would go on into pages that nobody sees any more.
-        """
-        begin, size = block.data_ptr(), block.numel()
-        known = self._pinned.get(begin)
-        if not size or (known is not None and known.numel() == size):
-            return
-        cudart = _cuda.cudart()
-        arena = block.untyped_storage().data_ptr()
-        for address, other in list(self._pinned.items()):
-            overlaps = address < begin + size and begin < address + other.numel()
-            if overlaps or other.untyped_storage().data_ptr() != arena:
-                for stream in self._streams.values():
-                    stream.synchronize()
-                cudart.cudaHostUnregister(address)
-                del self._pinned[address]
-        status = cudart.cudaHostRegister(begin, size, 0)
-        if int(status) != 0:
-            raise UnavailableError(
-                f"{size} bytes of host memory cannot be pinned (CUDA error {int(status)})",
-                hint='a larger limit for locked memory (ulimit -l), or method="sync"',
-            )
-        self._pinned[begin] = block
+    def _hold_back(self, reached: Sequence[_Reached]) -> None:
+        """The current streams wait for copies."""
+        for device, event in {device: event for _, event, device in reached}.items():
+            event.wait(_cuda.current_stream(device))
 
 
 class CudaTransfer(CpuTransfer):
-    """Copies on a side stream; ``events`` are complete when bytes up to their end are there."""
+    """Copies on side streams, and in the lane's thread what lies in host memory.
 
-    def __init__(self) -> None:
+    Args:
+        reached: in the order of their ends.
+        hosted: the copies in the thread, of the batches ``large``, if there are any.
+    """
+
+    def __init__(
+        self, reached: Sequence[_Reached], hosted: Transfer | None, large: Sequence[Batch]
+    ) -> None:
         super().__init__()
-        self.events: list[tuple[int, torch.cuda.Event, torch.device]] = []
+        self._reached = reached
+        self._hosted = hosted
+        self._large = large
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        """The current stream of each device waits; the CPU does not."""
-        last: dict[torch.device, torch.cuda.Event] = {}
-        for reached, event, device in self.events if end > 0 else ():
+        """The current stream of each device waits; the CPU does so only for what lies in host
+        memory."""
+        if end <= 0:
+            return True
+        last: dict[torch.device, Any] = {}
+        for upto, event, device in self._reached:
             last[device] = event
-            if reached >= end:
+            if upto >= end:
                 break
         for device, event in last.items():
-            event.wait(torch.cuda.current_stream(device))
-        return True
+            event.wait(_cuda.current_stream(device))
+        if self._hosted is None:
+            return True
+        ends = [batch.end for batch in self._large if batch.begin < end]
+        return not ends or self._hosted.gate(ends[-1], timeout_s)
 
 
-def _duplicate(batch: Batch) -> torch.Tensor:
-    """The bytes of a batch in memory of their own, on its device."""
-    if batch.rearranged is None:
-        return torch.cat(batch.sources)
-    # Resolved here: a copy to the host that is not waited for would do it too early.
-    return byte_view(batch.rearranged.resolve_conj().resolve_neg().contiguous())
+def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Those of CUDA devices, and the others."""
+    ours: list[Batch] = []
+    theirs: list[Batch] = []
+    for batch in batches:
+        (ours if _device_of(batch).type == "cuda" else theirs).append(batch)
+    return ours, theirs
 
 
-def _device(batch: Batch) -> torch.device:
-    source = batch.rearranged if batch.rearranged is not None else batch.sources[0]
-    return source.device
+def _small(batch: Batch) -> bool:
+    return batch.end - batch.begin < _AT_ONCE_BYTES
+
+
+def _device_of(batch: Batch) -> torch.device:
+    return _device(batch.rearranged if batch.rearranged is not None else batch.sources[0])
+
+
+def _use(batch: Batch, stream: Any) -> None:
+    for tensor in batch.sources:
+        _used_on(tensor, stream)
+    if batch.rearranged is not None:
+        _used_on(batch.rearranged, stream)
+
+
+# --- What a test replaces to play a device ----------------------------------------------
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.device
+
+
+def _event(stream: Any) -> Any:
+    """An event behind everything that the stream has been given."""
+    event = _cuda.Event(blocking=True)  # who waits for it sleeps
+    event.record(stream)
+    return event
+
+
+def _packed(batch: Batch) -> torch.Tensor:
+    """The bytes of a batch in memory of their own, on its device.
+
+    Raises:
+        OutOfSpaceError: the device has no room for them.
+    """
+    try:
+        if batch.rearranged is None:
+            return batch.sources[0].clone() if len(batch.sources) == 1 else torch.cat(batch.sources)
+        # Resolved here: a copy to the host that is not waited for would do it too early.
+        return byte_view(batch.rearranged.resolve_conj().resolve_neg().contiguous())
+    except torch.OutOfMemoryError as error:
+        raise OutOfSpaceError(
+            f"the GPU has no {batch.end - batch.begin} bytes left to bring tensors into the order "
+            "of the file",
+            hint="leave that much of its memory free",
+        ) from error
+
+
+def _send(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies to pinned host memory, in the order of the current stream."""
+    target.copy_(source, non_blocking=True)
+
+
+def _used_on(tensor: torch.Tensor, stream: Any) -> None:
+    """Its memory is not to be given to others before the stream is done with it, even if the
+    tensor is freed, or its storage resized, meanwhile."""
+    tensor.record_stream(stream)

@@ -12,7 +12,7 @@ through; whoever updates asks the gate first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -51,6 +51,11 @@ class Transfer(Protocol):
 
 class Lane(Protocol):
     """One queue of copies off one device."""
+
+    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+        """Does in the lane's thread what would hold up the first copies of ``tensors`` into
+        ``block``."""
+        ...
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """Copies what may change as soon as this returns."""
@@ -115,6 +120,9 @@ class CpuLane:
 
     def __init__(self) -> None:
         self._threads = IoThreads(1, "everstep-capture")
+
+    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+        """Nothing: pages are taken by whoever owns the memory."""
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:

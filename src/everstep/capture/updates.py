@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,30 +24,70 @@ class UpdateHooks:
 
     Attributes:
         gate: called with the key of the optimizer before it updates anything (I1).
+        consumed: called when the gradients are what the optimizer is going to consume: behind
+            all other hooks, or inside its closure (I2).
+        applied: called when the update is over.
         lsn: updates so far, of all optimizers together.
+        told: how often the outermost call has said what it consumes.
     """
 
     gate: Callable[[str], None]
+    consumed: Callable[[str], None] | None = None
+    applied: Callable[[str], None] | None = None
     lsn: int = 0
     handles: list[Any] = field(default_factory=list)
     outermost: FrameType | None = None
     depth: int = 0
+    told: int = 0
 
     def watch(self, key: str, optimizer: Optimizer) -> None:
         """Counts and gates the updates of ``optimizer`` from now on."""
+        before_hooks: Any = optimizer._optimizer_step_pre_hooks
+        after_hooks: Any = optimizer._optimizer_step_post_hooks
+        last: Any = None
 
         def before(*_: Any) -> None:
             caller = sys._getframe(1)
             if self.outermost is None or not _on_stack(self.outermost, caller):
-                self.outermost, self.depth = caller, 0
+                self.outermost, self.depth, self.told = caller, 0, 0
             self.depth += 1
             self.gate(key)
 
+        def after(*_: Any) -> None:
+            if self.depth <= 1 and self.consumed is not None and self.applied is not None:
+                if not self.told:  # no hook could tell: they are as they were consumed
+                    self.consumed(key)
+                self.applied(key)
+            self._after()
+            if last is not None:  # whatever the user registers meanwhile comes before it
+                before_hooks.move_to_end(last.id)
+
+        def consume() -> None:
+            self.told += 1
+            if self.consumed is not None and self.depth <= 1:
+                self.consumed(key)
+
+        def at_last(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            if self.depth > 1:
+                return None  # of a call within a call
+            if len(args) > 1 and callable(args[1]):
+                return (args[0], _then(args[1], consume), *args[2:]), options
+            if callable(options.get("closure")):
+                return args, {**options, "closure": _then(options["closure"], consume)}
+            if next(reversed(before_hooks)) == last.id:
+                consume()
+            return None
+
         first = optimizer.register_step_pre_hook(before)
         # Before all other hooks of this optimizer: one of them may change parameters.
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(first.id, last=False)
-        self.handles += [first, optimizer.register_step_post_hook(self._after)]
+        before_hooks.move_to_end(first.id, last=False)
+        final = optimizer.register_step_post_hook(after)
+        # Likewise: one of them may free or zero gradients.
+        after_hooks.move_to_end(final.id, last=False)
+        self.handles += [first, final]
+        if self.consumed is not None:
+            last = optimizer.register_step_pre_hook(at_last)
+            self.handles.append(last)
 
     def updated(self) -> None:
         """An update that went past every optimizer is over."""
@@ -58,11 +99,23 @@ class UpdateHooks:
             handle.remove()
         self.handles.clear()
 
-    def _after(self, *_: Any) -> None:
+    def _after(self) -> None:
         self.depth -= 1
         if self.depth <= 0:
             self.outermost, self.depth = None, 0
             self.lsn += 1
+
+
+def _then(closure: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
+    """``closure``, and ``action`` behind it."""
+
+    @functools.wraps(closure)
+    def both(*args: Any, **options: Any) -> Any:
+        result = closure(*args, **options)
+        action()
+        return result
+
+    return both
 
 
 def _on_stack(wanted: FrameType, frame: FrameType | None) -> bool:

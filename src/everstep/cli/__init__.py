@@ -4,6 +4,7 @@
 ``rm``      deletes one base
 ``ps``, ``stop``  the keeper processes of this user
 ``doctor``  checks this machine
+``plan``    how often to take a base and to write the log: models, no measurements
 ``demo``    trains, gets killed, resumes, compares every bit
 ``bench``   measures, next to the disk's limit and to others
 
@@ -27,6 +28,7 @@ from everstep.cli.doctor import doctor
 from everstep.cli.du import du
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
+from everstep.cli.plan import app as _plan
 from everstep.cli.ps import ps
 from everstep.cli.rm import rm
 from everstep.cli.stop import stop
@@ -67,6 +69,7 @@ def _root(
 
 for _verb in (ls, inspect, verify, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
+app.add_typer(_plan, name="plan")
 if importlib.util.find_spec("everstep.cli.bench") is not None:
     app.add_typer(importlib.import_module("everstep.cli.bench").app, name="bench")
 

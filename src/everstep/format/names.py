@@ -13,6 +13,7 @@ __all__ = [
     "BASE_DIR",
     "CONDEMNED",
     "FORMAT_VERSION",
+    "LOG_DIR",
     "MANIFEST",
     "RUN_RECORD",
     "SLOTS_DIR",
@@ -22,8 +23,10 @@ __all__ = [
     "marker_name",
     "parse_base",
     "parse_marker",
+    "parse_segment",
     "parse_shard",
     "parse_timeline",
+    "segment_dir",
     "shard_name",
     "timeline_dir",
 ]
@@ -35,11 +38,13 @@ TIMELINE_RECORD = "timeline.json"
 MANIFEST = "manifest.json"
 CONDEMNED = "manifest.condemned"
 BASE_DIR = "base"
+LOG_DIR = "log"
 SLOTS_DIR = "slots"
 TEMPORARY_SUFFIX = ".tmp"
 
 _TIMELINE = re.compile(r"timeline-(\d{5,9})", re.ASCII)
 _STEP = re.compile(r"(\d{12,18})", re.ASCII)
+_SEGMENT = re.compile(r"(\d{12,18})-(\d{12,18})", re.ASCII)
 _SHARD = re.compile(r"rank-(\d{5,9})(?:-(\d{5,9}))?\.safetensors", re.ASCII)
 _MARKER = re.compile(r"rank-(\d{5,9})\.done", re.ASCII)
 
@@ -52,6 +57,11 @@ def timeline_dir(run: PurePath, timeline: int) -> PurePath:
 def base_dir(run: PurePath, timeline: int, step: int) -> PurePath:
     """``RUN/timeline-00002/base/000000001200``"""
     return timeline_dir(run, timeline) / BASE_DIR / f"{step:012d}"
+
+
+def segment_dir(run: PurePath, timeline: int, after: int, last: int) -> PurePath:
+    """``RUN/timeline-00002/log/000000001200-000000001205``: steps (1200, 1205]"""
+    return timeline_dir(run, timeline) / LOG_DIR / f"{after:012d}-{last:012d}"
 
 
 def shard_name(rank: int, part: int = 0) -> str:
@@ -72,6 +82,15 @@ def parse_timeline(name: str) -> int | None:
 def parse_base(name: str) -> int | None:
     """The step of a base directory, or None if it is none."""
     return _number(_STEP, name, "{:012d}")
+
+
+def parse_segment(name: str) -> tuple[int, int] | None:
+    """``(after, last)``: the steps of a segment of a log, or None if it is none."""
+    match = _SEGMENT.fullmatch(name)
+    if match is None:
+        return None
+    after, last = int(match[1]), int(match[2])
+    return (after, last) if name == f"{after:012d}-{last:012d}" and after < last else None
 
 
 def parse_marker(name: str) -> int | None:

@@ -61,6 +61,8 @@ class TimelineRecord:
         world: number of ranks.
         fingerprint: versions and machine, for people and for the exactness matrix.
         created_unix_s: for people.
+        base: timeline and step of the base that it was restored from, where the fork lies
+            behind it and was reached by replay; written only then.
     """
 
     run: str
@@ -71,6 +73,7 @@ class TimelineRecord:
     world: int
     fingerprint: Mapping[str, str]
     created_unix_s: float
+    base: tuple[int, int] | None = None
 
     def encode(self) -> bytes:
         return _encode(
@@ -85,6 +88,7 @@ class TimelineRecord:
                 "world": self.world,
                 "fingerprint": dict(self.fingerprint),
                 "created_unix_s": self.created_unix_s,
+                **({} if self.base is None else {"base": list(self.base)}),
             },
         )
 
@@ -100,6 +104,7 @@ class TimelineRecord:
             fields.number("world", _WORLD_MAX),
             fields.texts("fingerprint"),
             fields.real("created_unix_s"),
+            fields.pair("base"),
         )
 
 
@@ -295,6 +300,15 @@ class _Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
             raise FormatError(f"{self.path}: {name!r} is no whole number in 0..{largest}")
         return value
+
+    def pair(self, name: str) -> tuple[int, int] | None:
+        value = self.fields.get(name)
+        if value is None:
+            return None
+        numbers = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
+        if not numbers or not all(0 <= n <= _NUMBER_MAX for n in value):
+            raise FormatError(f"{self.path}: {name!r} is no pair of numbers")
+        return value[0], value[1]
 
     def real(self, name: str) -> float:
         value = self.value(name)

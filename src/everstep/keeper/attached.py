@@ -9,6 +9,7 @@ from everstep.errors import EverstepError
 from everstep.keeper.capture import Capture
 from everstep.keeper.wire import Connection
 from everstep.seams.processes import PidWatch
+from everstep.state.layout import ShardLayout
 
 __all__ = ["Attached"]
 
@@ -22,6 +23,7 @@ class Attached:
         captures: those it has begun, by number, until they are durable or have failed.
         objects: parts that have come so far, by capture and name.
         layouts: as messages hold them, by number.
+        log_layouts: of records of the log, by number.
         gone: nothing can be said to it any more.
         said_bye: it waits for our end.
     """
@@ -33,6 +35,7 @@ class Attached:
         self.captures: dict[int, Capture] = {}
         self.objects: dict[int, dict[str, bytearray]] = {}
         self.layouts: dict[int, dict[str, Any]] = {}
+        self.log_layouts: dict[int, ShardLayout] = {}
         self.gone = False
         self.said_bye = False
 

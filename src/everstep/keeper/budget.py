@@ -10,7 +10,7 @@ from everstep.errors import OutOfSpaceError
 from everstep.options import Options
 from everstep.seams.machine import memory_available_bytes
 
-__all__ = ["announcement", "check_disk_budget", "host_budget_bytes"]
+__all__ = ["announcement", "check_disk_budget", "host_budget_bytes", "log_budget_bytes"]
 
 
 def host_budget_bytes(options: Options, state_bytes: int) -> int:
@@ -27,6 +27,12 @@ def host_budget_bytes(options: Options, state_bytes: int) -> int:
             hint=f'Budget(host_bytes={state_bytes}) or more, or method="sync"',
         )
     return budget
+
+
+def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
+    """Host memory for the gradient log: what two bases at turnover leave; at least a half of what
+    one leaves."""
+    return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
 
 
 def check_disk_budget(options: Options, run: PurePath, base_bytes: int) -> None:

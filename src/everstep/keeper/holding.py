@@ -88,17 +88,22 @@ class Holding:
                 self._held = None
 
     def recall(
-        self, arena: Arena, audit: Callable[[BasePlan, Sequence[Written]], None]
-    ) -> tuple[dict[str, Any], list[bytes], int] | None:
+        self,
+        arena: Arena,
+        audit: Callable[[BasePlan, Sequence[Written]], None],
+        *,
+        own: bool = False,
+    ) -> tuple[dict[str, Any], list[bytes], Arena] | None:
         """What another process than that of ``arena`` has left: see
-        :func:`.held.base_to_wire`, and the descriptor of its arena.
+        :func:`.held.base_to_wire`, and its arena.
 
         Args:
+            own: what the process of ``arena`` has captured, too.
             audit: raises AuditError for what may not be restored; asked where the disk has
                 refused a base before it could be audited.
         """
         held = self._held
-        if held is None or held[1] is arena:
+        if held is None or (held[1] is arena and not own):
             return None
         capture, theirs = held
         if not capture.written:  # what is in memory is all there is
@@ -114,8 +119,7 @@ class Holding:
                 self.failed(capture, error, reused=False)
                 return None
             capture.written = written
-        assert theirs.fd is not None
-        return *base_to_wire(capture), theirs.fd
+        return *base_to_wire(capture), theirs
 
 
 def _block(capture: Capture) -> tuple[int, int]:

@@ -6,21 +6,26 @@ import dataclasses
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import PurePath
+from typing import Any
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, FencedError, KeeperError
+from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
+from everstep.keeper.log import LogStore, SegmentWriter
+from everstep.keeper.messages import identity_to_wire
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.saver import Keeper
 from everstep.options import Options
-from everstep.recover.held import HeldBase
+from everstep.recover.held import Recalled
 from everstep.recover.scan import newest_timeline
 from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.tiers.disk import storage_errors
@@ -41,6 +46,7 @@ class Keepers:
         current: in service; None before the first timeline.
         pool: None for ``sync``.
         restarts: how often a keeper process was lost and replaced.
+        on_disk: told up to which number records of the log are on disk, in any thread.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Keepers:
         self.current: Keeper | None = None
         self.pool: CapturePool | None = None
         self.restarts = 0
+        self.on_disk: Callable[[int], None] = lambda number: None
         self.in_process = (
             options.method.base != "sync"
             and options.keeper.process
@@ -90,31 +97,39 @@ class Keepers:
         if self.in_process:
             if self._remote is None or self._remote.lost is not None:
                 self._remote = self._attach()
+                self._remote.on_disk = lambda number: self.on_disk(number)
                 self.pool = CapturePool(self._remote.arena)
         elif self._options.method.base != "sync" and self.pool is None:
             self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
 
-    def left_behind(self) -> HeldBase | None:
+    def left_behind(self, *, own: bool = False) -> Recalled:
         """What an earlier training process captured last, if its keeper still has it. What it
         had not written yet is durable, or has failed, when this returns.
 
         A keeper that is lost on the way (killed; or gone back to the process that it served
         before, which still runs and knows nothing of us yet) leaves what is on disk.
 
+        Args:
+            own: what this very process has captured, too.
+
         Raises:
             DeadlineError: the keeper gets nowhere.
         """
         remote, timeout_s = self._remote, self._options.progress_timeout_s
         if remote is None:
-            return None
+            store = self.current.records if isinstance(self.current, LocalKeeper) else None
+            if store is None or not own:
+                return Recalled()
+            store.settle(timeout_s)
+            return Recalled(None, tuple(store.records()))
         try:
             remote.settle(timeout_s)
-            return remote.recall(timeout_s)
+            return remote.recall(timeout_s, own=own)
         except KeeperError:
             if remote.lost is None:
                 raise
             _log.warning("%s", remote.lost)
-            return None
+            return Recalled()
 
     def serve(self, timeline: int, verified: BaseId | None = None) -> Keeper:
         """From now on bases are of ``timeline``.
@@ -125,8 +140,14 @@ class Keepers:
         self._before = self.stats
         self._before.durable_step = None
         if self._remote is not None:
-            self._remote.forget_all()
-            self._remote.serve(timeline, keep=self._options.keep, verified=verified)
+            if not self._options.logs:  # else a log may still need it
+                self._remote.forget_all()
+            self._remote.serve(
+                timeline,
+                keep=self._options.keep,
+                verified=verified,
+                log=self._log_message(timeline),
+            )
             self.current = self._remote
             return self._remote
         if self.current is not None:
@@ -143,8 +164,34 @@ class Keepers:
             timeout_s=self._options.progress_timeout_s,
         )
         keeper.sweep()
+        if self._options.logs and self.pool is not None:
+            writer = None
+            if self._options.log.on_disk:
+                writer = SegmentWriter(
+                    self._seams.filesystem,
+                    self._run,
+                    self._identity(timeline),
+                    self._ring,
+                    batch_steps=self._options.log.batch_steps,
+                    timeout_s=self._options.progress_timeout_s,
+                )
+            keeper.records = LogStore(
+                self.pool.arena, writer, self._channel.post, lambda number: self.on_disk(number)
+            )
         self.current = keeper
         return keeper
+
+    def _identity(self, timeline: int) -> ShardIdentity:
+        """Of this rank; steps and LSNs come with each segment."""
+        return ShardIdentity(self._run_id, timeline, 0, 0, 0, 1, True)
+
+    def _log_message(self, timeline: int) -> dict[str, Any] | None:
+        if not self._options.logs or not self._options.log.on_disk:
+            return None
+        return {
+            "identity": identity_to_wire(self._identity(timeline)),
+            "batch_steps": self._options.log.batch_steps,
+        }
 
     @property
     def lost(self) -> EverstepError | None:

@@ -16,12 +16,14 @@ from pathlib import PurePath
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
+from everstep.format.log import RecordHead
 from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.audit import DigestAudit
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, Work
+from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
@@ -30,6 +32,7 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.body import Body
+from everstep.state.layout import ShardLayout
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.slots import SlotStore
 
@@ -119,6 +122,7 @@ class LocalKeeper:
         if verified is not None:
             self._retention.verified.add(verified)
         self._audit = DigestAudit()
+        self.records: LogStore | None = None  # where this keeper is a thread of the trainer
         self._on_done = on_done
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
@@ -190,6 +194,23 @@ class LocalKeeper:
         capture.incoming.lose(error or StateError("the save was interrupted", step=capture.step))
         self._jobs.put(capture)  # perhaps once more: an interrupt may have come before the first
 
+    def log(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None:
+        """A record of the log lies whole in the arena."""
+        assert self.records is not None
+        self.records.add(number, head, layout, objects, offset)
+
+    def forget_log(self, upto: int) -> None:
+        """The memory of records up to this number is going to be used again."""
+        if self.records is not None:
+            self.records.forget(upto)
+
     def audit(self, plan: BasePlan, written: Sequence[Written]) -> None:
         """Compares a base that could not be written with the one before.
 
@@ -234,6 +255,11 @@ class LocalKeeper:
 
     def close(self) -> None:
         """Ends the thread; what is queued is persisted first."""
+        if self.records is not None:
+            self.records.flush()
+            with contextlib.suppress(TimeoutError):
+                self.records.settle(self._timeout_s)
+            self.records.close()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)

@@ -2,13 +2,14 @@
 
 Trainer to keeper: ``attach`` (who, and how large an arena), ``serve`` (a timeline), ``layout``
 (once per layout of files), ``begin`` (a capture), ``object`` (a part of one), ``captured``,
-``abandon``, ``forget`` (a kept block is going to be overwritten), ``settle`` (finish what an
-earlier trainer left), ``recall`` (what is in memory), ``bye``.
+``abandon``, ``forget`` (a kept block is going to be overwritten), ``log_layout`` (once per layout
+of records), ``log`` (a record is whole), ``forget_log`` (the memory of records likewise),
+``settle`` (finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
 
 Keeper to trainer: ``welcome`` (with the arena's descriptor), ``refused``, ``durable``,
 ``failed``, ``error``, ``done`` (with a capture, retention included), ``progress``, ``settled``,
-``blob`` (a part of what ``recalled`` then refers to), ``recalled``, ``replaced`` (another
-trainer has taken over).
+``logged`` (records are on disk), ``blob`` (a part of what ``recalled`` then refers to),
+``recalled``, ``replaced`` (another trainer has taken over).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20

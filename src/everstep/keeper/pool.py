@@ -13,6 +13,7 @@ from everstep.errors import DeadlineError, OutOfSpaceError
 __all__ = ["CapturePool", "Room"]
 
 _WARM_BYTES = 64 << 20
+_NO_WORD = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -71,17 +72,28 @@ class CapturePool:
         with self._changed:
             room = self._wait(size_bytes, timeout_s)
         try:
-            # Now, and not in the middle of a copy, which would be 6 times slower.
-            with self._touching:
-                begin, end = max(self._touched_to, room.offset), room.offset + size_bytes
-                if begin < end:
-                    self.arena.populate(begin, end - begin)
-                    self._touched_to = end
+            self.populate(room)
             self.arena.set_progress(room.word, 0)
         except BaseException:
             self.release(room)
             raise
         return room
+
+    def acquire_now(self, size_bytes: int) -> Room | None:
+        """A block for a record of the log, if there is one: without a progress word, and without
+        its pages, which are taken with :meth:`populate`."""
+        with self._changed:
+            offset = self._allocator.allocate(size_bytes)
+            return None if offset is None else Room(offset, size_bytes, _NO_WORD)
+
+    def populate(self, room: Room) -> None:
+        """Takes the pages of a block now, and not in the middle of a copy, which would be 6
+        times slower."""
+        with self._touching:
+            begin, end = max(self._touched_to, room.offset), room.offset + room.size_bytes
+            if begin < end:
+                self.arena.populate(begin, end - begin)
+                self._touched_to = end
 
     def warm(self, size_bytes: int) -> None:
         """Takes memory that captures will need, before they need it."""
@@ -149,5 +161,6 @@ class CapturePool:
 
     def _free(self, room: Room) -> None:
         self._allocator.free(room.offset)
-        self._words.append(room.word)
+        if room.word != _NO_WORD:
+            self._words.append(room.word)
         self._changed.notify_all()

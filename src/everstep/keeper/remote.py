@@ -7,24 +7,35 @@ for it waits for ever.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgpack
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
+from everstep.format.log import LogRecord, RecordHead, layout_to_index
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import base_from_wire
 from everstep.keeper.local import KeeperStats
-from everstep.keeper.messages import identity_to_wire, layout_to_wire, parts_of
+from everstep.keeper.log import records_from_wire
+from everstep.keeper.messages import (
+    OBJECT_PART_BYTES,
+    identity_to_wire,
+    layout_to_wire,
+    parts_of,
+)
 from everstep.keeper.save import done, failed
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
-from everstep.recover.held import HeldBase
+from everstep.recover.held import Recalled
 from everstep.seams import Clock
 from everstep.seams.progress import progress
 from everstep.seams.sockets import close_descriptors
+from everstep.state.layout import ShardLayout
 
 __all__ = ["RemoteKeeper"]
 
@@ -71,6 +82,8 @@ class RemoteKeeper:
         self._replies: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
         self._layouts: set[int] = set()
+        self._log_layouts: dict[int, tuple[int, ShardLayout]] = {}
+        self.on_disk: Callable[[int], None] = lambda number: None
         self._timeline = 0
         self._heard_s = clock.monotonic_s()
         self._written_bytes = 0
@@ -81,11 +94,24 @@ class RemoteKeeper:
         )
         self._reader.start()
 
-    def serve(self, timeline: int, *, keep: int, verified: BaseId | None) -> None:
-        """From now on bases are of this timeline."""
+    def serve(
+        self,
+        timeline: int,
+        *,
+        keep: int,
+        verified: BaseId | None,
+        log: Mapping[str, Any] | None = None,
+    ) -> None:
+        """From now on bases are of this timeline.
+
+        Args:
+            log: how the log is put on disk (see :func:`.server.Server`); None if it is not.
+        """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline, self.stats = timeline, KeeperStats()
-        self._send({"kind": "serve", "timeline": timeline, "keep": keep, "verified": known})
+        self._send(
+            {"kind": "serve", "timeline": timeline, "keep": keep, "verified": known, "log": log}
+        )
 
     def settle(self, timeout_s: float) -> None:
         """Waits until what an earlier trainer left is durable or has failed.
@@ -96,17 +122,26 @@ class RemoteKeeper:
         """
         self._request({"kind": "settle"}, "settled", timeout_s)
 
-    def recall(self, timeout_s: float) -> HeldBase | None:
-        """The newest base in the keeper's memory, if there is one.
+    def recall(self, timeout_s: float, *, own: bool = False) -> Recalled:
+        """The newest base in the keeper's memory, if there is one, and the records of its log.
+
+        Args:
+            own: of this very process, too; otherwise only what others have left.
 
         Raises:
             KeeperError, DeadlineError: as for :meth:`settle`.
         """
-        reply, fds = self._request({"kind": "recall"}, "recalled", timeout_s)
-        if not fds:
-            return None
+        reply, fds = self._request({"kind": "recall", "own": own}, "recalled", timeout_s)
         try:
-            return base_from_wire(reply["base"], reply["blobs"], Arena.attach(fds[0]))
+            arenas = [Arena.attach(fd) for fd in fds]
+            base = None
+            if reply["base"] is not None:
+                base = base_from_wire(reply["base"], reply["blobs"], arenas[reply["base"]["arena"]])
+            records: list[LogRecord] = []
+            for number, size in reply["logs"]:
+                index = msgpack.unpackb(bytes(reply["blobs"][number]), strict_map_key=False)
+                records += records_from_wire(index, arenas[size])
+            return Recalled(base, tuple(records))
         finally:
             close_descriptors(fds)
 
@@ -152,6 +187,40 @@ class RemoteKeeper:
         """The rest of a capture will never arrive; ``error`` is None when it was withdrawn."""
         why = None if error is None else error_to_wire(error)
         self._send({"kind": "abandon", "number": capture.number, "error": why})
+
+    def log(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None:
+        """A record of the log lies whole in the arena."""
+        known = self._log_layouts.get(id(layout))
+        if known is None:
+            known = self._log_layouts[id(layout)] = (len(self._log_layouts), layout)
+            index = layout_to_index(layout)
+            self._send({"kind": "log_layout", "number": known[0], "layout": index})
+        inline = sum(map(len, objects.values())) <= OBJECT_PART_BYTES // 2
+        if not inline:
+            for name, data in objects.items():
+                for part in parts_of(data):
+                    self._send({"kind": "object", "number": -number, "name": name, "part": part})
+        self._send(
+            {
+                "kind": "log",
+                "number": number,
+                "head": dataclasses.astuple(head),
+                "layout": known[0],
+                "objects": dict(objects) if inline else None,
+                "offset": offset,
+            }
+        )
+
+    def forget_log(self, upto: int) -> None:
+        """The memory of records up to this number is going to be used again."""
+        self._send({"kind": "forget_log", "upto": upto})
 
     def forget(self, capture: Capture) -> None:
         """The memory of a durable capture is going to be overwritten."""
@@ -283,6 +352,8 @@ class RemoteKeeper:
             with self._changed:
                 self._waiting.pop(message["number"], None)
                 self._changed.notify_all()
+        elif kind == "logged":
+            self.on_disk(message["upto"])
         elif kind == "replaced":
             self._lose(
                 KeeperError(f"the keeper (process {self.pid}) now serves process {message['pid']}")

@@ -15,9 +15,11 @@ import torch
 
 from everstep.capture.audit import Sample, SpotCheck
 from everstep.capture.base import LiveBody
+from everstep.capture.cuda import refuse_graph_capture
 from everstep.capture.lane import Lane, Transfer
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
+from everstep.format.log import RecordHead
 from everstep.format.plan import BasePlan
 from everstep.keeper.budget import check_disk_budget
 from everstep.keeper.capture import Capture, Incoming
@@ -31,6 +33,7 @@ from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
+from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
 
 __all__ = ["Keeper", "Saver"]
@@ -48,6 +51,17 @@ class Keeper(Protocol):
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
+
+    def log(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None: ...
+
+    def forget_log(self, upto: int) -> None: ...
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
 
@@ -131,14 +145,18 @@ class Saver:
             return
         self._warm = True
         pool = self._pool
-        size_bytes = sum(entry.size_bytes for entry in self._state.survey().shape.entries)
+        assert self._block is not None
+        survey = self._state.survey()
+        size_bytes = sum(entry.size_bytes for entry in survey.shape.entries)
         self._lane.run(lambda: pool.warm(2 * size_bytes))
+        self._lane.warm(survey.tensors.values(), self._block[: 2 * size_bytes])
 
-    def take(self, identity: ShardIdentity, *, show: bool) -> Save:
+    def take(self, identity: ShardIdentity, *, show: bool, survey: Survey | None = None) -> Save:
         """Takes a base of the state as it is now; the same step's base if there is one.
 
         Args:
             show: show the progress of a ``sync`` save.
+            survey: of the state as it is now, if there is one already.
 
         Raises:
             EverstepError: what failed, now or in the background, by the policy.
@@ -151,7 +169,7 @@ class Saver:
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
         try:
-            self._take(identity, save, show=show)
+            self._take(identity, save, survey, show=show)
         except EverstepError as error:
             failed(save.staged, error)
             failed(save.durable, error)
@@ -169,7 +187,11 @@ class Saver:
 
         Args:
             optimizer: key of the optimizer that updates; None: anything may be updated.
+
+        Raises:
+            StateError: the update is being captured into a CUDA graph.
         """
+        refuse_graph_capture()
         if not self._flights or os.getpid() != self._pid:  # nobody copies in a forked child
             return
         start_s = self._clock.monotonic_s()
@@ -200,9 +222,11 @@ class Saver:
         except FutureTimeout as error:
             raise DeadlineError(f"copying the state has hung for {timeout_s:g} s") from error
 
-    def _take(self, identity: ShardIdentity, save: Save, *, show: bool) -> None:
+    def _take(
+        self, identity: ShardIdentity, save: Save, survey: Survey | None, *, show: bool
+    ) -> None:
         start_s = self._clock.monotonic_s()
-        survey = self._state.survey()
+        survey = survey or self._state.survey()
         prepared = self._prepare(survey, identity)
         plan = prepared.plan(identity)
         check_disk_budget(self._options, self._run, plan.size_bytes)

@@ -27,6 +27,7 @@ from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
+from everstep.keeper.logs import Logs
 from everstep.keeper.messages import PROTOCOL, identity_from_wire, layout_from_wire, parts_of
 from everstep.keeper.save import Save
 from everstep.keeper.wire import Connection, accept, error_from_wire, error_to_wire
@@ -90,6 +91,7 @@ class Server:
         self._trainer: Attached | None = None
         self._keeper: LocalKeeper | None = None
         self._holding = Holding()
+        self._logs = Logs(self._seams.filesystem, run, self._ring)
         self._farewells: list[Connection] = []
         self._settling = False
         self._ending = False
@@ -106,6 +108,8 @@ class Server:
         finally:
             if self._keeper is not None:
                 self._keeper.close()
+            self._logs.flush()
+            self._logs.close(self._timeout_s)
             self._ring.close()
             self._hang_up_farewells()
 
@@ -340,6 +344,7 @@ class Server:
         )
         self._timeline = message["timeline"]
         self._keeper.sweep_behind()
+        self._logs.serve(trainer, channel, message, self._timeout_s)
 
     def _on_layout(self, trainer: Attached, message: dict[str, Any]) -> None:
         trainer.layouts = {message["number"]: message["layout"]}  # the one before is over
@@ -379,6 +384,7 @@ class Server:
         assert self._keeper is not None
         failpoint("keeper.after_captured")
         self._holding.take(capture, trainer.arena)
+        self._logs.drop_older()  # nothing needs them any more
         self._keeper.captured(capture, {name: bytes(data) for name, data in parts.items()})
 
     def _on_abandon(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -393,6 +399,9 @@ class Server:
         trainer.tell({"kind": "failed", "error": error_to_wire(gone), **number})
         trainer.tell({"kind": "done", **number})
 
+    def _on_log(self, trainer: Attached, message: dict[str, Any]) -> None:
+        self._logs.on_message(trainer, message)
+
     def _on_forget(self, trainer: Attached, message: dict[str, Any]) -> None:
         self._holding.forget(message["number"], trainer.arena)
 
@@ -402,15 +411,25 @@ class Server:
     def _on_recall(self, trainer: Attached, message: dict[str, Any]) -> None:
         keeper = self._keeper
         audit = keeper.audit if keeper is not None else lambda plan, written: None
-        found = self._holding.recall(trainer.arena, audit)
-        if found is None:
-            trainer.tell({"kind": "recalled", "base": None})
-            return
-        base, blobs, fd = found
+        own = bool(message.get("own"))
+        found = self._holding.recall(trainer.arena, audit, own=own)
+        base: dict[str, Any] | None = None
+        blobs: list[bytes] = []
+        arenas: list[Arena] = []
+        if found is not None:
+            base, blobs, arena = found
+            base["arena"], arenas = 0, [arena]
+        logs = []
+        for arena, index in self._logs.recall(trainer, own=own, timeout_s=self._timeout_s):
+            if arena not in arenas:
+                arenas.append(arena)
+            logs.append([len(blobs), arenas.index(arena)])
+            blobs.append(index)
         for number, blob in enumerate(blobs):
             for part in parts_of(blob):
                 trainer.connection.send({"kind": "blob", "number": number, "part": part})
-        trainer.connection.send({"kind": "recalled", "base": base}, [fd])
+        fds = [arena.fd for arena in arenas if arena.fd is not None]
+        trainer.connection.send({"kind": "recalled", "base": base, "logs": logs}, fds)
 
     def _on_bye(self, trainer: Attached, message: dict[str, Any]) -> None:
         trainer.said_bye = True
@@ -452,6 +471,9 @@ _HANDLERS: Mapping[str, Callable[[Server, Attached, dict[str, Any]], None]] = {
     "object": Server._on_object,
     "captured": Server._on_captured,
     "abandon": Server._on_abandon,
+    "log_layout": Server._on_log,
+    "log": Server._on_log,
+    "forget_log": Server._on_log,
     "forget": Server._on_forget,
     "settle": Server._on_settle,
     "recall": Server._on_recall,

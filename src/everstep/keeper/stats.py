@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Stats"]
+from everstep.keeper.keepers import Keepers
+from everstep.keeper.saver import Saver
+
+__all__ = ["Stats", "stats_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +42,23 @@ class Stats:
     host_bytes: int
     keeper_cpu_s: float = 0.0
     keeper_restarts: int = 0
+
+
+def stats_of(step: int, saver: Saver, keepers: Keepers) -> Stats:
+    """What they have done so far."""
+    keeper = keepers.stats
+    durable = keeper.durable_step
+    return Stats(
+        step=step,
+        durable_step=durable,
+        lag_steps=None if durable is None else step - durable,
+        saves=saver.saves,
+        committed=keeper.committed,
+        failed=keeper.failed,
+        stall_s=dict(saver.stall_s),
+        written_bytes=keeper.written_bytes,
+        persist_s=keeper.persist_s,
+        host_bytes=keepers.pool.touched_bytes if keepers.pool else 0,
+        keeper_cpu_s=keeper.cpu_s,
+        keeper_restarts=keepers.restarts,
+    )

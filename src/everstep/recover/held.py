@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
+from everstep.format.log import LogRecord
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
 from everstep.recover.opened import OpenBase, check_identity
 from everstep.tiers.memory import MemoryFile
 
-__all__ = ["HeldBase"]
+__all__ = ["HeldBase", "Recalled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,16 @@ class HeldBase:
             opened.shards.append((file, record, header, path))
             check_identity(header, self.marker, path)
         return opened
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What a keeper has in memory.
+
+    Attributes:
+        base: the newest whole one.
+        records: of the log, in the order in which they were made.
+    """
+
+    base: HeldBase | None = None
+    records: tuple[LogRecord, ...] = field(default=())

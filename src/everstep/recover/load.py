@@ -20,6 +20,7 @@ from everstep.format.reader import read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.recover.opened import OpenBase
+from everstep.recover.shape import shape_of_base
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.entries import Entry
@@ -40,6 +41,7 @@ class LoadedBase:
     Attributes:
         mismatches: what was left out, with ``strict=False``.
         notes: what this machine could not take back, in words.
+        shape: what it consists of (see :mod:`everstep.state.shapes`).
     """
 
     marker: Marker
@@ -47,6 +49,7 @@ class LoadedBase:
     entries: int
     mismatches: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    shape: str = ""
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -123,8 +126,11 @@ def load_base(
         if plan.tree is not None:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
+    aliases = {k: v for _, _, header, _ in opened.shards for k, v in header.aliases.items()}
+    shape = shape_of_base(opened.placed(), aliases, trees)
+    placed = opened.placed()
     return LoadedBase(
-        opened.marker, opened.size_bytes, len(opened.placed()), mismatches, tuple(notes)
+        opened.marker, opened.size_bytes, len(placed), mismatches, tuple(notes), shape
     )
 
 

@@ -51,13 +51,17 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
     evidence = "nothing to restore"
     if loaded is not None:
         evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
+    if resumed.replayed:
+        evidence += f"; {resumed.replayed} step(s) replayed from the log"
+    if resumed.inexact:
+        evidence += f"; not exact: {resumed.inexact}"
     return Recovery(
-        step=0 if base is None else base.step,
+        step=resumed.step,
         exact=resumed.exact,
         evidence=evidence,
         source=resumed.source,
         base_step=None if base is None else base.step,
-        replayed=0,
+        replayed=resumed.replayed,
         seconds=seconds,
         size_bytes=0 if loaded is None else loaded.size_bytes,
         timeline=resumed.timeline,

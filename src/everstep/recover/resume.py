@@ -6,12 +6,13 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
+    EverstepError,
     FormatError,
     NewerFormatError,
     RecoveryError,
@@ -26,10 +27,13 @@ from everstep.format.names import (
 )
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.recover.chain import Chain
 from everstep.recover.decide import Skipped, candidates
-from everstep.recover.held import HeldBase
+from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.load import LoadedBase, load_base
+from everstep.recover.logs import LogFound
 from everstep.recover.opened import OpenBase
+from everstep.recover.reach import reachable
 from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -65,6 +69,10 @@ class Resumed:
     exact: bool
     skipped: tuple[Skipped, ...]
     problems: tuple[str, ...]
+    step: int = 0
+    lsn: int = 0
+    replayed: int = 0
+    inexact: str = ""
 
 
 def resume(
@@ -72,7 +80,7 @@ def resume(
     run: PurePath,
     state: State,
     ring: ChunkRing,
-    held: HeldBase | None = None,
+    recalled: Recalled | None = None,
     *,
     step: int | None,
     strict: bool,
@@ -82,14 +90,16 @@ def resume(
     """Restores the newest base whose bytes all verify, and opens a new timeline.
 
     Args:
-        held: a base in a keeper's memory; read from there if it is the one to restore.
-        step: restore the base of this step; 0 with no such base: start afresh.
+        recalled: what is in a keeper's memory; read from there where it is needed.
+        step: restore this step; 0 with no such base: start afresh.
         on_touch: called before live state is overwritten.
 
     Raises:
         RecoveryError: when there are bases and none can be used, or none of ``step``.
         MismatchError: when the newest one is of another model.
     """
+    recalled = recalled or Recalled()
+    held = recalled.base
     with storage_errors("resume", run):
         opened: set[int] = set()
         for _ in range(_ATTEMPTS):
@@ -97,24 +107,44 @@ def resume(
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             try:
                 loader = _Loader(seams, state, ring, held, strict, timeout_s, on_touch)
-                found, loaded, skipped = (
-                    (None, None, ()) if fresh else _restore_newest(inventory, loader, step)
-                )
+                log = LogFound.of(seams.filesystem, inventory, recalled.records)
+                restored = _Restored() if fresh else _restore(inventory, loader, log, step)
             except _VanishedError:
                 continue
+            found, loaded = restored.base, restored.loaded
             exact = loaded is None or (
-                loaded.marker.exact and not loaded.mismatches and not loaded.notes
+                loaded.marker.exact
+                and not loaded.mismatches
+                and not loaded.notes
+                and not restored.inexact
             )
             failpoint("resume.before_timeline")
             timeline = open_timeline(
-                seams, run, inventory, parent=found.id if found else None, exact=exact
+                seams,
+                run,
+                inventory,
+                parent=restored.end,
+                base=found.id if found is not None and restored.replayed else None,
+                exact=exact,
             )
             opened.add(timeline)
             if fresh or _unchanged(seams, inventory, found, step, opened, held):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 base = found.id if found else None
                 source = "fresh" if loaded is None else loader.source
-                return Resumed(timeline, base, loaded, source, exact, skipped, problems)
+                return Resumed(
+                    timeline,
+                    base,
+                    loaded,
+                    source,
+                    exact,
+                    tuple(restored.skipped),
+                    problems,
+                    step=0 if restored.end is None else restored.end.step,
+                    lsn=restored.lsn,
+                    replayed=restored.replayed,
+                    inexact=restored.inexact,
+                )
         raise RecoveryError(
             "another process keeps deleting the bases that this one chooses",
             path=run,
@@ -129,9 +159,15 @@ def open_timeline(
     *,
     parent: BaseId | None,
     exact: bool,
+    base: BaseId | None = None,
     world: int = 1,
 ) -> int:
-    """Takes the run over: from now on every process of an older timeline is fenced off."""
+    """Takes the run over: from now on every process of an older timeline is fenced off.
+
+    Args:
+        parent: where it forks: timeline and step.
+        base: that this was restored from, where ``parent`` was reached by replay.
+    """
     filesystem = seams.filesystem
     assert inventory.run is not None
     number = inventory.next_timeline
@@ -144,6 +180,7 @@ def open_timeline(
             fork_step=0 if parent is None else parent.step,
             exact=exact,
             world=world,
+            base=None if base is None else (base.timeline, base.step),
             fingerprint=fingerprint(),
             created_unix_s=seams.clock.unix_s(),
         )
@@ -223,13 +260,30 @@ class _Loader:
             opened.close()
 
 
-def _restore_newest(
-    inventory: Inventory, loader: _Loader, step: int | None
-) -> tuple[BaseFound | None, LoadedBase | None, tuple[Skipped, ...]]:
+@dataclass(slots=True)
+class _Restored:
+    """What has become of the live state.
+
+    Attributes:
+        base, loaded: None on a fresh start.
+        end: timeline and step of the state.
+        inexact: why replay is not exact; "" if it is, or there was none.
+    """
+
+    base: BaseFound | None = None
+    loaded: LoadedBase | None = None
+    end: BaseId | None = None
+    lsn: int = 0
+    replayed: int = 0
+    inexact: str = ""
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | None) -> _Restored:
     filesystem = loader.seams.filesystem
-    chosen = candidates(inventory, step=step)
-    skipped = list(chosen.skipped)
-    for base in chosen.ordered:
+    chosen = reachable(inventory, log.index, step=step)
+    skipped = [*chosen.candidates.skipped, *log.skipped]
+    for base, chain in chosen.ordered:
         try:
             loaded = loader.load(inventory, base)
         except NewerFormatError:
@@ -248,15 +302,59 @@ def _restore_newest(
             assert base.manifest is not None
             with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
                 write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
-        return base, loaded, tuple(skipped)
-    if chosen.ordered or chosen.damaged:
+        restored = _Restored(base, loaded, base.id, loaded.marker.lsn, skipped=skipped)
+        if chain.steps:
+            _replay(restored, chain, loader, log)
+            if step is not None and restored.end is not None and restored.end.step != step:
+                continue  # the log is damaged before it; perhaps it is not needed from another base
+        return restored
+    if chosen.ordered or chosen.candidates.damaged:
         reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
         raise RecoveryError(
             f"there are bases, but none can be used:\n{reasons}",
             path=inventory.path,
             hint="everstep verify names what is damaged; resume(step=0) starts from scratch",
         )
-    return None, None, tuple(skipped)
+    return _Restored(skipped=skipped)
+
+
+def _replay(restored: _Restored, chain: Chain, loader: _Loader, log: LogFound) -> None:
+    """Redoes the steps of a chain, as far as its records are whole."""
+    from everstep.recover.redo import Redo  # only now: most runs have no log
+
+    loaded = restored.loaded
+    assert loaded is not None
+    shape = log.index.marks[chain.steps[0]].shape
+    if loaded.shape != shape or loaded.mismatches:
+        timeline, at = chain.steps[0]
+        why = "the log behind it is of a state that consists of something else"
+        restored.skipped.append(Skipped(timeline, at, why))
+        return
+    redo = Redo(loader.state)
+    with progress("replay", len(chain.steps), "items") as bar:
+        for updates, mark in log.steps(
+            chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s
+        ):
+            if isinstance(mark, EverstepError):
+                timeline, at = chain.steps[restored.replayed]
+                restored.skipped.append(Skipped(timeline, at, f"log: {mark.message}"))
+                break
+            try:
+                redo.step(updates, mark)
+            except DamageError as error:
+                restored.skipped.append(Skipped(mark.head.timeline, mark.head.step, error.message))
+                break
+            restored.replayed += 1
+            restored.end = BaseId(mark.head.timeline, mark.head.step)
+            restored.lsn = mark.head.lsn
+            if not mark.head.exact:
+                restored.inexact = "the log is of a state that was not exact"
+            bar.advance(1)
+    notes = redo.finish()
+    if not redo.exactness.exact:
+        restored.inexact = restored.inexact or redo.exactness.why
+    if notes:
+        restored.loaded = replace(loaded, notes=(*loaded.notes, *notes))
 
 
 def _inventory(

@@ -105,7 +105,8 @@ class Inventory:
             if record is None:
                 found[number] = Branch(number, max(found, default=None), None)
                 continue
-            forked = record.parent is None or BaseId(record.parent, record.fork_step) in there
+            origin = record.base or (record.parent, record.fork_step)
+            forked = record.parent is None or BaseId(*origin) in there  # type: ignore[arg-type]
             fork_step = record.fork_step if forked or number in used else None
             found[number] = Branch(number, record.parent, fork_step)
         return found

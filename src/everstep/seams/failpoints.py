@@ -30,6 +30,11 @@ FAILPOINTS: dict[str, str] = {
     "keeper.after_begin": "keeper: it knows of a capture, and has not begun to write",
     "keeper.before_persist": "keeper: it is about to write a capture",
     "keeper.after_captured": "keeper: a capture is whole, and it has not taken note",
+    "log.before_record": "trainer: a record is in the arena, the keeper is not told",
+    "log.after_record": "trainer: the keeper has been told of a record",
+    "keeper.log_arrived": "keeper: it is told of a record, and has not taken note",
+    "log.before_rename": "a segment is whole and synced under its temporary name",
+    "log.before_marker": "a segment has its name, its marker is not written",
     "resume.before_timeline": "the state is loaded, the new timeline is not open",
 }
 """Every failpoint and what is true there; a test visits each of them."""

@@ -68,6 +68,17 @@ class OptimizerProvider:
             self._named, self._names_then = named, names
         return self._with_options(self._proof)
 
+    def groups(self) -> list[list[str]]:
+        """Names of the parameters of each group, now."""
+        named = iter(self._parameters(self._names.now()))
+        return [[next(named)[0] for _ in group["params"]] for group in self._optimizer.param_groups]
+
+    @staticmethod
+    def groups_of(tree: Any) -> list[list[str]] | None:
+        """The same from a saved tree; None for what is no optimizer's."""
+        groups = _named_groups(tree)
+        return None if groups is None else [[name for name, _ in group] for group in groups]
+
     def _still(self, names: Mapping[int, str]) -> bool:
         """Whether parameters have the names that they had."""
         if names is not self._names_then and self._parameters(names) != self._named:

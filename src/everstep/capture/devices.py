@@ -1,0 +1,62 @@
+"""The engine's own lane: which one copies is decided by where the tensors are.
+
+Decided when something is to be copied, not at construction: a model may be moved to a device
+after its Checkpointer was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from everstep.capture.batches import Batch
+from everstep.capture.cuda import CudaLane, on_cuda
+from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
+
+__all__ = ["DeviceLane"]
+
+
+class DeviceLane:
+    """The lane of host memory, until the first tensor on a CUDA device is seen: then a
+    :class:`.cuda.CudaLane`, which copies host memory through it. Without such tensors no CUDA
+    function is called.
+
+    Args:
+        host: closed with this lane.
+    """
+
+    def __init__(self, host: CpuLane) -> None:
+        self._host = host
+        self._lane: Lane = host
+
+    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+        found = list(tensors)
+        self._for(found).warm(found, block)
+
+    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        self._for(_one_of_each(batches)).mark(batches, block)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        return self._for(_one_of_each(batches)).submit(batches, block, progress)
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._lane.in_host_memory(tensor)
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        return self._lane.run(job)
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
+        if self._lane is self._host and any(map(on_cuda, tensors)):
+            self._lane = CudaLane(self._host)
+        return self._lane
+
+
+def _one_of_each(batches: Sequence[Batch]) -> Iterable[torch.Tensor]:
+    """A tensor of each batch, which are all on one device."""
+    for batch in batches:
+        yield batch.sources[0] if batch.rearranged is None else batch.rearranged

@@ -1,0 +1,184 @@
+"""Eight bits for each element: symmetric integers with one scale for each block.
+
+TierCheck section 3.2 uses this form for small tensors, whose sparse form would be mostly
+indices. In a block of ``BLOCK_NUMEL`` elements with largest magnitude ``m``::
+
+    scale = m / 127        q = round(x / scale)        x is read back as q * scale
+
+rounded to nearest, ties to even, with true divisions: the same bits on every device. The error
+of an element is at most half its block's scale.
+
+- A block of zeros has scale 0 and reads back as zeros. So does one with ``m < 127 * 2**-126``,
+  whose scale would be subnormal, which some devices flush to zero.
+- A block with NaN or infinity in it has scale NaN and reads back as NaN throughout: what is not
+  finite is never made finite.
+
+float16, bfloat16 and float32 are computed in float32 and have float32 scales; float64 has its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from everstep.compress.floats import FORMATS, checked_flat
+from everstep.compress.scan import kernels_for
+from everstep.errors import FormatError, OptionError
+
+__all__ = ["BLOCK_NUMEL", "Int8", "int8"]
+
+BLOCK_NUMEL: Final = 256
+"""Elements that share a scale: 4 bytes of scale for 256 of values."""
+
+_LEVELS = 127
+_HOST_BLOCKS = 2**10  # at a time, so that temporaries stay in the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8:
+    """A flat tensor in eight bits an element.
+
+    Attributes:
+        values: int8, one for each element, in [-127, 127].
+        scales: float32 (float64 for such tensors), one for each block; the last block may be
+            shorter than ``BLOCK_NUMEL``.
+        dtype: what :meth:`dense` gives.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.values.numel()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def dense(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The flat tensor.
+
+        Args:
+            out: written to and returned, if given: flat, of ``numel`` elements; values are
+                rounded to ``dtype`` first, then to its dtype.
+
+        Raises:
+            OptionError: for an ``out`` of another size.
+        """
+        if out is None:
+            out = torch.empty(self.numel, dtype=self.dtype, device=self.values.device)
+        elif out.shape != (self.numel,):
+            raise OptionError(f"out has shape {list(out.shape)}, not [{self.numel}]")
+        wide = self.scales.dtype
+        # Finite values stay so in a narrower dtype; NaN stays, and infinity is not there.
+        limit = min(torch.finfo(dtype).max for dtype in (wide, self.dtype, out.dtype))
+        kernels = kernels_for(out) if wide == torch.float32 else None
+        for target, values, scales in _rows(out, self):
+            direct = self.dtype == out.dtype == wide
+            part = target if direct else torch.empty_like(target, dtype=wide)
+            if kernels is not None and values.shape[1] == BLOCK_NUMEL:
+                kernels.dequantize(values, scales, part)
+            else:
+                part.copy_(values).mul_(scales[:, None])
+            if limit < torch.finfo(wide).max:
+                part.clamp_(-limit, limit)
+            if not direct:
+                target.copy_(part.to(self.dtype))
+        return out
+
+    def to(self, dtype: torch.dtype) -> Int8:
+        """The same form of a tensor of another dtype; :meth:`dense` rounds to it."""
+        return replace(self, dtype=dtype)
+
+    def check(self) -> None:
+        """Looks at the parts of a form that comes from outside.
+
+        Raises:
+            FormatError: if they do not fit each other.
+        """
+        scales = torch.float64 if self.dtype == torch.float64 else torch.float32
+        blocks = -(-self.numel // BLOCK_NUMEL)
+        if (
+            self.dtype not in FORMATS
+            or self.values.dtype != torch.int8
+            or self.values.dim() != 1
+            or self.scales.dtype != scales
+            or self.scales.shape != (blocks,)
+        ):
+            raise FormatError("an int8 gradient's values and scales do not fit each other")
+
+
+def int8(flat: torch.Tensor) -> Int8:
+    """The int8 form of a tensor.
+
+    Args:
+        flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
+
+    Raises:
+        OptionError: for what cannot be compressed.
+    """
+    checked_flat(flat)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    blocks = -(-flat.numel() // BLOCK_NUMEL)
+    form = Int8(
+        torch.empty(flat.numel(), dtype=torch.int8, device=flat.device),
+        torch.empty(blocks, dtype=wide, device=flat.device),
+        flat.dtype,
+    )
+    kernels = kernels_for(flat) if wide == torch.float32 else None
+    for rows, values, scales in _rows(flat, form):
+        if kernels is not None and rows.shape[1] == BLOCK_NUMEL:
+            kernels.quantize(rows, values, scales, _largest_scaled(wide))
+        else:
+            wide_rows = rows.to(wide)
+            scales.copy_(_scales(wide_rows))
+            _quantize(wide_rows, scales, values)
+    return form
+
+
+def _largest_scaled(dtype: torch.dtype) -> float:
+    """A little less than the largest number: 127 times its scale must not round to infinity."""
+    info = torch.finfo(dtype)
+    return info.max * (1 - 8 * info.eps)
+
+
+def _scales(rows: torch.Tensor) -> torch.Tensor:
+    info, form = torch.finfo(rows.dtype), FORMATS[rows.dtype]
+    # By keys, of which NaN has the greatest; and ten times quicker than a norm.
+    largest = (rows.view(form.signed) & form.mask).amax(dim=1).view(rows.dtype)
+    limited = largest.clamp(max=_largest_scaled(rows.dtype))
+    # By a tensor: CUDA divides by a number as it multiplies, by the inverse.
+    scale = torch.where(largest <= info.max, limited, torch.nan) / limited.new_full((), _LEVELS)
+    return torch.where(scale < info.tiny, 0.0, scale)
+
+
+def _quantize(rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
+    divisors = torch.where(scales > 0, scales, torch.inf)
+    values.copy_((rows / divisors[:, None]).round_())
+    unusable = scales.isnan()
+    if scales.device.type != "cpu" or bool(unusable.any()):  # no waiting for a device
+        values.masked_fill_(unusable[:, None], 0)
+
+
+def _rows(
+    flat: torch.Tensor, form: Int8
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Some whole blocks at a time, one in a row, of the tensor, its values and its scales; then
+    the rest as a shorter row. All at once where the tensor is not in host memory."""
+    blocks = flat.numel() // BLOCK_NUMEL
+    whole = blocks * BLOCK_NUMEL
+    tensor, values = flat[:whole].view(-1, BLOCK_NUMEL), form.values[:whole].view(-1, BLOCK_NUMEL)
+    step = _HOST_BLOCKS if flat.device.type == "cpu" else max(1, blocks)
+    for begin in range(0, blocks, step):
+        end = min(begin + step, blocks)
+        yield tensor[begin:end], values[begin:end], form.scales[begin:end]
+    if whole < flat.numel():
+        yield flat[None, whole:], form.values[None, whole:], form.scales[blocks:]

@@ -1,0 +1,238 @@
+"""Finding the elements of largest magnitude: one scan over a tensor, on any device.
+
+All searches are by key (:mod:`everstep.compress.floats`) and all positions ascend, so results
+do not depend on the device, on the number of threads or on the order of execution.
+
+``HostScan``    host memory: numpy in blocks that stay in the processor's cache
+``DeviceScan``  plain torch: every device, and the reference for the others
+``kernels``     Triton, for CUDA (a module of its own, imported where triton is installed)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from everstep.compress.floats import FloatFormat
+from everstep.state.tensors import host_bytes
+
+__all__ = [
+    "SAMPLE_NUMEL",
+    "DeviceScan",
+    "Hits",
+    "HostScan",
+    "kernels_for",
+    "sample_positions",
+    "scan_of",
+]
+
+SAMPLE_NUMEL: Final = 2**16
+"""Elements in a sample: at a ratio of 1 % the threshold is estimated from 655 of them, and the
+number kept has a standard deviation of 4 % of what was asked for."""
+
+_BLOCK_BYTES = 2**18  # with its temporaries within a second-level cache
+_DIGIT_BITS = 16
+
+
+class Hits(NamedTuple):
+    """Elements that were found.
+
+    Attributes:
+        positions: where, int64, ascending.
+        patterns: their bits, in the signed integer of the same width.
+    """
+
+    positions: torch.Tensor
+    patterns: torch.Tensor
+
+    @property
+    def found(self) -> int:
+        """How many."""
+        return self.positions.numel()
+
+    def where(self, keep: torch.Tensor) -> Hits:
+        """Those for which ``keep`` (bool) is true, or in the order ``keep`` (int64) names them."""
+        return Hits(self.positions[keep], self.patterns[keep])
+
+
+class DeviceScan:
+    """A scan of one flat tensor by plain torch operators.
+
+    Args:
+        flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
+        form: its format.
+    """
+
+    def __init__(self, flat: torch.Tensor, form: FloatFormat) -> None:
+        self.flat = flat
+        self.form = form
+
+    @property
+    def numel(self) -> int:
+        return self.flat.numel()
+
+    def keys(self, patterns: torch.Tensor) -> torch.Tensor:
+        """Keys of elements with these bits, in the same integer."""
+        return patterns & self.form.mask
+
+    def at(self, positions: torch.Tensor) -> Hits:
+        """The elements at ``positions``."""
+        return Hits(positions, self.flat.view(self.form.signed)[positions])
+
+    def at_least(self, key: int, most: int) -> Hits | None:
+        """All elements with this key or a greater one; None if there are more than ``most``."""
+        found = torch.nonzero(self._all_keys() >= key).view(-1)
+        return self.at(found) if found.numel() <= most else None
+
+    def equal(self, key: int, count: int) -> Hits:
+        """The first ``count`` elements with exactly this key."""
+        return self.at(torch.nonzero(self._all_keys() == key).view(-1)[:count])
+
+    def nonzero_bits(self) -> Hits:
+        """All elements that are not +0.0."""
+        return self.at(torch.nonzero(self.flat.view(self.form.signed)).view(-1))
+
+    def kth(self, count: int) -> int:
+        """The key such that ``count`` elements have it or a greater one, ties apart."""
+        return self.kth_of(self._all_keys(), count)
+
+    def kth_of(self, keys: torch.Tensor, count: int) -> int:
+        """The ``count``-th greatest of ``keys``."""
+        return int(torch.topk(keys, count, sorted=False).values.min().item())
+
+    def _all_keys(self) -> torch.Tensor:
+        return self.keys(self.flat.view(self.form.signed))
+
+
+class HostScan(DeviceScan):
+    """A scan of host memory: numpy over blocks, no temporary as large as the tensor."""
+
+    def __init__(self, flat: torch.Tensor, form: FloatFormat) -> None:
+        super().__init__(flat, form)
+        self._bits: npt.NDArray[Any] = np.frombuffer(host_bytes(flat), dtype=form.unsigned)
+        self._block = _BLOCK_BYTES // self._bits.itemsize
+
+    def at_least(self, key: int, most: int) -> Hits | None:
+        # Twice the pattern is twice the key: the sign is shifted out by the overflow.
+        low = self.form.unsigned(2 * key)
+        twice = np.empty(min(self._block, self.numel), dtype=self.form.unsigned)
+        hits = np.empty(twice.shape, dtype=np.bool_)
+        found = _Found(self.form)
+        for begin, block in self._blocks():
+            doubled, hit = twice[: block.size], hits[: block.size]
+            np.add(block, block, out=doubled)
+            np.greater_equal(doubled, low, out=hit)
+            found.add(begin, block, np.flatnonzero(hit))
+            if found.count > most:
+                return None
+        return found.hits()
+
+    def equal(self, key: int, count: int) -> Hits:
+        found = _Found(self.form)
+        for begin, block in self._blocks():
+            if found.count == count:
+                break
+            hit = (block & self.form.unsigned(self.form.mask)) == key
+            found.add(begin, block, np.flatnonzero(hit)[: count - found.count])
+        return found.hits()
+
+    def nonzero_bits(self) -> Hits:
+        found = _Found(self.form)
+        for begin, block in self._blocks():
+            found.add(begin, block, np.flatnonzero(block != 0))
+        return found.hits()
+
+    def kth(self, count: int) -> int:
+        """Digit by digit, from the top: counts how often each occurs below those found so far."""
+        prefix, missing = 0, count
+        for shift in range(8 * self._bits.itemsize - _DIGIT_BITS, -1, -_DIGIT_BITS):
+            counts = np.zeros(2**_DIGIT_BITS, dtype=np.int64)
+            for _, block in self._blocks():
+                keys = block & self.form.unsigned(self.form.mask)
+                above = keys >> self.form.unsigned(shift)
+                if shift + _DIGIT_BITS < 8 * self._bits.itemsize:
+                    above = above[above >> self.form.unsigned(_DIGIT_BITS) == prefix]
+                    above &= self.form.unsigned(2**_DIGIT_BITS - 1)
+                counts += np.bincount(above.astype(np.intp), minlength=counts.size)
+            from_top = np.cumsum(counts[::-1])
+            steps = int(np.searchsorted(from_top, missing))
+            digit = counts.size - 1 - steps
+            missing -= int(from_top[steps] - counts[digit])
+            prefix = prefix << _DIGIT_BITS | digit
+        return prefix
+
+    def kth_of(self, keys: torch.Tensor, count: int) -> int:
+        place = keys.numel() - count
+        return int(np.partition(keys.numpy(), place)[place])
+
+    def _blocks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        for begin in range(0, self._bits.size, self._block):
+            yield begin, self._bits[begin : begin + self._block]
+
+
+class _Found:
+    """Hits of block after block; the bits are taken while the block is in the cache."""
+
+    def __init__(self, form: FloatFormat) -> None:
+        self.count = 0
+        self._form = form
+        self._positions: list[npt.NDArray[np.intp]] = [np.empty(0, dtype=np.intp)]
+        self._patterns: list[npt.NDArray[Any]] = [np.empty(0, dtype=form.unsigned)]
+
+    def add(self, begin: int, block: npt.NDArray[Any], where: npt.NDArray[np.intp]) -> None:
+        self._patterns.append(block[where])
+        where += begin
+        self._positions.append(where)
+        self.count += where.size
+
+    def hits(self) -> Hits:
+        patterns = np.concatenate(self._patterns).view(f"i{self._form.unsigned().itemsize}")
+        positions = np.concatenate(self._positions)
+        return Hits(torch.from_numpy(positions), torch.from_numpy(patterns))
+
+
+def scan_of(flat: torch.Tensor, form: FloatFormat) -> DeviceScan:
+    """The quickest scan for where ``flat`` is."""
+    if flat.device.type == "cpu":
+        return HostScan(flat, form)
+    kernels = kernels_for(flat)
+    if kernels is not None:
+        scan: DeviceScan = kernels.TritonScan(flat, form)
+        return scan
+    return DeviceScan(flat, form)
+
+
+def sample_positions(numel: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Up to ``SAMPLE_NUMEL`` positions (int64, ascending), one from each of as many strides.
+
+    Where in its stride an element is taken from follows from its number and ``seed`` alone. A
+    fixed offset would look at the same column of every row wherever the stride is a multiple
+    of the row.
+    """
+    if numel <= SAMPLE_NUMEL:
+        return torch.arange(numel, device=device)
+    number = torch.arange(SAMPLE_NUMEL, device=device)
+    mixed = ((number + SAMPLE_NUMEL * seed + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
+    mixed = (((mixed >> 15) ^ mixed) * 0x85EBCA6B) & 0xFFFFFFFF  # as in MurmurHash3
+    stride = numel // SAMPLE_NUMEL
+    return number * stride + (mixed >> 8) % stride
+
+
+def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
+    """The module of Triton kernels, where they can run on ``tensor``."""
+    if not tensor.is_cuda or not _has_triton():
+        return None
+    return importlib.import_module("everstep.compress.kernels")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

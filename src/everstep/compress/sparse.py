@@ -1,0 +1,250 @@
+"""Sparse forms of a flat tensor: the elements of largest magnitude, and where they are.
+
+:func:`topk` keeps exactly as many as asked for (LowDiff section II-C: sparsification);
+:func:`sampled_threshold` about as many, in one pass less (TierCheck section 3.2: a threshold
+from a sample, then one pass that extracts what lies above it); :func:`nonzeros` keeps all that
+is not zero and loses nothing.
+
+Both are chosen so that the answer is a function of the tensor's bits alone: elements of equal
+magnitude are taken from the lowest index on, and NaN and infinity, which no threshold may hide
+from the optimizer, are always kept, even where there are more of them than were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from everstep.compress.floats import FORMATS, checked_flat, kept_count, narrowed
+from everstep.compress.scan import SAMPLE_NUMEL, DeviceScan, Hits, sample_positions, scan_of
+from everstep.errors import FormatError, OptionError
+
+__all__ = ["CHUNK_NUMEL", "Sparse", "nonzeros", "sampled_threshold", "topk"]
+
+CHUNK_NUMEL: Final = 2**31
+"""Elements that an int32 index can tell apart; longer tensors are indexed chunk by chunk."""
+
+_MARGIN = 4.0  # standard deviations of the sample between the filter and the exact threshold
+_SLACK = 4  # times as many candidates as asked for: beyond that the sample was misleading
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sparse:
+    """Some elements of a flat tensor; all others are zero.
+
+    Attributes:
+        numel: elements of the tensor.
+        indices: positions of the kept elements, int32, ascending. Position ``i`` of a tensor
+            with more than ``CHUNK_NUMEL`` elements is ``i % CHUNK_NUMEL``: each chunk counts
+            from 0 (TierCheck section 3.2: oversized tensors are rebased).
+        values: the kept elements, in the dtype of the tensor or in a narrower one (:meth:`to`).
+        counts: how many of them lie in each chunk; one number for most tensors.
+    """
+
+    numel: int
+    indices: torch.Tensor
+    values: torch.Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numel: int, positions: torch.Tensor, values: torch.Tensor) -> Sparse:
+        """``values`` at ``positions`` (int64, ascending, none twice) of ``numel`` elements."""
+        chunks = max(1, math.ceil(numel / CHUNK_NUMEL))
+        if chunks == 1:
+            return cls(numel, positions.to(torch.int32), values, (positions.numel(),))
+        bounds = torch.arange(chunks + 1, device=positions.device) * CHUNK_NUMEL
+        counts = torch.searchsorted(positions, bounds).diff()
+        indices = (positions % CHUNK_NUMEL).to(torch.int32)
+        return cls(numel, indices, values, tuple(counts.tolist()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of indices and values."""
+        return self.indices.nbytes + self.values.nbytes
+
+    def positions(self) -> torch.Tensor:
+        """Where the values are, int64, counted from the tensor's beginning."""
+        positions = self.indices.to(torch.int64)
+        begin = 0
+        for chunk, count in enumerate(self.counts):
+            if chunk:
+                positions[begin : begin + count] += chunk * CHUNK_NUMEL
+            begin += count
+        return positions
+
+    def dense(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The flat tensor: the values at their places, zero elsewhere.
+
+        Args:
+            out: written to and returned, if given: flat, of ``numel`` elements; values are
+                rounded to its dtype if that is narrower.
+
+        Raises:
+            OptionError: for an ``out`` of another size.
+        """
+        if out is None:
+            out = torch.empty(self.numel, dtype=self.dtype, device=self.values.device)
+        elif out.shape != (self.numel,):
+            raise OptionError(f"out has shape {list(out.shape)}, not [{self.numel}]")
+        out.zero_()
+        return out.index_copy_(0, self.positions(), narrowed(self.values, out.dtype))
+
+    def to(self, dtype: torch.dtype) -> Sparse:
+        """The same with values in ``dtype``, rounded to nearest.
+
+        float16 halves the values of float32 and is lossy: finite values beyond 65504 become
+        65504, those below 2**-25 zero. NaN and infinity stay what they are.
+        """
+        return replace(self, values=narrowed(self.values, dtype))
+
+    def check(self) -> None:
+        """Looks at every index of a form that comes from outside.
+
+        Raises:
+            FormatError: if :meth:`dense` would write anywhere but where it should.
+        """
+        chunks = max(1, math.ceil(self.numel / CHUNK_NUMEL))
+        kept = self.indices.numel()
+        shapes_fit = self.indices.shape == self.values.shape == (kept,)
+        counts_fit = len(self.counts) == chunks and min(self.counts) >= 0
+        if self.indices.dtype != torch.int32 or self.dtype not in FORMATS or not shapes_fit:
+            raise FormatError("a sparse gradient's indices and values do not fit each other")
+        if not counts_fit or sum(self.counts) != kept:
+            raise FormatError(f"a sparse gradient of {kept} values has counts {self.counts}")
+        positions = self.positions()
+        ascending = bool((positions.diff() > 0).all())
+        inside = kept == 0 or bool(self.indices.min() >= 0 and positions[-1] < self.numel)
+        ends = torch.tensor(self.counts).cumsum(0).tolist()
+        bounds_kept = all(
+            end == 0 or int(positions[end - 1]) < (chunk + 1) * CHUNK_NUMEL
+            for chunk, end in enumerate(ends)
+        )
+        if not (ascending and inside and bounds_kept):
+            raise FormatError(
+                f"a sparse gradient has indices out of order, or outside of {self.numel} elements"
+            )
+
+
+def topk(flat: torch.Tensor, ratio: float) -> Sparse:
+    """The ``k = max(1, ceil(ratio numel))`` elements of largest magnitude, exactly.
+
+    A threshold a little below the exact one, estimated from a sample, leaves few candidates;
+    the exact choice is made among these. Where the sample misleads (few values that differ,
+    nearly all zero), the exact threshold is found by counting digits.
+
+    Args:
+        flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
+        ratio: the share to keep, in (0, 1].
+
+    Returns:
+        ``k`` elements; all that are not finite where these are more than ``k``.
+
+    Raises:
+        OptionError: for what cannot be compressed.
+    """
+    scan = scan_of(flat, checked_flat(flat))
+    return _sparse(scan, _largest(scan, kept_count(flat.numel(), ratio)))
+
+
+def sampled_threshold(flat: torch.Tensor, ratio: float, *, seed: int = 0) -> Sparse:
+    """About ``k = max(1, ceil(ratio numel))`` elements: all above an estimated threshold.
+
+    Args:
+        flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
+        ratio: the share to keep, in (0, 1].
+        seed: chooses other elements for the sample; equal seeds give equal results.
+
+    Returns:
+        At least ``k / 2`` elements, or all that are not zero where there are fewer; at most
+        ``2 k``, or all that are not finite where there are more. Outside of these bounds the
+        sample was no likeness of the tensor, and :func:`topk` answers instead.
+
+    Raises:
+        OptionError: for what cannot be compressed.
+    """
+    scan = scan_of(flat, checked_flat(flat))
+    count = kept_count(flat.numel(), ratio)
+    rank = max(1, round(count / flat.numel() * min(flat.numel(), SAMPLE_NUMEL)))
+    low = _threshold(scan, rank, seed)
+    found = scan.at_least(low, 2 * count)
+    if found is None or (2 * found.found < count and low > 1):
+        found = _largest(scan, count)
+    return _sparse(scan, found)
+
+
+def nonzeros(flat: torch.Tensor) -> Sparse:
+    """Every element that is not +0.0: nothing is lost, whatever made the others zero.
+
+    Raises:
+        OptionError: for what cannot be compressed.
+    """
+    scan = scan_of(flat, checked_flat(flat))
+    return _sparse(scan, scan.nonzero_bits())
+
+
+def _sparse(scan: DeviceScan, hits: Hits) -> Sparse:
+    return Sparse.of(scan.numel, hits.positions, hits.patterns.view(scan.flat.dtype))
+
+
+def _largest(scan: DeviceScan, count: int) -> Hits:
+    """The elements of the ``count`` greatest keys, and all that are not finite."""
+    candidates = _candidates(scan, count)
+    if candidates is None:
+        return _by_exact_threshold(scan, count)
+    if candidates.found < count:  # all that is not zero
+        return _merged(candidates, scan.equal(0, count - candidates.found))
+    keys = scan.keys(candidates.patterns)
+    threshold = scan.kth_of(keys, count)
+    if threshold >= scan.form.infinity:
+        return candidates.where(keys >= scan.form.infinity)
+    keep = keys > threshold
+    ties = torch.nonzero(keys == threshold).view(-1)
+    keep[ties[: count - int(keep.sum())]] = True
+    return candidates.where(keep)
+
+
+def _candidates(scan: DeviceScan, count: int) -> Hits | None:
+    """A few more than ``count`` elements, with all of the greatest among them.
+
+    Fewer than ``count`` only if these are all that are not zero. None without luck.
+    """
+    rank = count
+    if scan.numel > SAMPLE_NUMEL:
+        expected = count / scan.numel * SAMPLE_NUMEL
+        rank = math.ceil(expected + _MARGIN * math.sqrt(expected) + _MARGIN)
+        if rank > SAMPLE_NUMEL // 2:
+            return None
+    low = _threshold(scan, rank, 0)
+    found = scan.at_least(low, _SLACK * count + SAMPLE_NUMEL)
+    return found if found is not None and (found.found >= count or low == 1) else None
+
+
+def _threshold(scan: DeviceScan, rank: int, seed: int) -> int:
+    """The ``rank``-th greatest key of a sample.
+
+    At least 1: of zeros only a few of the lowest index are ever wanted. At most infinity's: NaN
+    has greater ones.
+    """
+    sample = scan.at(sample_positions(scan.numel, seed, scan.flat.device))
+    key = scan.kth_of(scan.keys(sample.patterns), rank)
+    return min(max(1, key), scan.form.infinity)
+
+
+def _by_exact_threshold(scan: DeviceScan, count: int) -> Hits:
+    threshold = min(scan.kth(count), scan.form.infinity - 1)
+    above = scan.at_least(threshold + 1, scan.numel)
+    assert above is not None
+    return _merged(above, scan.equal(threshold, max(0, count - above.found)))
+
+
+def _merged(one: Hits, other: Hits) -> Hits:
+    both = Hits(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
+    return both.where(both.positions.argsort())

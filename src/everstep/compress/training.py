@@ -1,0 +1,283 @@
+"""Compressed training in one process: the optimizer consumes the gradient that is logged.
+
+A log of compressed gradients restores training exactly only if training itself consumed them
+(LowDiff section V-A and Algorithm 1). So the gradient is replaced by its compressed form before
+the optimizer sees it, and what compression leaves out is kept for the next step
+(:mod:`everstep.compress.feedback`).
+
+With error feedback the residuals are state of the training, and no log of compressed gradients
+tells them: they are made from the gradients as they were before compression. A state that is
+replayed from such a log has the right parameters and moments; to go on from there as if nothing
+had happened, it needs the residuals of that step too. Without error feedback the log is enough.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, write_back
+from everstep.compress.floats import largest_magnitudes
+from everstep.compress.forms import Form, compression
+from everstep.compress.sparse import Sparse
+from everstep.errors import MismatchError, OptionError, StateError
+
+__all__ = ["Compressor"]
+
+
+class Compressor:
+    """Compresses the gradients of one optimizer, once in each ``step()``, in place.
+
+    It hooks itself before the step: after backward, accumulation, unscaling and clipping, which
+    all see whole gradients, and before whatever is hooked on the optimizer later, which sees
+    compressed ones. A closure is followed by it, and may be called once in a step.
+
+    Left as they are, and None in :attr:`last`: gradients of fewer than ``dense_below`` elements,
+    of dtypes that have no compressed form (complex), and in sparse layout. A parameter without a
+    gradient has no part in the step; its residual stays. In a step with any gradient that is not
+    finite nothing is compressed and no residual changes, so that the optimizer, or a scaler's
+    check, sees what is there.
+
+    Several processes may each have one after the gradients were averaged: equal gradients give
+    equal forms and residuals. To compress what is sent, see :mod:`everstep.compress.ddp`.
+
+    With a ``GradScaler`` call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``
+    where the optimizer is fused: it would unscale after compression, and residuals of several
+    scales do not add up. Such a step is refused.
+
+    Args:
+        optimizer: whose gradients are compressed. One whose steps are captured as a CUDA graph
+            is refused at its step.
+        kind: ``"topk"``, ``"threshold"``, ``"int8"`` or ``"adaptive"``
+            (:mod:`everstep.compress.forms`).
+        ratio: the share of elements that sparse forms keep, in (0, 1].
+        dense_below: gradients with fewer elements stay dense.
+        error_feedback: whether what is left out is added to the next gradient; costs 4 bytes
+            for each element of a compressed gradient (8 for float64).
+
+    Attributes:
+        last: the form of each gradient of the last step, by ``id(parameter)``; None where it is
+            dense. Its tensors are new in each step.
+
+    Raises:
+        OptionError: for options that cannot work, or an optimizer that has a Compressor.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        kind: str = "topk",
+        ratio: float = 0.01,
+        dense_below: int = 1024,
+        error_feedback: bool = True,
+    ) -> None:
+        hooks: Mapping[int, Any] = optimizer._optimizer_step_pre_hooks
+        if any(isinstance(getattr(hook, "__self__", None), Compressor) for hook in hooks.values()):
+            raise OptionError("the optimizer has a Compressor already", hint="close() that one")
+        if dense_below < 0:
+            raise OptionError(f"dense_below must be at least 0, not {dense_below}")
+        self._feedback = ErrorFeedback(compression(kind, ratio), enabled=error_feedback)
+        self._optimizer = optimizer
+        self._dense_below = dense_below
+        self._step: FrameType | None = None  # the outermost step() that is running
+        self._last: dict[int, tuple[torch.Tensor, Form | None]] = {}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    @property
+    def last(self) -> Mapping[int, Form | None]:
+        return {key: form for key, (_, form) in self._last.items()}
+
+    def check(self) -> None:
+        """Looks whether gradients still are what :attr:`last` says, at the places that it kept.
+
+        For what runs after it, before the optimizer consumes them: a hook that clips in between
+        scales every element, and shows.
+
+        Raises:
+            StateError: if one is not.
+        """
+        for number, parameter in enumerate(self._parameters()):
+            _, form = self._last.get(id(parameter), (None, None))
+            if form is None:
+                continue
+            grad = parameter.grad
+            if grad is None or not _is_there(form, flat_of(grad.detach())):
+                raise StateError(
+                    f"the gradient of parameter {number} {list(parameter.shape)} was changed "
+                    "after it was compressed",
+                    hint="change gradients before optimizer.step(), not in a hook on it",
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals (live tensors, flat, row-major), by the parameter's number.
+
+        They fit any ``kind`` and ``ratio``, which are options and no part of it.
+        """
+        residuals = self._feedback.residuals
+        parameters = list(self._parameters())
+        return {
+            "shapes": [list(parameter.shape) for parameter in parameters],
+            "residuals": {
+                number: residuals[parameter]
+                for number, parameter in enumerate(parameters)
+                if parameter in residuals
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes copies of the residuals of ``state``.
+
+        Raises:
+            MismatchError: for the state of another list of parameters.
+        """
+        parameters = list(self._parameters())
+        shapes = [list(parameter.shape) for parameter in parameters]
+        saved = [list(shape) for shape in state["shapes"]]
+        mismatches = [
+            (f"parameter {number}", f"saved {theirs}, live {mine}")
+            for number, (theirs, mine) in enumerate(zip(saved, shapes, strict=False))
+            if theirs != mine
+        ]
+        if len(saved) != len(shapes):
+            mismatches.append(("parameters", f"saved {len(saved)}, live {len(shapes)}"))
+        for number, residual in state["residuals"].items():
+            if number < len(shapes) and residual.numel() != parameters[number].numel():
+                what = f"{residual.numel()} elements, not {parameters[number].numel()}"
+                mismatches.append((f"residual {number}", what))
+        if mismatches:
+            listed = "\n".join(f"  {name}: {what}" for name, what in mismatches)
+            raise MismatchError(
+                f"residuals of other parameters:\n{listed}", mismatches=tuple(mismatches)
+            )
+        self._feedback.residuals = {
+            parameters[number]: residual.detach().to(parameters[number].device, copy=True).view(-1)
+            for number, residual in state["residuals"].items()
+        }
+
+    def close(self) -> None:
+        """Lets the optimizer go; residuals stay readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._last = {}
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """In the order in which torch numbers them."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        caller = sys._getframe(1)
+        if self._step is not None and _on_stack(self._step, caller):
+            return None  # a step() within a step(): done already
+        self._step = caller
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._compress()
+            return None
+        wrapped = self._followed(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _after(self, *_: Any) -> None:
+        if sys._getframe(1) is self._step:
+            self._step = None
+
+    def _followed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        calls = 0
+
+        def closure_then_compress() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise StateError(
+                    f"{type(self._optimizer).__name__} calls its closure more than once in a "
+                    "step; compressed gradients of one step do not tell what it did",
+                    hint="do not compress the gradients of such an optimizer",
+                )
+            loss = closure()
+            self._compress()
+            return loss
+
+        return closure_then_compress
+
+    @torch.no_grad()
+    def _compress(self) -> None:
+        self._refuse_what_it_cannot()
+        grads = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+        self._last = {id(parameter): (parameter, None) for parameter, _ in grads}
+        _refuse_strange(grads)
+        if not _all_finite([grad for _, grad in grads]):
+            return
+        for parameter, grad in grads:
+            if can_be_compressed(grad, self._dense_below):
+                if _is_expanded(grad):  # several elements in one place cannot be written
+                    parameter.grad = grad = grad.contiguous()
+                flat = flat_of(grad)
+                form = self._feedback.take(parameter, flat)
+                write_back(form, grad, flat)
+                self._last[id(parameter)] = (parameter, form)
+
+    def _refuse_what_it_cannot(self) -> None:
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise StateError(
+                "the optimizer would unscale its gradients after they were compressed",
+                hint="call scaler.unscale_(optimizer) before scaler.step(optimizer)",
+            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "gradients cannot be compressed in a step that is captured as a CUDA graph",
+                hint="leave optimizer.step() out of the graph",
+            )
+
+
+def _refuse_strange(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    begins: set[int] = set()
+    for parameter, grad in grads:
+        if type(grad) is not torch.Tensor:
+            raise StateError(
+                f"gradients of type {type(grad).__name__} cannot be compressed in this version "
+                f"(parameter {list(parameter.shape)})"
+            )
+        if grad.layout == torch.strided and grad.numel():
+            if grad.data_ptr() in begins:
+                raise StateError(
+                    f"two parameters have one gradient in memory (one is {list(parameter.shape)})",
+                    hint="give each its own: parameter.grad = parameter.grad.clone()",
+                )
+            begins.add(grad.data_ptr())
+
+
+def _all_finite(grads: list[torch.Tensor]) -> bool:
+    parts = [grad if grad.layout == torch.strided else grad.coalesce().values() for grad in grads]
+    return all(math.isfinite(magnitude) for magnitude in largest_magnitudes(parts))
+
+
+def _is_expanded(grad: torch.Tensor) -> bool:
+    pairs = zip(grad.shape, grad.stride(), strict=True)
+    return any(length > 1 and step == 0 for length, step in pairs)
+
+
+def _is_there(form: Form, flat: torch.Tensor) -> bool:
+    if isinstance(form, Sparse):
+        return torch.equal(flat[form.positions()], form.values)
+    return torch.equal(flat, form.dense())
+
+
+def _on_stack(wanted: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,298 @@
+"""The gradient log: records, and the segments that hold some of them on disk.
+
+A record is one optimizer update (the gradients that it consumed, and its hyperparameters) or
+one step mark (everything that no optimizer replays, in full). Records are never merged: moments
+depend on the order of the gradients (a sum of gradients is another update for everything but
+plain SGD).
+
+A segment is an ordinary safetensors file. For every record and dtype it has one flat tensor,
+``000007/F32``, with the elements of the record's entries one behind the other, and at the end
+the object ``everstep/log``, which says what the records are. It is read back as a whole, every
+byte verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import PurePath
+from typing import Any, Literal
+
+import msgpack
+
+from everstep.errors import DamageError, FormatError
+from everstep.format.digests import digest
+from everstep.format.header import ShardIdentity, header_room_bytes
+from everstep.format.names import shard_name
+from everstep.format.plan import ShardPlan
+from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.layout import Placed, ShardLayout, overlaps, plan_shards
+
+__all__ = [
+    "LOG_OBJECT",
+    "LogRecord",
+    "RecordHead",
+    "SegmentBody",
+    "heads_of",
+    "layout_from_index",
+    "layout_to_index",
+    "plan_segment",
+    "record_digest",
+    "records_of_segment",
+]
+
+LOG_OBJECT = "everstep/log"
+_RECORDS_MAX = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """Which record it is.
+
+    Attributes:
+        kind: ``"update"``: one call of an optimizer's ``step()``. ``"mark"``: the user's step is
+            over; only here can a recovery end.
+        step: that the mark ends; of an update, the step that it belongs to.
+        lsn: of an update, its own number; of a mark, that of the last update before it.
+        shape: digest of what the state consists of (see :func:`everstep.state.shape_digest`):
+            a log is replayed only onto a state of the same shape.
+    """
+
+    kind: Literal["update", "mark"]
+    timeline: int
+    step: int
+    lsn: int
+    shape: str
+    exact: bool = True
+
+    def __str__(self) -> str:
+        what = f"update {self.lsn}" if self.kind == "update" else "the mark"
+        return f"{what} of step {self.step}, timeline {self.timeline}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogRecord:
+    """One record.
+
+    Attributes:
+        layout: what lies where in ``data``; widest dtype first, no holes.
+        objects: encoded objects by name.
+        digest: of data and objects, taken when they arrived.
+    """
+
+    head: RecordHead
+    layout: ShardLayout
+    objects: Mapping[str, bytes]
+    data: memoryview
+    digest: str
+
+    @property
+    def size_bytes(self) -> int:
+        return self.layout.size_bytes + sum(map(len, self.objects.values()))
+
+    def verify(self) -> None:
+        """Raises:
+        DamageError: a bit is not what it was.
+        """
+        if record_digest(self.data, self.objects) != self.digest:
+            raise DamageError(f"{self.head} is damaged: its digest does not match")
+
+
+def record_digest(data: memoryview, objects: Mapping[str, bytes]) -> str:
+    """The digest of a record: of the digests of its parts."""
+    parts = [digest(data)]
+    for name, item in objects.items():
+        parts += [digest(name.encode()), digest(item)]
+    return digest("".join(parts).encode("ascii"))
+
+
+def plan_segment(
+    identity: ShardIdentity, records: Sequence[LogRecord]
+) -> tuple[ShardPlan, SegmentBody]:
+    """The file of a batch of records, which end with a mark.
+
+    Args:
+        identity: with the step and the LSN of that mark.
+    """
+    sources: dict[str, memoryview] = {}
+    entries: list[Entry] = []
+    for number, record in enumerate(records):
+        for dtype, group in groupby(record.layout.placed, lambda place: place.entry.dtype):
+            run = list(group)
+            begin, end = run[0].begin, run[-1].end
+            if begin == end:
+                continue
+            entry = Entry.whole(f"{number:06d}/{dtype}", dtype, ((end - begin) // _width(dtype),))
+            entries.append(entry)
+            sources[entry.name] = record.data[begin:end]
+    index = _index_of(records)
+    (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
+    room_bytes = header_room_bytes(identity, layout.placed, [LOG_OBJECT], {})
+    plan = ShardPlan(shard_name(identity.rank), layout, {}, room_bytes, len(index))
+    return plan, SegmentBody(layout, sources, index)
+
+
+class SegmentBody:
+    """The body of a segment, gathered from the memory of its records."""
+
+    def __init__(
+        self, layout: ShardLayout, sources: Mapping[str, memoryview], index: bytes
+    ) -> None:
+        end = layout.size_bytes
+        last = Placed(Entry.whole(LOG_OBJECT, "U8", (len(index),)), end, end + len(index))
+        self._placed = [*layout.placed, last]
+        self._ends = [place.end for place in self._placed]
+        self._sources = {**sources, LOG_OBJECT: memoryview(index)}
+        self._index_bytes = len(index)
+
+    def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
+        """See :class:`everstep.state.body.Body`."""
+        for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.nbytes):
+            part = chunk[start - begin : stop - begin]
+            source = self._sources[place.entry.name]
+            part[:] = source[start - place.begin : stop - place.begin]
+            seen(part)
+
+    def held(self, begin: int, end: int) -> memoryview | None:
+        """Nothing lies in memory as it lies in the file."""
+        return None
+
+    def objects_bytes(self) -> Mapping[str, int]:
+        """The one object that says what the records are."""
+        return {LOG_OBJECT: self._index_bytes}
+
+
+def records_of_segment(
+    identity: ShardIdentity, data: Mapping[str, memoryview], path: PurePath
+) -> list[LogRecord]:
+    """The records of a segment, from its verified entries.
+
+    Raises:
+        FormatError: they do not fit each other.
+    """
+    try:
+        index = msgpack.unpackb(bytes(data[LOG_OBJECT]), strict_map_key=False)
+        layouts = [layout_from_index(fields) for fields in index["layouts"]]
+        if len(index["records"]) > _RECORDS_MAX:
+            raise FormatError(f"{path}: too many records")
+        records = []
+        for number, fields in enumerate(index["records"]):
+            kind, step, lsn, shape, exact, layout_number, objects, found = fields
+            if kind not in ("update", "mark") or not isinstance(objects, dict):
+                raise FormatError(f"{path}: no record of any kind that is known")
+            layout = layouts[layout_number]
+            parts = {
+                name.split("/", 1)[1]: part
+                for name, part in data.items()
+                if name.startswith(f"{number:06d}/")
+            }
+            head = RecordHead(kind, identity.timeline, step, lsn, shape, exact)
+            body = _gathered(layout, parts, path)
+            records.append(LogRecord(head, layout, objects, body, found))
+    except FormatError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+    if not records or records[-1].head.kind != "mark":
+        raise FormatError(f"{path}: a segment ends with a step mark, this one does not", path=path)
+    return records
+
+
+def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ...]:
+    """What the records of a segment are, from its object ``everstep/log``.
+
+    Raises:
+        FormatError: it is none.
+    """
+    try:
+        rows = msgpack.unpackb(data, strict_map_key=False)["records"]
+        return tuple(RecordHead(row[0], timeline, row[1], row[2], row[3], row[4]) for row in rows)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+
+
+def layout_to_index(layout: ShardLayout) -> list[list[Any]]:
+    """A layout of whole entries as plain data."""
+    return [
+        [
+            e.name,
+            e.dtype,
+            list(e.shape),
+            None if e.stride is None else list(e.stride),
+            e.logical_dtype,
+        ]
+        for e in (place.entry for place in layout.placed)
+    ]
+
+
+def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
+    """The inverse of :func:`layout_to_index`.
+
+    Raises:
+        FormatError: for what is no layout.
+    """
+    placed, position = [], 0
+    for name, dtype, shape, stride, logical in fields:
+        sizes = tuple(shape)
+        whole = all(isinstance(n, int) and 0 <= n < 1 << 48 for n in sizes)
+        if not isinstance(name, str) or dtype not in DTYPE_BYTES or not whole:
+            raise FormatError(f"a record has an impossible entry {name!r}")
+        entry = Entry.whole(
+            name,
+            dtype,
+            sizes,
+            stride=None if stride is None else tuple(stride),
+            logical_dtype=logical,
+        )
+        placed.append(Placed(entry, position, position + entry.size_bytes))
+        position += entry.size_bytes
+    return ShardLayout(tuple(placed))
+
+
+def _gathered(layout: ShardLayout, parts: Mapping[str, memoryview], path: PurePath) -> memoryview:
+    """A record's data from its flat tensors."""
+    dtypes = [d for d, _ in groupby(p.entry.dtype for p in layout.placed if p.end > p.begin)]
+    if len(parts) == 1 and list(parts) == dtypes and parts[dtypes[0]].nbytes == layout.size_bytes:
+        return parts[dtypes[0]]  # as it lies
+    if sorted(dtypes) != sorted(parts) or layout.size_bytes != sum(
+        p.nbytes for p in parts.values()
+    ):
+        raise FormatError(f"{path}: a record's tensors are not those that it lists", path=path)
+    data = bytearray(layout.size_bytes)
+    position = 0
+    for dtype in dtypes:
+        part = parts[dtype]
+        data[position : position + part.nbytes] = part
+        position += part.nbytes
+    return memoryview(data)
+
+
+def _index_of(records: Sequence[LogRecord]) -> bytes:
+    layouts: list[Any] = []
+    numbers: dict[int, int] = {}
+    rows = []
+    for record in records:
+        key = id(record.layout)
+        if key not in numbers:
+            numbers[key] = len(layouts)
+            layouts.append(layout_to_index(record.layout))
+        head = record.head
+        rows.append(
+            [
+                head.kind,
+                head.step,
+                head.lsn,
+                head.shape,
+                head.exact,
+                numbers[key],
+                dict(record.objects),
+                record.digest,
+            ]
+        )
+    data: bytes = msgpack.packb({"layouts": layouts, "records": rows})
+    return data
+
+
+def _width(dtype: str) -> int:
+    return DTYPE_BYTES[dtype]

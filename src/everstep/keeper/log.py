@@ -1,0 +1,313 @@
+"""The gradient log in the keeper: records in memory, and in segments on disk if asked for.
+
+The memory of a record stays where the trainer has put it, so that what is in the log when the
+trainer dies is there when it comes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from everstep.arena.memory import Arena
+from everstep.errors import EverstepError, FencedError
+from everstep.format.header import ShardIdentity
+from everstep.format.log import (
+    LogRecord,
+    RecordHead,
+    layout_from_index,
+    layout_to_index,
+    plan_segment,
+    record_digest,
+)
+from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_dir
+from everstep.format.records import Marker
+from everstep.format.writer import ChunkRing, write_shard
+from everstep.recover.scan import newest_timeline
+from everstep.seams.failpoints import failpoint
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import silent
+from everstep.seams.threads import IoThreads
+from everstep.state.layout import ShardLayout
+from everstep.tiers.disk import (
+    ensure_dir,
+    remove_if_there,
+    storage_errors,
+    temporary,
+    write_durably,
+)
+
+__all__ = ["LogStore", "SegmentWriter", "records_from_wire"]
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    number: int
+    head: RecordHead
+    layout: ShardLayout
+    objects: Mapping[str, bytes]
+    offset: int
+    record: LogRecord | None = None
+
+
+class SegmentWriter:
+    """Writes segments of one timeline.
+
+    Args:
+        batch_steps: step marks of a segment.
+        identity: of this rank; step and LSN are those of each segment.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        identity: ShardIdentity,
+        ring: ChunkRing,
+        *,
+        batch_steps: int,
+        timeout_s: float,
+    ) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._identity = identity
+        self._ring = ring
+        self._timeout_s = timeout_s
+        self._has_dir = False
+        self.batch_steps = batch_steps
+        self.written_bytes = 0
+
+    def write(self, records: Sequence[LogRecord], after: int) -> None:
+        """Makes a segment durable.
+
+        Args:
+            after: the step before its first.
+
+        Raises:
+            FencedError: a newer timeline has begun.
+            StorageError, DeadlineError: nothing half-made is left that anyone would read.
+        """
+        last = records[-1].head
+        identity = dataclasses.replace(
+            self._identity, step=last.step, lsn=last.lsn, exact=last.exact
+        )
+        directory = segment_dir(self._run, identity.timeline, after, last.step)
+        with storage_errors("write the log", directory, step=last.step, rank=identity.rank):
+            newest = newest_timeline(self._filesystem, self._run)
+            if newest > identity.timeline:
+                raise FencedError(
+                    f"this process writes timeline {identity.timeline}, but timeline {newest} "
+                    "has taken the run over",
+                    path=self._run,
+                    hint="another process resumed this run; end this one, or use another folder",
+                )
+            self._write(directory, identity, records)
+
+    def _write(
+        self, directory: PurePath, identity: ShardIdentity, records: Sequence[LogRecord]
+    ) -> None:
+        filesystem = self._filesystem
+        plan, body = plan_segment(identity, records)
+        if not self._has_dir:
+            ensure_dir(filesystem, timeline_dir(self._run, identity.timeline) / LOG_DIR)
+            self._has_dir = True
+        ensure_dir(filesystem, directory)
+        path = directory / plan.name
+        remove_if_there(filesystem, temporary(path))
+        file = filesystem.create(temporary(path), direct=True)
+        try:
+            file.reserve(plan.size_bytes)
+            written = write_shard(
+                file, plan, identity, body, self._ring, timeout_s=self._timeout_s, progress=silent
+            )
+        finally:
+            file.close()
+        failpoint("log.before_rename")
+        filesystem.rename(temporary(path), path)
+        filesystem.sync_dir(directory)
+        failpoint("log.before_marker")
+        marker = Marker(
+            identity.run,
+            identity.timeline,
+            identity.step,
+            identity.lsn,
+            identity.rank,
+            identity.world,
+            identity.exact,
+            (written.record,),
+        )
+        write_durably(filesystem, directory / marker_name(identity.rank), marker.encode())
+        self.written_bytes += plan.size_bytes
+
+
+class LogStore:
+    """Records of one training process, in the order in which they were made.
+
+    Args:
+        arena: the memory that they are in.
+        writer: puts them on disk, too, if given.
+        post: told what fails in the background.
+        on_disk: told the number up to which records are on disk.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        writer: SegmentWriter | None,
+        post: Callable[[EverstepError], None],
+        on_disk: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self.arena = arena
+        self._writer = writer
+        self._post = post
+        self._on_disk = on_disk
+        self._lock = threading.Lock()
+        self._items: list[_Item] = []
+        self._pending: list[_Item] = []  # for the next segment
+        self._after: int | None = None
+        self._threads = IoThreads(1, "everstep-log")
+        self._failed = False
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """First and last step in memory."""
+        with self._lock:
+            marks = [item.head.step for item in self._items if item.head.kind == "mark"]
+        return (marks[0], marks[-1]) if marks else None
+
+    @property
+    def written_bytes(self) -> int:
+        """On disk, so far."""
+        return 0 if self._writer is None else self._writer.written_bytes
+
+    def add(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None:
+        """A record has arrived whole, at ``offset`` of the arena."""
+        item = _Item(number, head, layout, objects, offset)
+        failpoint("keeper.log_arrived")
+        with self._lock:
+            self._items.append(item)
+        self._threads.submit(self._arrive, item)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no record in memory."""
+        with self._lock:
+            return not self._items
+
+    def flush(self) -> None:
+        """Begins to write what is left of an unfinished batch, up to its last mark."""
+        self._threads.submit(self._flush)
+
+    def forget(self, upto: int) -> None:
+        """The memory of records up to this number is going to be used again."""
+        with self._lock:
+            self._items = [item for item in self._items if item.number > upto]
+
+    def settle(self, timeout_s: float) -> None:
+        """Returns when all that has arrived is digested, and written if it will be.
+
+        Raises:
+            TimeoutError: not within ``timeout_s``.
+        """
+        self._threads.submit(lambda: None).result(timeout_s)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Records for another training process; after :meth:`settle`."""
+        layouts: list[Any] = []
+        numbers: dict[int, int] = {}
+        rows = []
+        with self._lock:
+            items = [item for item in self._items if item.record is not None]
+        for item in items:
+            if id(item.layout) not in numbers:
+                numbers[id(item.layout)] = len(layouts)
+                layouts.append(layout_to_index(item.layout))
+            assert item.record is not None
+            rows.append(
+                [
+                    dataclasses.astuple(item.head),
+                    numbers[id(item.layout)],
+                    dict(item.objects),
+                    item.offset,
+                    item.record.digest,
+                ]
+            )
+        return {"layouts": layouts, "records": rows}
+
+    def records(self) -> list[LogRecord]:
+        """All that are in memory; after :meth:`settle`."""
+        with self._lock:
+            return [item.record for item in self._items if item.record is not None]
+
+    def close(self) -> None:
+        """Ends the thread. What is left of an unfinished batch is in memory only."""
+        self._threads.close()
+
+    def _arrive(self, item: _Item) -> None:
+        try:
+            data = self.arena.view[item.offset : item.offset + item.layout.size_bytes]
+            found = record_digest(data, item.objects)
+            item.record = LogRecord(item.head, item.layout, item.objects, data, found)
+            if self._writer is not None and not self._failed:
+                self._collect(item)
+        except EverstepError as error:
+            self._failed = True  # a hole: what comes behind it would be of no use
+            self._post(error)
+        except Exception as error:
+            self._failed = True
+            self._post(EverstepError(f"internal error in the log: {error!r}", step=item.head.step))
+
+    def _collect(self, item: _Item) -> None:
+        assert self._writer is not None
+        if self._after is None:
+            self._after = item.head.step - 1
+        self._pending.append(item)
+        marks = sum(pending.head.kind == "mark" for pending in self._pending)
+        if item.head.kind == "mark" and marks >= self._writer.batch_steps:
+            self._write()
+
+    def _write(self) -> None:
+        """Puts the pending records, of which the last is a mark, on disk."""
+        assert self._writer is not None
+        assert self._after is not None
+        records = [pending.record for pending in self._pending if pending.record is not None]
+        self._writer.write(records, self._after)
+        last = self._pending[-1]
+        self._after, self._pending = last.head.step, []
+        self._on_disk(last.number)
+
+    def _flush(self) -> None:
+        while self._pending and self._pending[-1].head.kind != "mark":
+            self._pending.pop()  # of a step that is not over
+        if self._writer is None or self._failed or not self._pending:
+            return
+        try:
+            self._write()
+        except EverstepError as error:
+            self._failed = True
+            self._post(error)
+        except Exception as error:
+            self._failed = True
+            self._post(EverstepError(f"internal error in the log: {error!r}"))
+
+
+def records_from_wire(fields: Mapping[str, Any], arena: Arena) -> list[LogRecord]:
+    """The records of :meth:`LogStore.to_wire`, over the memory of ``arena``."""
+    layouts = [layout_from_index(layout) for layout in fields["layouts"]]
+    records = []
+    for head, number, objects, offset, found in fields["records"]:
+        layout = layouts[number]
+        data = arena.view[offset : offset + layout.size_bytes]
+        records.append(LogRecord(RecordHead(*head), layout, objects, data, found))
+    return records

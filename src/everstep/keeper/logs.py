@@ -1,0 +1,130 @@
+"""The logs that a keeper process holds: of the training process, and of those before it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import msgpack
+
+from everstep.arena.memory import Arena
+from everstep.errors import KeeperError
+from everstep.format.log import RecordHead, layout_from_index
+from everstep.format.writer import ChunkRing
+from everstep.keeper.attached import Attached
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.log import LogStore, SegmentWriter
+from everstep.keeper.messages import identity_from_wire
+from everstep.seams.filesystem import FileSystem
+
+__all__ = ["Logs"]
+
+
+class Logs:
+    """One log for each timeline that was served, until a newer base is whole: a process that is
+    killed before its first one needs what those before it have left."""
+
+    def __init__(self, filesystem: FileSystem, run: PurePath, ring: ChunkRing) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._ring = ring
+        self._timeline = 0
+        self._current: LogStore | None = None
+        self._older: list[LogStore] = []
+
+    def serve(
+        self,
+        trainer: Attached,
+        channel: BackgroundChannel,
+        message: dict[str, Any],
+        timeout_s: float,
+    ) -> None:
+        """A new timeline; ``message`` says whether its log is put on disk."""
+        if self._current is not None:
+            if self._current.empty:
+                self._current.close()
+            else:
+                self._older.append(self._current)
+        writer = None
+        if message.get("log") is not None:
+            writer = SegmentWriter(
+                self._filesystem,
+                self._run,
+                identity_from_wire(message["log"]["identity"]),
+                self._ring,
+                batch_steps=message["log"]["batch_steps"],
+                timeout_s=timeout_s,
+            )
+        self._timeline = message["timeline"]
+        self._current = LogStore(
+            trainer.arena,
+            writer,
+            channel.post,
+            lambda number: trainer.tell({"kind": "logged", "upto": number}),
+        )
+
+    def on_message(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """``log_layout``, ``log`` or ``forget_log``.
+
+        Raises:
+            KeeperError: it makes no sense.
+        """
+        kind = message["kind"]
+        if kind == "log_layout":
+            trainer.log_layouts[message["number"]] = layout_from_index(message["layout"])
+        elif kind == "forget_log":
+            for log in self._all():
+                if log.arena is trainer.arena:
+                    log.forget(message["upto"])
+        else:
+            self._add(trainer, message)
+
+    def drop_older(self) -> None:
+        """A base of the current timeline is whole."""
+        for log in self._older:
+            log.close()
+        self._older.clear()
+
+    def recall(
+        self, trainer: Attached, *, own: bool, timeout_s: float
+    ) -> Iterator[tuple[Arena, bytes]]:
+        """Arena and index of each log, oldest first (see :meth:`.log.LogStore.to_wire`).
+
+        Args:
+            own: those of ``trainer`` itself, too.
+        """
+        for log in self._all():
+            if (log.arena is not trainer.arena or own) and not log.empty:
+                log.settle(timeout_s)
+                index: bytes = msgpack.packb(log.to_wire())
+                yield log.arena, index
+
+    def flush(self) -> None:
+        """What is left of an unfinished batch goes to disk, if it will at all."""
+        if self._current is not None:
+            self._current.flush()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends all threads, behind what they have to do."""
+        for log in self._all():
+            with contextlib.suppress(TimeoutError):
+                log.settle(timeout_s)
+            log.close()
+
+    def _all(self) -> list[LogStore]:
+        return [*self._older, *([] if self._current is None else [self._current])]
+
+    def _add(self, trainer: Attached, message: dict[str, Any]) -> None:
+        objects = message["objects"]
+        if objects is None:  # too large for one message
+            parts = trainer.objects.pop(-message["number"], {})
+            objects = {name: bytes(data) for name, data in parts.items()}
+        layout = trainer.log_layouts[message["layout"]]
+        head = RecordHead(*message["head"])
+        if self._current is None or head.timeline != self._timeline:
+            raise KeeperError(f"a record of timeline {head.timeline}, which is not served")
+        if not 0 <= message["offset"] <= trainer.arena.size_bytes - layout.size_bytes:
+            raise KeeperError("a record outside of the arena")
+        self._current.add(message["number"], head, layout, objects, message["offset"])

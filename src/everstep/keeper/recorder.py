@@ -1,0 +1,420 @@
+"""Records the gradient log: what each optimizer consumed, and what each step left behind.
+
+In the training thread as little as possible: a list of references before an update, a wait for
+their copies behind it (they run beside the update, on the lane), and at the step mark a copy of
+the little that no optimizer replays. Everything else is done by the lane's thread and by the
+keeper (LowDiff sections IV and V; I2, I8).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.capture.batches import plan_batches
+from everstep.capture.lane import Lane, Transfer
+from everstep.errors import DeadlineError, EverstepError, UnsupportedStateError
+from everstep.format.log import RecordHead
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.save import Save
+from everstep.options import Options
+from everstep.seams import Clock
+from everstep.seams.failpoints import failpoint
+from everstep.state.image import State
+from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
+from everstep.state.objects import encode
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.shapes import shape_digest
+from everstep.state.survey import Shape, Survey
+from everstep.state.tensors import stored_form
+from everstep.state.tree import split
+
+__all__ = ["LogKeeper", "Recorder", "RecorderStats", "refuse_optimizers"]
+
+_SCALER = ("grad_scale", "found_inf")
+
+
+class LogKeeper(Protocol):
+    """Takes records: the keeper process, or a keeper in this one."""
+
+    def log(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None:
+        """A record lies whole in the arena."""
+        ...
+
+    def forget_log(self, upto: int) -> None:
+        """The memory of records up to this number is going to be used again."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    number: int
+    step: int
+    room: Room
+
+
+@dataclass(slots=True, eq=False)
+class _Grouping:
+    """An optimizer's parameters, as long as they are the same objects."""
+
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Under:
+    """An update that is being copied."""
+
+    transfer: Transfer
+    end: int
+    job: Any
+    calls: int = 1
+
+
+@dataclass(slots=True)
+class RecorderStats:
+    """What the log has cost and done.
+
+    Attributes:
+        records, record_bytes: so far.
+        holes: updates that could not be recorded; behind each a new base is due.
+        stall_s: seconds of the training thread.
+    """
+
+    records: int = 0
+    record_bytes: int = 0
+    holes: int = 0
+    stall_s: float = 0.0
+    held_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Layouts:
+    """Layouts that were used last, by what they depend on."""
+
+    found: dict[Any, ShardLayout] = field(default_factory=dict)
+
+    def of(self, key: Any, named: Mapping[str, torch.Tensor]) -> ShardLayout:
+        layout = self.found.get(key)
+        if layout is None:
+            entries = [stored_form(name, tensor) for name, tensor in named.items()]
+            # By dtype within a width: each dtype lies in one piece.
+            entries.sort(key=lambda entry: entry.dtype)
+            (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
+            if len(self.found) > 64:
+                self.found.clear()
+            self.found[key] = layout
+        return layout
+
+
+class Recorder:
+    """Records the updates of all optimizers of a state, and its step marks.
+
+    Args:
+        lane: copies.
+        log_bytes_max: of records in memory; with more a new base is due.
+
+    Attributes:
+        base_due: why the log cannot go on without a new base; None if it can.
+        base_step: of the newest base that was asked for.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        state: State,
+        lane: Lane,
+        channel: BackgroundChannel,
+        clock: Clock,
+        *,
+        log_bytes_max: int,
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._lane = lane
+        self._channel = channel
+        self._clock = clock
+        self._log_bytes_max = log_bytes_max
+        self._keeper: LogKeeper | None = None
+        self._pool: CapturePool | None = None
+        self._block: torch.Tensor | None = None
+        self._timeline, self._exact = 0, True
+        self._lock = threading.Lock()
+        self._kept: list[_Kept] = []
+        self._number = 0
+        self._on_disk = 0
+        self._durable_step = -1
+        self.base_step = 0
+        self._under: _Under | None = None
+        self._layouts = _Layouts()
+        self._groupings: dict[str, _Grouping] = {}
+        self._shape: Shape | None = None
+        self._entries: Any = None
+        self._digest = ""
+        self.base_due: str | None = "no base yet"
+        self.stats = RecorderStats()
+
+    def start(
+        self,
+        keeper: LogKeeper | None,
+        pool: CapturePool | None,
+        timeline: int,
+        exact: bool,
+    ) -> None:
+        """From now on records go to ``keeper``, as those of ``timeline``."""
+        self._keeper, self._timeline, self._exact = keeper, timeline, exact
+        with self._lock:
+            if pool is not self._pool:
+                self._kept.clear()
+                self._pool = pool
+                self._block = None
+                if pool is not None:
+                    self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
+            self._durable_step = -1
+            self._on_disk = 0
+        self.base_due = self.base_due or "a new timeline"
+
+    def consumed(self, key: str, lsn: int, step: int) -> None:
+        """The gradients of an optimizer are what it is going to consume: begins to copy them.
+
+        Args:
+            lsn: of the update.
+            step: that is under way.
+        """
+        if self._pool is None:
+            return
+        start_s = self._clock.monotonic_s()
+        if self._under is not None:
+            self._under.calls += 1  # a closure that is called again: not recorded (see applied)
+            return
+        try:
+            self._under = self._copy(key, lsn, step)
+        except EverstepError as error:
+            self._hole(error.message)
+            self._channel.post(error)
+        self.stats.stall_s += self._clock.monotonic_s() - start_s
+
+    def applied(self, key: str) -> None:
+        """The update is over: gradients may change from now on, so their copies must be made."""
+        under, self._under = self._under, None
+        if under is None:
+            return
+        start_s = self._clock.monotonic_s()
+        if not under.transfer.gate(under.end, self._options.progress_timeout_s):
+            self._hole("copying gradients hangs")
+            self._channel.post(DeadlineError("copying gradients hangs"))
+        elif under.calls > 1:
+            self._hole(f"{key} calls its closure more than once")
+        else:
+            self._lane.run(under.job)
+        self.stats.stall_s += self._clock.monotonic_s() - start_s
+
+    def skipped(self, why: str) -> None:
+        """Something has changed what optimizers own that replay cannot repeat."""
+        self._hole(why)
+
+    def mark(self, survey: Survey, lsn: int, step: int) -> None:
+        """The step is over: records what no optimizer replays (I8)."""
+        pool, keeper = self._pool, self._keeper
+        if pool is None or keeper is None or self._block is None:
+            return
+        start_s = self._clock.monotonic_s()
+        shape = survey.shape
+        if shape.entries is not self._entries:
+            changed, self._entries = self._entries is not None, shape.entries
+            self._digest = self._digest_of(shape)
+            self._layouts.found.clear()
+            if changed:
+                self.base_due = "what the state consists of has changed"
+        named = {entry.name: survey.tensors[entry.name] for entry in self._logged(shape)}
+        layout = self._layouts.of("mark", named)
+        room = self._room(layout.size_bytes)
+        if room is not None:
+            head = RecordHead("mark", self._timeline, step, lsn, self._digest, self._exact)
+            pool.populate(room)
+            block = self._block[room.offset : room.offset + room.size_bytes]
+            self._lane.mark(plan_batches(layout, named, named.keys()), block)
+            self._lane.run(lambda: self._tell(head, layout, room, survey.objects))
+        self.stats.stall_s += self._clock.monotonic_s() - start_s
+
+    def base_taken(self, save: Save) -> None:
+        """A base of this very step is being captured."""
+        self.base_due = None
+        self.base_step = save.step
+
+        def durable(_: Any) -> None:
+            if not save.durable.cancelled() and save.durable.exception() is None:
+                self.base_durable(save.step)
+
+        save.durable.add_done_callback(durable)
+
+    def base_durable(self, step: int) -> None:
+        """Records up to ``step`` are no longer needed; in any thread."""
+        with self._lock:
+            self._durable_step = max(self._durable_step, step)
+        self._release()
+
+    def on_disk(self, number: int) -> None:
+        """Records up to ``number`` are on disk; in any thread."""
+        with self._lock:
+            self._on_disk = max(self._on_disk, number)
+        self._release()
+
+    def _copy(self, key: str, lsn: int, step: int) -> _Under | None:
+        optimizer = self._state.optimizers[key]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        grouping = self._grouping(key, parameters)
+        gradients = [p.grad for p in parameters]
+        named: dict[str, torch.Tensor] = {}
+        for name, gradient in zip(grouping.names, gradients, strict=True):
+            if gradient is not None:
+                if gradient.layout != torch.strided or type(gradient) is not torch.Tensor:
+                    raise UnsupportedStateError(
+                        f"the gradient of {name} is no plain dense tensor; it cannot be logged",
+                        leaves=((name, "a gradient that is not plain and dense"),),
+                        hint='method="lazy", or a dense gradient',
+                    )
+                named[GRADIENT + name] = gradient.detach()
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            options = {k: v for k, v in group.items() if k != "params"}
+            groups.append(split(options, f"{HYPER}/{number}", named))
+        for name in _SCALER:
+            value = getattr(optimizer, name, None)
+            if isinstance(value, torch.Tensor):
+                named[name] = value.detach()
+        where = (key, grouping.ids, tuple(g is None for g in gradients), len(named))
+        layout = self._layouts.of(where, named)
+        room = self._room(layout.size_bytes)
+        if room is None:
+            return None
+        pool, block = self._pool, self._block
+        assert pool is not None
+        assert block is not None
+        block = block[room.offset : room.offset + room.size_bytes]
+
+        for place in layout.placed:
+            tensor = named[place.entry.name]
+            if tensor.numel() * tensor.element_size() != place.end - place.begin:
+                raise EverstepError(f"{place.entry.name} has changed its shape or dtype")
+        self._lane.run(lambda: pool.populate(room))
+        batches = plan_batches(layout, named, named.keys())
+        transfer = self._lane.submit(batches, block, lambda end: None)
+        head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact)
+        about = {"optimizer": key, "groups": groups}
+
+        def objects() -> dict[str, bytes]:
+            assert transfer.wait(self._options.progress_timeout_s)
+            return {UPDATE_OBJECT: encode(about, checked=True)}
+
+        return _Under(transfer, layout.size_bytes, lambda: self._tell(head, layout, room, objects))
+
+    def _tell(self, head: RecordHead, layout: ShardLayout, room: Room, objects: Any) -> None:
+        """In the lane's thread, behind the copies: the record is whole."""
+        keeper = self._keeper
+        try:
+            encoded = objects()
+            failpoint("log.before_record")
+            with self._lock:
+                self._number += 1
+                number = self._number
+                self._kept.append(_Kept(number, head.step, room))
+            assert keeper is not None
+            keeper.log(number, head, layout, encoded, room.offset)
+            failpoint("log.after_record")
+            self.stats.records += 1
+            self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
+        except EverstepError as error:
+            self._channel.post(error)
+            self._hole(error.message)
+
+    def _room(self, size_bytes: int) -> Room | None:
+        """Memory for a record; None, and a new base is due, if there is none."""
+        pool = self._pool
+        assert pool is not None
+        with self._lock:
+            held = sum(kept.room.size_bytes for kept in self._kept)
+        self.stats.held_bytes = held
+        if held + size_bytes > self._log_bytes_max // 2:
+            self.base_due = self.base_due or "the log has half filled its memory"
+        room = None
+        if held + size_bytes <= self._log_bytes_max:
+            room = pool.acquire_now(max(1, size_bytes))
+        if room is None:
+            self._hole("there is no host memory for the log")
+        return room
+
+    def _hole(self, why: str) -> None:
+        self.stats.holes += 1
+        self.base_due = self.base_due or why
+
+    def _release(self) -> None:
+        pool, keeper = self._pool, self._keeper
+        with self._lock:
+            free: list[_Kept] = []
+            limit = self._on_disk if self._options.log.on_disk else 1 << 62
+            while self._kept:
+                kept = self._kept[0]
+                if kept.step > self._durable_step or kept.number > limit:
+                    break
+                free.append(self._kept.pop(0))
+        if free and pool is not None and keeper is not None:
+            keeper.forget_log(free[-1].number)
+            for kept in free:
+                pool.release(kept.room)
+
+    def _grouping(self, key: str, parameters: Sequence[torch.Tensor]) -> _Grouping:
+        ids = tuple(map(id, parameters))
+        known = self._groupings.get(key)
+        if known is None or known.ids != ids:
+            provider = self._state.providers[key]
+            assert isinstance(provider, OptimizerProvider)
+            names = tuple(name for group in provider.groups() for name in group)
+            known = self._groupings[key] = _Grouping(ids, names)
+        return known
+
+    def _logged(self, shape: Shape) -> list[Any]:
+        return [
+            entry
+            for entry in shape.entries
+            if shape.owners[entry.name].kind not in ("replayed", "static")
+        ]
+
+    def _digest_of(self, shape: Shape) -> str:
+        groups = {}
+        self._groupings.clear()
+        for key in self._state.optimizers:
+            provider = self._state.providers[key]
+            assert isinstance(provider, OptimizerProvider)
+            groups[key] = provider.groups()
+        return shape_digest(shape.entries, shape.aliases, groups)
+
+
+def refuse_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
+    """
+    from everstep.replay.exactness import refusal
+
+    found = [(key, why) for key, o in optimizers.items() if (why := refusal(o)) is not None]
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"the updates of {len(found)} optimizer(s) cannot be replayed from a log:\n{listed}",
+            leaves=tuple(found),
+            hint='method="lazy" needs no log',
+        )

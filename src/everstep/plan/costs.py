@@ -1,0 +1,253 @@
+"""What checkpointing and recovery cost: LowDiff's model of wasted time, put right.
+
+Training loses time in two ways: to failures (load the newest base, redo what the log holds,
+train again what it does not) and to checkpointing itself. LowDiff section V-C adds both up
+(Eq. 8) for an interval ``i = 1 / f`` between bases and an interval ``b`` between writes of the
+log, one batch of differentials each. Per second of training, with the symbols of
+:class:`Costs`::
+
+    waste = ( b/2 + R_F + (i/b - 1)/2 * (R_D + r * b/t) ) / M  +  C / i  +  g / b
+              |     |     |                                       |         |
+              |     |     redoing half an interval from the log   |         writing the log
+              |     loading a base                                writing bases
+              half a batch is lost and trained again
+
+Eq. 8 is the case ``r = 0``, ``g = 0``, ``C = S / W``. What is put right:
+
+- ``f`` is in 1/s and ``b`` in *seconds*, though Table I counts iterations; the text swaps
+  "frequency" and "interval". A batch cannot be longer than the interval: ``1 / (f b) >= 1`` is
+  a constraint that Eq. 10 does not know.
+- Eq. 8 leaves out what writing a batch costs, ``g / b``, and with it the reason for batches.
+- Eq. 8 merges a whole batch at the cost of one differential, because LowDiff *sums* it. That is
+  right for SGD without momentum only; the moments of Adam depend on the order of gradients.
+  Here every step's record is kept and redone by itself: ``r`` seconds for each, ``R_D`` for the
+  batch around them. :meth:`Costs.summed` gives LowDiff's case.
+
+Like Eq. 8 this is a model of first order: failures while a base is loaded or written are left
+out, so it holds where the waste is a small part of the time. The restart of the job itself
+(scheduling, imports, data loading) is the same for all choices and not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from everstep.errors import EverstepError, OptionError
+
+__all__ = [
+    "EQUAL",
+    "Costs",
+    "InfeasibleError",
+    "Waste",
+    "check_batches",
+    "check_transfers",
+    "is_number",
+    "waste",
+    "write_costs",
+]
+
+EQUAL = 1e-12
+"""Values that differ by less, relatively, differ by rounding only."""
+
+# Wide enough for anything real, and products of four stay far from the ends of a float.
+_LEAST, _MOST, _SECONDS_MOST = 1e-9, 1e18, 1e12
+_SECONDS = ("replay_s", "step_s", "merge_s", "batch_write_s", "base_cost_s")
+_MAY_BE_ZERO = ("replay_s", "merge_s", "batch_write_s")
+
+
+class InfeasibleError(EverstepError):
+    """No choice helps with these costs; says which one would have to be what.
+
+    Attributes:
+        quantity: the field of :class:`Costs` that stands in the way.
+        needed: the bound on whose other side it would have to be, in the field's unit.
+    """
+
+    def __init__(self, message: str, *, quantity: str, needed: float, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.quantity = quantity
+        self.needed = needed
+
+    def fields(self) -> dict[str, Any]:
+        """The error as plain data, for ``--json`` outputs."""
+        return {**super().fields(), "quantity": self.quantity, "needed": self.needed}
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What checkpointing and recovery cost; the symbols of LowDiff section V-C in brackets.
+
+    Attributes:
+        state_bytes: size of a base [S].
+        write_bytes_per_s: bandwidth at which a base becomes durable [W].
+        replay_s: seconds to redo one step from the log [r; 0 in the paper].
+        mtbf_s: mean time between failures of the whole job [M].
+        step_s: seconds of a training step [t].
+        load_bytes_per_s: bandwidth at which a base is loaded; None: as it is written.
+        merge_s: seconds that recovery spends on each batch, however many steps are in it:
+            opening it, or merging it where batches are summed [R_D].
+        batch_write_s: seconds of training that writing a batch costs, however many steps are
+            in it [g]. What grows with the number of steps is the same for all choices.
+        base_cost_s: seconds of training that a base costs [C]; None: all of its write, as in
+            Eq. 8. It is less where the write hides behind training.
+        accelerators: how many wait when one waits [N]. It scales the waste of a run, and
+            leaves the optimum where it is.
+
+    Raises:
+        OptionError: for a value that is no finite number in range, and for replays that take
+            no time at all.
+    """
+
+    state_bytes: float
+    write_bytes_per_s: float
+    replay_s: float
+    mtbf_s: float
+    step_s: float
+    load_bytes_per_s: float | None = None
+    merge_s: float = 0.0
+    batch_write_s: float = 0.0
+    base_cost_s: float | None = None
+    accelerators: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if value == 0 and field.name in _MAY_BE_ZERO and is_number(value):
+                continue
+            most = _SECONDS_MOST if field.name in _SECONDS else _MOST
+            if not is_number(value) or not _LEAST <= value <= most:
+                raise OptionError(
+                    f"Costs.{field.name} must be a number from {_LEAST:g} to {most:g}, "
+                    f"not {value!r}"
+                )
+        if self.replay_s == 0 and self.merge_s == 0:
+            raise OptionError("Costs.replay_s and merge_s are both 0: replay takes some time")
+        if not isinstance(self.accelerators, int):
+            raise OptionError(f"Costs.accelerators must be a count, not {self.accelerators!r}")
+
+    @property
+    def write_s(self) -> float:
+        """Seconds until a base is durable [S / W]."""
+        return self.state_bytes / self.write_bytes_per_s
+
+    @property
+    def load_s(self) -> float:
+        """Seconds to load a base [R_F]."""
+        return self.state_bytes / (self.load_bytes_per_s or self.write_bytes_per_s)
+
+    def summed(self) -> Costs:
+        """The same if batches were summed, as LowDiff does: redone at the cost of one step."""
+        return replace(self, merge_s=self.merge_s + self.replay_s, replay_s=0.0)
+
+    def wasted_accelerator_s(self, waste: Waste, run_s: float) -> float:
+        """Accelerator-seconds that a run of ``run_s`` seconds wastes [T_wasted of Eq. 8]."""
+        return self.accelerators * run_s * waste.total
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Parts of the run time that are wasted; 0.01 is one percent.
+
+    Attributes:
+        lost: steps after the newest batch, trained again [b / 2M].
+        load: loading bases [R_F / M].
+        replay: redoing steps from the log.
+        bases: writing bases [C / i].
+        batches: writing the log [g / b].
+    """
+
+    lost: float
+    load: float
+    replay: float
+    bases: float
+    batches: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return self.lost + self.load + self.replay + self.bases + self.batches
+
+
+def waste(costs: Costs, interval_s: float, batch_s: float, *, write_cost: bool = True) -> Waste:
+    """What is wasted with a base every ``interval_s`` and a write of the log every ``batch_s``.
+
+    Args:
+        write_cost: False for the right side of Eq. 8 as printed: writing the log is free, and a
+            base costs its whole write. LowDiff's own figure, divided by ``N T``, is
+            ``waste(costs.summed(), 1 / f, b, write_cost=False)``.
+
+    Raises:
+        OptionError: unless ``0 < batch_s <= interval_s``.
+    """
+    if not (0 < batch_s <= interval_s * (1 + EQUAL) and interval_s < math.inf):
+        raise OptionError(
+            f"a batch of {batch_s!r} s does not fit into an interval of {interval_s!r} s",
+            hint="0 < batch_s <= interval_s",
+        )
+    base_s, batch_write_s = write_costs(costs, write_cost)
+    batches = max(0.0, interval_s / batch_s - 1) / 2  # to be redone, on average
+    redo_s = batches * (costs.merge_s + costs.replay_s * batch_s / costs.step_s)
+    return Waste(
+        lost=batch_s / 2 / costs.mtbf_s,
+        load=costs.load_s / costs.mtbf_s,
+        replay=redo_s / costs.mtbf_s,
+        bases=base_s / interval_s,
+        batches=batch_write_s / batch_s,
+    )
+
+
+def write_costs(costs: Costs, write_cost: bool) -> tuple[float, float]:
+    """Seconds of training that a base and a batch cost; ``write_cost`` as in :func:`waste`."""
+    if not write_cost:
+        return costs.write_s, 0.0
+    base_s = costs.write_s if costs.base_cost_s is None else costs.base_cost_s
+    return base_s, costs.batch_write_s
+
+
+def check_transfers(costs: Costs) -> None:
+    """Bases can be written and loaded between two failures.
+
+    Raises:
+        InfeasibleError: one of both takes longer than the MTBF.
+    """
+    needed = costs.state_bytes / costs.mtbf_s
+    for what, took_s, quantity in (
+        ("writing", costs.write_s, "write_bytes_per_s"),
+        ("loading", costs.load_s, "load_bytes_per_s"),
+    ):
+        if took_s >= costs.mtbf_s:
+            raise InfeasibleError(
+                f"{what} a base takes {took_s:.4g} s, and something fails every "
+                f"{costs.mtbf_s:.4g} s: no base would be of use",
+                quantity=quantity,
+                needed=needed,
+                hint=f"more than {needed:.4g} bytes/s, or an MTBF above {took_s:.4g} s",
+            )
+
+
+def check_batches(costs: Costs, batch_max: int | None, write_cost: bool) -> None:
+    """The log can be written in less time than training takes for what is in it.
+
+    Raises:
+        InfeasibleError: writing the largest batch costs all of that time.
+    """
+    _, batch_write_s = write_costs(costs, write_cost)
+    if batch_max is not None and batch_write_s >= batch_max * costs.step_s:
+        needed_s = batch_max * costs.step_s
+        raise InfeasibleError(
+            f"writing a batch costs {batch_write_s:.4g} s, and the steps in it take "
+            f"{needed_s:.4g} s: no time is left for training",
+            quantity="batch_write_s",
+            needed=needed_s,
+            hint=f"batches of more than {math.floor(batch_write_s / costs.step_s)} steps, or "
+            f"writes in less than {needed_s:.4g} s",
+        )
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,329 @@
+"""How often, while training runs: costs as measured, and a choice that does not flap.
+
+LowDiff's tuning module "adapts to runtime metrics (failure rate, bandwidth) using stepwise
+adjustments" (section VII-A) without saying how. Here:
+
+- Each cost is the median of its newest samples, where older samples weigh less. Single
+  outliers (a stalled disk, a step that compiled something) do not move it.
+- Failures are too few for a median. They are taken as a Poisson process whose rate has a Gamma
+  prior: "as if :attr:`FailurePrior.failures` failures had been seen in
+  :attr:`FailurePrior.seconds`". The MTBF is (prior seconds + trained seconds) / (prior failures
+  + failures), sane before the first failure and overruled by evidence.
+- The choice in force stays until the best one would waste clearly less. What is compared is
+  the waste, not the interval: the waste is flat around its minimum, so noise changes nothing.
+
+Nothing here has a clock or touches a file. What was learned is plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.errors import OptionError
+from everstep.plan.costs import Costs, Waste, is_number, waste
+from everstep.plan.interval import best_choice, interval_steps_min
+
+__all__ = ["Estimator", "FailurePrior", "Recommendation"]
+
+_VERSION = 1
+_SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_cost_s",
+           "batch_write_s")  # fmt: skip
+_SECONDS_LEAST = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePrior:
+    """What is believed of failures before any was seen: a Gamma distribution of their rate.
+
+    The default is one failure in a day of training, about what is published for large jobs
+    (OPT-175B: 112 failures in 90 days, quoted by LowDiff section I), at the weight of a single
+    failure: a week without one makes the MTBF about a week, 10 in 10 hours make it 3 hours.
+
+    Attributes:
+        failures: shape of the distribution, the weight of the belief in failures.
+        seconds: its rate, the seconds of training in which they would have been seen.
+
+    Raises:
+        OptionError: unless both are more than 0.
+    """
+
+    failures: float = 1.0
+    seconds: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        for name in ("failures", "seconds"):
+            value = getattr(self, name)
+            if not is_number(value) or value <= 0:
+                raise OptionError(f"FailurePrior.{name} must be more than 0, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What to do from now on.
+
+    Attributes:
+        interval_steps, batch_steps: steps from base to base, and in each write of the log.
+        waste: what that wastes with the costs as they are now estimated.
+        costs: those costs.
+        changed: whether it differs from what was recommended before.
+    """
+
+    interval_steps: int
+    batch_steps: int
+    waste: Waste
+    costs: Costs
+    changed: bool
+
+
+class Estimator:
+    """Running estimates of :class:`~everstep.plan.costs.Costs`, and the choice they lead to.
+
+    Samples are seconds of this run as it is; times of failures are seconds *of training* since
+    the run began, over all its processes (time in which nothing was trained does not count).
+
+    Args:
+        window: newest samples of each cost that count.
+        half_life: a sample weighs half as much as one that is so many samples newer.
+        prior: what is believed of failures before any was seen.
+        failure_half_life_s: failures, and training without them, weigh half as much after so
+            many seconds of training; None: they always count in full.
+        margin: another choice is recommended once it saves this share of the waste.
+        batch_max: most steps that a batch may have.
+        accelerators: as in :class:`~everstep.plan.costs.Costs`.
+
+    Raises:
+        OptionError: for an argument out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 64,
+        half_life: float = 16.0,
+        prior: FailurePrior | None = None,
+        failure_half_life_s: float | None = 30 * 86_400.0,
+        margin: float = 0.05,
+        batch_max: int | None = None,
+        accelerators: int = 1,
+    ) -> None:
+        if not isinstance(window, int) or not 1 <= window <= 100_000:
+            raise OptionError(f"window must be a number of samples, not {window!r}")
+        _positive("half_life", half_life)
+        if failure_half_life_s is not None:
+            _positive("failure_half_life_s", failure_half_life_s)
+        if not is_number(margin) or not 0 <= margin < 1:
+            raise OptionError(f"margin must be at least 0 and less than 1, not {margin!r}")
+        if batch_max is not None and (not isinstance(batch_max, int) or batch_max < 1):
+            raise OptionError(f"batch_max must be at least one step, not {batch_max!r}")
+        if not isinstance(accelerators, int) or accelerators < 1:
+            raise OptionError(f"accelerators must be 1 or more, not {accelerators!r}")
+        self._half_life = half_life
+        self._prior = prior or FailurePrior()
+        self._failure_half_life_s = failure_half_life_s
+        self._margin = margin
+        self._batch_max = batch_max
+        self._accelerators = accelerators
+        self._series: dict[str, deque[float]] = {name: deque(maxlen=window) for name in _SERIES}
+        self._state_bytes: float | None = None
+        self._trained_s = 0.0
+        self._seen_s = 0.0
+        self._failures = 0.0
+        self._held: tuple[int, int] | None = None
+
+    # --- What was seen ------------------------------------------------------------------
+
+    def observe_step(self, step_s: float) -> None:
+        """A training step took so long, without what a save added to it."""
+        self._add("step_s", step_s)
+
+    def observe_base(self, size_bytes: float, write_s: float, cost_s: float | None = None) -> None:
+        """A base of ``size_bytes`` became durable in ``write_s``.
+
+        Args:
+            cost_s: seconds of training that it cost; None if that is not known, then a base
+                counts with all of its write.
+        """
+        rate = _positive("size_bytes", size_bytes) / _positive("write_s", write_s)
+        if cost_s is not None:
+            # Never quite nothing: the interval would have no lower end.
+            self._add("base_cost_s", max(_at_least_0("cost_s", cost_s), _SECONDS_LEAST))
+        self._add("write_bytes_per_s", rate)
+        self._state_bytes = float(size_bytes)
+
+    def observe_load(self, size_bytes: float, load_s: float) -> None:
+        """A base of ``size_bytes`` was loaded in ``load_s``."""
+        rate = _positive("size_bytes", size_bytes) / _positive("load_s", load_s)
+        self._add("load_bytes_per_s", rate)
+
+    def observe_replay(self, steps: int, replay_s: float) -> None:
+        """So many steps were redone from the log in ``replay_s``, reading them included."""
+        self._add("replay_s", _positive("replay_s", replay_s) / _positive("steps", steps))
+
+    def observe_batch(self, cost_s: float) -> None:
+        """Writing a batch of the log cost so many seconds of training."""
+        self._series["batch_write_s"].append(_at_least_0("cost_s", cost_s))
+
+    def observe_failure(self, at_s: float) -> None:
+        """Something failed after ``at_s`` seconds of training."""
+        self.advance(at_s)
+        self._failures += 1
+
+    def advance(self, at_s: float) -> None:
+        """Training went on until ``at_s`` seconds of training.
+
+        A time before the newest one changes nothing: after a failure, steps are trained again.
+        """
+        passed_s = _at_least_0("at_s", at_s) - self._trained_s
+        if passed_s <= 0:
+            return
+        self._trained_s += passed_s
+        half_life_s = self._failure_half_life_s
+        if half_life_s is None:
+            self._seen_s += passed_s
+            return
+        kept = 0.5 ** (passed_s / half_life_s)
+        self._failures *= kept
+        self._seen_s = self._seen_s * kept + half_life_s / math.log(2) * (1 - kept)
+
+    # --- What follows from it -----------------------------------------------------------
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training seen so far; where a restarted process goes on counting."""
+        return self._trained_s
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between failures: the inverse of the posterior mean of their rate."""
+        prior = self._prior
+        return (prior.seconds + self._seen_s) / (prior.failures + self._failures)
+
+    def costs(self) -> Costs | None:
+        """Costs as estimated; None before there was a step, a base and a replay.
+
+        As long as no base was loaded, loading counts as fast as writing; that concerns the
+        waste, not the choice.
+
+        Raises:
+            OptionError: for samples that are beyond all reason.
+        """
+        step_s, rate = self._median("step_s"), self._median("write_bytes_per_s")
+        replay_s = self._median("replay_s")
+        if step_s is None or rate is None or replay_s is None or self._state_bytes is None:
+            return None
+        return Costs(
+            state_bytes=self._state_bytes,
+            write_bytes_per_s=rate,
+            replay_s=replay_s,
+            mtbf_s=self.mtbf_s,
+            step_s=step_s,
+            load_bytes_per_s=self._median("load_bytes_per_s"),
+            batch_write_s=self._median("batch_write_s") or 0.0,
+            base_cost_s=self._median("base_cost_s"),
+            accelerators=self._accelerators,
+        )
+
+    def recommend(self) -> Recommendation | None:
+        """How often from now on; None as long as :meth:`costs` are not known.
+
+        Raises:
+            InfeasibleError: with the costs as measured no choice helps; what was recommended
+                before stays in force.
+        """
+        costs = self.costs()
+        if costs is None:
+            return None
+        best = best_choice(costs, batch_max=self._batch_max)
+        chosen, wasted = (best.interval_steps, best.batch_steps), best.waste
+        if self._held is not None and self._allows(costs, *self._held):
+            interval_s, batch_s = (steps * costs.step_s for steps in self._held)
+            held = waste(costs, interval_s, batch_s)
+            if wasted.total >= held.total * (1 - self._margin):
+                chosen, wasted = self._held, held
+        changed, self._held = chosen != self._held, chosen
+        return Recommendation(*chosen, wasted, costs, changed)
+
+    def _allows(self, costs: Costs, interval_steps: int, batch_steps: int) -> bool:
+        fits = self._batch_max is None or batch_steps <= self._batch_max
+        return fits and interval_steps >= interval_steps_min(costs)
+
+    def _add(self, name: str, value: float) -> None:
+        self._series[name].append(_positive(name, value))
+
+    def _median(self, name: str) -> float | None:
+        """The weighted median of a series; None of an empty one."""
+        values = self._series[name]
+        newest = len(values) - 1
+        weighted = sorted(
+            (value, 0.5 ** ((newest - place) / self._half_life))
+            for place, value in enumerate(values)
+        )
+        half = sum(weight for _, weight in weighted) / 2
+        for value, weight in weighted:
+            half -= weight
+            if half <= 0:
+                return value
+        return weighted[-1][0] if weighted else None
+
+    # --- Saved with the run -------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain data (numbers, strings, lists, dicts)."""
+        return {
+            "version": _VERSION,
+            "series": {name: list(values) for name, values in self._series.items()},
+            "state_bytes": self._state_bytes,
+            "trained_s": self._trained_s,
+            "seen_s": self._seen_s,
+            "failures": self._failures,
+            "held": None if self._held is None else list(self._held),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what another estimator has learned; arguments stay those of this one.
+
+        Raises:
+            OptionError: for anything that :meth:`state_dict` does not return; nothing is
+                changed then.
+        """
+        try:
+            if state["version"] != _VERSION:
+                raise ValueError(f"version {state['version']!r}")
+            series = {
+                name: deque(map(float, state["series"][name]), maxlen=own.maxlen)
+                for name, own in self._series.items()
+            }
+            held = state["held"]
+            held = None if held is None else (int(held[0]), int(held[1]))
+            size = state["state_bytes"]
+            size = None if size is None else _positive("state_bytes", size)
+            numbers = [_at_least_0(n, state[n]) for n in ("trained_s", "seen_s", "failures")]
+            for name, values in series.items():
+                for value in values:
+                    (_at_least_0 if name == "batch_write_s" else _positive)(name, value)
+            if held is not None and not 1 <= held[1] <= held[0]:
+                raise ValueError(f"held {held!r}")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            reason = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+            raise OptionError(
+                f"this is no state of an interval estimator: {reason}",
+                hint="what state_dict() returned; or begin without one",
+            ) from error
+        self._series, self._held, self._state_bytes = series, held, size
+        self._trained_s, self._seen_s, self._failures = numbers
+
+
+def _positive(name: str, value: float) -> float:
+    if not is_number(value) or value <= 0:
+        raise OptionError(f"{name} must be more than 0, not {value!r}")
+    return float(value)
+
+
+def _at_least_0(name: str, value: float) -> float:
+    if not is_number(value) or value < 0:
+        raise OptionError(f"{name} must not be negative, nor {value!r}")
+    return float(value)

@@ -1,0 +1,395 @@
+"""How often to take a base and to write the log, so that the least time is wasted.
+
+The model is in :mod:`everstep.plan.costs`. :func:`optimum` finds the best whole numbers of
+steps, exactly; :func:`continuous_optimum` and :func:`closed_form` (LowDiff Eq. 10) are what
+calculus says. :func:`checkfreq_interval` is for saves without a log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from everstep.errors import OptionError
+from everstep.plan.costs import (
+    EQUAL,
+    Costs,
+    InfeasibleError,
+    Waste,
+    check_batches,
+    check_transfers,
+    is_number,
+    waste,
+    write_costs,
+)
+
+__all__ = [
+    "Choice",
+    "Optimum",
+    "Point",
+    "best_choice",
+    "checkfreq_interval",
+    "closed_form",
+    "continuous_optimum",
+    "curve",
+    "interval_steps_min",
+    "optimum",
+]
+
+_ROUNDS_NO_MORE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Intervals as real numbers of seconds, and what they waste."""
+
+    interval_s: float
+    batch_s: float
+    waste: Waste
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Intervals in whole steps, and what they waste.
+
+    Attributes:
+        interval_steps: steps from base to base, at least 1.
+        batch_steps: steps in each write of the log, 1 to ``interval_steps``.
+        interval_s, batch_s: the same in seconds.
+    """
+
+    interval_steps: int
+    batch_steps: int
+    interval_s: float
+    batch_s: float
+    waste: Waste
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best choice, next to what formulas say.
+
+    Attributes:
+        choice: the best of all whole numbers of steps.
+        continuous: the minimum over real numbers of seconds.
+        closed_form: LowDiff Eq. 10, with its waste by Eq. 8 as printed: batches summed, their
+            writes free.
+        without_log: the best interval between bases if there were no log.
+    """
+
+    choice: Choice
+    continuous: Point
+    closed_form: Point
+    without_log: Choice
+
+
+# --- Formulas ---------------------------------------------------------------------------
+
+
+def closed_form(costs: Costs) -> Point:
+    """LowDiff Eq. 10: the minimum of Eq. 8 as printed, batches summed and their writes free.
+
+    Where Eq. 10 makes a batch longer than the interval (``R_D > sqrt(2 M S / W)``) it is no
+    answer; the minimum is then where both are ``sqrt(2 M S / W)``, which is Young's formula:
+    the log is of no use.
+    """
+    costs = costs.summed()
+    write_s, merge_s, mtbf_s = costs.write_s, costs.merge_s, costs.mtbf_s
+    interval_s = (4 * write_s**2 * mtbf_s**2 / merge_s) ** (1 / 3)  # 1 / f*
+    batch_s = (2 * write_s * merge_s * mtbf_s) ** (1 / 3)
+    if batch_s > interval_s:
+        interval_s = batch_s = math.sqrt(2 * mtbf_s * write_s)
+    return Point(interval_s, batch_s, waste(costs, interval_s, batch_s, write_cost=False))
+
+
+def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
+    """The minimum of :func:`~everstep.plan.costs.waste` over real ``0 < batch_s <= interval_s``.
+
+    The waste is a posynomial (a sum of powers with positive factors), hence convex in the
+    logarithms of both intervals. For each batch the best interval is ``sqrt(2 M C / (R_D / b +
+    r / t))``; what remains is convex in ``log b``, and its derivative is bisected. Where nothing
+    speaks for batches (``R_D = g = 0``) the batch is one step.
+
+    Raises:
+        InfeasibleError: replay is slower than training.
+    """
+    _check_replay(costs)
+    base_s, batch_write_s = write_costs(costs, write_cost)
+    mtbf_s, merge_s, rate = costs.mtbf_s, costs.merge_s, costs.replay_s / costs.step_s
+
+    def interval_for(batch_s: float) -> float:
+        return math.sqrt(2 * mtbf_s * base_s / (merge_s / batch_s + rate))
+
+    def falls(batch_s: float) -> bool:
+        lost = (1 - rate) * batch_s / (2 * mtbf_s)
+        merging = merge_s / batch_s * interval_for(batch_s) / (2 * mtbf_s)
+        return lost < merging + batch_write_s / batch_s
+
+    if merge_s == 0 and batch_write_s == 0:
+        batch_s = min(costs.step_s, interval_for(costs.step_s))
+    else:
+        low, high = math.log(1e-30), math.log(1e30)
+        while high - low > EQUAL:
+            middle = (low + high) / 2
+            if not low < middle < high:
+                break
+            low, high = (middle, high) if falls(math.exp(middle)) else (low, middle)
+        batch_s = math.exp(high)
+    interval_s = interval_for(batch_s)
+    if batch_s > interval_s:  # convex: the minimum is then on the border
+        interval_s = batch_s = math.sqrt(2 * mtbf_s * (base_s + batch_write_s))
+    return Point(interval_s, batch_s, waste(costs, interval_s, batch_s, write_cost=write_cost))
+
+
+# --- Whole numbers of steps -------------------------------------------------------------
+
+
+def interval_steps_min(costs: Costs) -> int:
+    """The fewest steps between bases: one is durable before the next begins."""
+    return max(1, _ceil(costs.write_s / costs.step_s))
+
+
+def optimum(costs: Costs, *, batch_max: int | None = None, write_cost: bool = True) -> Optimum:
+    """The best whole numbers of steps, next to what formulas say.
+
+    Args:
+        batch_max: most steps that a batch may have, because memory holds no more.
+        write_cost: as in :func:`~everstep.plan.costs.waste`.
+
+    Raises:
+        InfeasibleError: as :func:`best_choice` does.
+    """
+    return Optimum(
+        best_choice(costs, batch_max=batch_max, write_cost=write_cost),
+        continuous_optimum(costs, write_cost=write_cost),
+        closed_form(costs),
+        _without_log(costs, write_cost),
+    )
+
+
+def best_choice(costs: Costs, *, batch_max: int | None = None, write_cost: bool = True) -> Choice:
+    """The best whole numbers of steps: of all of them, not a rounded formula.
+
+    Among equals the shortest batch, which loses the fewest steps; then the shortest interval,
+    which is redone the fastest.
+
+    Args:
+        batch_max, write_cost: as in :func:`optimum`.
+
+    Raises:
+        InfeasibleError: loading or writing a base takes longer than the MTBF, replay is slower
+            than training, or no time is left for training.
+    """
+    if batch_max is not None and (not isinstance(batch_max, int) or batch_max < 1):
+        raise OptionError(f"batch_max must be at least one step, not {batch_max!r}")
+    check_transfers(costs)
+    _check_replay(costs)
+    check_batches(costs, batch_max, write_cost)
+    best = _least(costs, batch_max, write_cost)
+    if best.waste.total >= 1:
+        needed_s = _mtbf_needed(costs, batch_max, write_cost)
+        raise InfeasibleError(
+            f"a failure every {costs.mtbf_s:.4g} s leaves no time for training: at best "
+            f"{best.waste.total:.0%} of it would be wasted",
+            quantity="mtbf_s",
+            needed=needed_s,
+            hint=f"an MTBF above {needed_s:.4g} s, or faster writes, loads or replays",
+        )
+    return best
+
+
+def curve(
+    costs: Costs,
+    intervals_steps: Iterable[int],
+    *,
+    batch_max: int | None = None,
+    write_cost: bool = True,
+) -> list[Choice]:
+    """The best batch for each interval; intervals too short to write a base are lengthened.
+
+    Raises:
+        InfeasibleError: replay is slower than training.
+    """
+    _check_replay(costs)
+    grid = _Grid.of(costs, batch_max, write_cost)
+    intervals = sorted({max(grid.interval_min, steps) for steps in intervals_steps})
+    return [_choice(costs, n, grid.best_batch(n), write_cost) for n in intervals]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The waste of n steps between bases and k steps in a batch, less what is constant.
+
+    ``a k + e n + d n / k + c / n + h / k``, where ``n >= interval_min``, ``k <= batch_max`` and
+    ``k <= n``.
+    """
+
+    a: float
+    e: float
+    d: float
+    c: float
+    h: float
+    interval_min: int
+    batch_max: int | None
+
+    @classmethod
+    def of(cls, costs: Costs, batch_max: int | None, write_cost: bool) -> _Grid:
+        base_s, batch_write_s = write_costs(costs, write_cost)
+        return cls(
+            a=(costs.step_s - costs.replay_s) / (2 * costs.mtbf_s),
+            e=costs.replay_s / (2 * costs.mtbf_s),
+            d=costs.merge_s / (2 * costs.mtbf_s),
+            c=base_s / costs.step_s,
+            h=batch_write_s / costs.step_s,
+            interval_min=interval_steps_min(costs),
+            batch_max=batch_max,
+        )
+
+    def value(self, n: float, k: int) -> float:
+        return self.a * k + self.e * n + self.d * n / k + self.c / n + self.h / k
+
+    def best_interval(self, k: int) -> float:
+        """The best real n for a batch of k."""
+        return max(k, self.interval_min, math.sqrt(self.c / (self.e + self.d / k)))
+
+    def bound(self, k: int) -> float:
+        """What no n falls below; convex in ``log k``, so it has one minimum."""
+        return self.value(self.best_interval(k), k)
+
+    def best_batch(self, n: int) -> int:
+        most = n if self.batch_max is None else min(n, self.batch_max)
+        k = min(most, max(1, math.floor(math.sqrt((self.d * n + self.h) / self.a))))
+        better = k < most and self.value(n, k + 1) < self.value(n, k) * (1 - EQUAL)
+        return k + 1 if better else k
+
+    def best(self) -> tuple[int, int]:
+        """The best ``(n, k)``: outwards from where the bound is least, until it exceeds it.
+
+        For one k the value is convex in n, so the best n are next to the best real one.
+        """
+        start, end = self._start(), self.batch_max
+        upward = itertools.count(start) if end is None else range(start, end + 1)
+        found: list[tuple[int, int, float]] = []
+        least = math.inf
+        for batches in (upward, range(start - 1, 0, -1)):
+            for k in batches:
+                real = self.best_interval(k)
+                # With so many steps, the whole number of them makes no difference.
+                settled = real > _ROUNDS_NO_MORE and abs(k - start) > 1
+                if settled or self.bound(k) > least * (1 + EQUAL):
+                    break
+                for n in (math.floor(real), math.floor(real) + 1):
+                    found.append((k, n, self.value(n, k)))
+                    least = min(least, found[-1][2])
+        k, n, _ = min(one for one in found if one[2] <= least * (1 + EQUAL))
+        return n, k
+
+    def _start(self) -> int:
+        """Where the bound is least: thirds that cannot hold the minimum are cut off.
+
+        Not by differences of neighbours, which drown in rounding where k is large.
+        """
+        low, high = 1, self.batch_max or 2
+        while self.batch_max is None and self.bound(high) < self.bound(high // 2):
+            high *= 2
+        while high - low > 2:
+            third = (high - low) // 3
+            left, right = self.bound(low + third), self.bound(high - third)
+            if left <= right:
+                high -= third
+            if left >= right:
+                low += third
+        return min(range(low, high + 1), key=self.bound)
+
+
+def _least(costs: Costs, batch_max: int | None, write_cost: bool) -> Choice:
+    n, k = _Grid.of(costs, batch_max, write_cost).best()
+    return _choice(costs, n, k, write_cost)
+
+
+def _choice(costs: Costs, n: int, k: int, write_cost: bool) -> Choice:
+    interval_s, batch_s = n * costs.step_s, k * costs.step_s
+    wasted = waste(costs, interval_s, batch_s, write_cost=write_cost)
+    return Choice(n, k, interval_s, batch_s, wasted)
+
+
+def _without_log(costs: Costs, write_cost: bool) -> Choice:
+    """Young's choice in whole steps (GoCkpt section 3.1): all since the base is lost."""
+    costs = replace(costs, batch_write_s=0.0)
+    base_s, _ = write_costs(costs, write_cost)
+    lost, base = costs.step_s / (2 * costs.mtbf_s), base_s / costs.step_s
+    n = max(interval_steps_min(costs), math.floor(math.sqrt(base / lost)))
+    if lost * (n + 1) + base / (n + 1) < (lost * n + base / n) * (1 - EQUAL):
+        n += 1
+    return _choice(costs, n, n, write_cost)
+
+
+# --- What cannot be helped --------------------------------------------------------------
+
+
+def _check_replay(costs: Costs) -> None:
+    if costs.replay_s >= costs.step_s:
+        plain = _without_log(costs, write_cost=True)
+        raise InfeasibleError(
+            f"redoing a step from the log takes {costs.replay_s:.4g} s, and training it "
+            f"{costs.step_s:.4g} s: the log gains nothing",
+            quantity="replay_s",
+            needed=costs.step_s,
+            hint=f"a replay in less than {costs.step_s:.4g} s; or no log, and a base every "
+            f"{plain.interval_steps} steps ({plain.waste.total:.2%} wasted)",
+        )
+
+
+def _mtbf_needed(costs: Costs, batch_max: int | None, write_cost: bool) -> float:
+    """The MTBF with which the best choice wastes all of the time: the longer, the less."""
+
+    def enough(mtbf_s: float) -> bool:
+        return _least(replace(costs, mtbf_s=mtbf_s), batch_max, write_cost).waste.total < 1
+
+    low = high = costs.mtbf_s
+    while not enough(high):
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+# --- Saves without a log ----------------------------------------------------------------
+
+
+def checkfreq_interval(
+    *, step_s: float, stall_s: float, persist_s: float = 0.0, share: float = 0.035
+) -> int:
+    """The fewest steps between saves that keep their cost within a share of training.
+
+    CheckFreq's rule: saves may slow training down by ``share`` (3.5 %: TierCheck experiment 3
+    quotes it), and one is durable before the next begins. CheckFreq's code starts at the second
+    bound and adds two steps as long as the first is exceeded; here both are solved for.
+
+    Args:
+        step_s: seconds of a step without saves.
+        stall_s: seconds for which a save holds training up.
+        persist_s: seconds for which it goes on behind training.
+        share: most that ``stall_s`` may be of the training between two saves.
+
+    Raises:
+        OptionError: for a value that is no finite number in range.
+    """
+    if not is_number(step_s) or step_s <= 0:
+        raise OptionError(f"step_s must be seconds, more than 0, not {step_s!r}")
+    for name, value in (("stall_s", stall_s), ("persist_s", persist_s)):
+        if not is_number(value) or value < 0:
+            raise OptionError(f"{name} must be seconds, not {value!r}")
+    if not is_number(share) or not 0 < share <= 1:
+        raise OptionError(f"share must be more than 0, at most 1, not {share!r}", hint="0.035")
+    return max(1, _ceil(stall_s / step_s / share), _ceil(persist_s / step_s))
+
+
+def _ceil(quotient: float) -> int:
+    """The next whole number, unless it is only rounding that exceeds the one before."""
+    if quotient == math.inf:
+        raise OptionError("a step is too short next to what a save takes")
+    return math.ceil(quotient * (1 - EQUAL))

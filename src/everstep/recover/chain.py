@@ -1,0 +1,115 @@
+"""How far the log reaches from each base: decisions without I/O.
+
+A log is followed step by step along a history of timelines. It ends at the first step whose
+mark is missing, or is of a state of another shape, or with an update missing before it (I4);
+and at a fork it goes on only with what the younger timeline has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from everstep.commit.lineage import BaseId, Branch, history
+from everstep.format.log import RecordHead
+
+__all__ = ["Chain", "LogIndex", "chains", "path_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What can be made of a base.
+
+    Attributes:
+        base: where it begins.
+        steps: ``(timeline, step)`` of every step that the log adds, in order.
+        stopped: why it goes no further, in words.
+    """
+
+    base: BaseId
+    steps: tuple[tuple[int, int], ...]
+    stopped: str
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """``(timeline, step)`` of the newest state."""
+        return self.steps[-1] if self.steps else (self.base.timeline, self.base.step)
+
+
+class LogIndex:
+    """Heads of all records, to be looked up."""
+
+    def __init__(self, heads: Iterable[RecordHead]) -> None:
+        self.marks: dict[tuple[int, int], RecordHead] = {}
+        self.updates: set[tuple[int, int]] = set()
+        for head in heads:
+            if head.kind == "mark":
+                self.marks[head.timeline, head.step] = head
+            else:
+                self.updates.add((head.timeline, head.lsn))
+
+    def follow(
+        self, base: BaseId, lsn: int, shape: str | None, path: Sequence[tuple[int, int | None]]
+    ) -> Chain:
+        """The longest chain from a base.
+
+        Args:
+            lsn: of the base.
+        shape: of the base; None: whatever the first mark says, to be compared later.
+            path: a history, youngest first (see :func:`everstep.commit.lineage.history`).
+        """
+        steps: list[tuple[int, int]] = []
+        step = base.step
+        while True:
+            step += 1
+            timeline = _timeline_of(step, path)
+            if timeline is None:
+                return Chain(base, tuple(steps), "the history ends")
+            mark = self.marks.get((timeline, step))
+            if mark is None:
+                return Chain(base, tuple(steps), f"there is no record of step {step}")
+            shape = mark.shape if shape is None else shape
+            if mark.shape != shape:
+                why = f"at step {step} the state consists of something else"
+                return Chain(base, tuple(steps), why)
+            missing = [n for n in range(lsn + 1, mark.lsn + 1) if (timeline, n) not in self.updates]
+            if missing or mark.lsn < lsn:
+                why = f"update {missing[0] if missing else lsn} of step {step} is missing"
+                return Chain(base, tuple(steps), why)
+            lsn = mark.lsn
+            steps.append((timeline, step))
+
+
+def path_of(timeline: int, branches: Mapping[int, Branch]) -> list[tuple[int, int | None]]:
+    """The history of a timeline, youngest first, with the last step of each that counts."""
+    return history(timeline, branches)
+
+
+def chains(
+    bases: Mapping[BaseId, tuple[int, str | None]],
+    index: LogIndex,
+    path: Sequence[tuple[int, int | None]],
+) -> list[Chain]:
+    """One chain for each base of a history, those that reach furthest first, then those that
+    need least replay.
+
+    Args:
+        bases: LSN and shape of each.
+    """
+    found = []
+    for base, (lsn, shape) in bases.items():
+        if any(
+            timeline == base.timeline and (limit is None or base.step <= limit)
+            for timeline, limit in path
+        ):
+            found.append(index.follow(base, lsn, shape, path))
+    found.sort(key=lambda chain: (chain.end[1], chain.base), reverse=True)
+    return found
+
+
+def _timeline_of(step: int, path: Sequence[tuple[int, int | None]]) -> int | None:
+    """The timeline of a history that has written ``step``: the oldest that had not forked yet."""
+    for timeline, limit in reversed(path):
+        if limit is None or step <= limit:
+            return timeline
+    return None

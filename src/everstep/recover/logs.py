@@ -1,0 +1,104 @@
+"""The log of a run, wherever its records are: in a keeper's memory, and in segments on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from everstep.errors import EverstepError, StorageError
+from everstep.format.log import LogRecord
+from everstep.format.writer import ChunkRing
+from everstep.recover.chain import Chain, LogIndex
+from everstep.recover.decide import Skipped
+from everstep.recover.scan import Inventory
+from everstep.recover.segments import SegmentFound, read_segment, scan_log
+from everstep.seams.filesystem import FileSystem
+
+__all__ = ["LogFound"]
+
+
+class LogFound:
+    """Records by what they are; those on disk are read when they are needed, a segment at a time.
+
+    Attributes:
+        index: which records there are.
+        skipped: segments that cannot be used.
+    """
+
+    def __init__(self, records: Sequence[LogRecord], segments: Sequence[SegmentFound]) -> None:
+        self._memory = {_key(record): record for record in records}
+        self._segments: dict[tuple[str, int, int], SegmentFound] = {}
+        self._read: tuple[SegmentFound, dict[tuple[str, int, int], LogRecord]] | None = None
+        heads = [record.head for record in records]
+        self.skipped: list[Skipped] = []
+        for segment in segments:
+            if segment.problem is not None:
+                self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
+                continue
+            for head in segment.heads:
+                heads.append(head)
+                number = head.step if head.kind == "mark" else head.lsn
+                self._segments[head.kind, head.timeline, number] = segment
+        self.index = LogIndex(heads)
+
+    @classmethod
+    def of(
+        cls, filesystem: FileSystem, inventory: Inventory, records: Sequence[LogRecord]
+    ) -> LogFound:
+        """All that there is.
+
+        Raises:
+            OSError: a directory cannot be read.
+        """
+        there = set(inventory.timelines)
+        mine = [record for record in records if record.head.timeline in there]
+        return cls(mine, scan_log(filesystem, inventory.path, sorted(there)))
+
+    def steps(
+        self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+    ) -> Iterator[tuple[list[LogRecord], LogRecord | EverstepError]]:
+        """Updates and mark of each step of a chain; an error instead of a mark, and the end,
+        where a record cannot be read.
+
+        Args:
+            lsn: of the base.
+        """
+        for timeline, step in chain.steps:
+            mark = self.index.marks[timeline, step]
+            try:
+                updates = [
+                    self._record("update", timeline, number, filesystem, ring, timeout_s)
+                    for number in range(lsn + 1, mark.lsn + 1)
+                ]
+                yield updates, self._record("mark", timeline, step, filesystem, ring, timeout_s)
+            except EverstepError as error:
+                yield [], error
+                return
+            lsn = mark.lsn
+
+    def _record(
+        self,
+        kind: str,
+        timeline: int,
+        number: int,
+        filesystem: FileSystem,
+        ring: ChunkRing,
+        timeout_s: float,
+    ) -> LogRecord:
+        key = (kind, timeline, number)
+        if key in self._memory:
+            return self._memory[key]
+        segment = self._segments[key]
+        if self._read is None or self._read[0] is not segment:
+            self._read = None  # the memory of the one before
+            try:
+                records = read_segment(filesystem, segment, ring, timeout_s=timeout_s)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise StorageError(f"{segment.path}: {reason}", path=segment.path) from error
+            self._read = segment, {_key(record): record for record in records}
+        return self._read[1][key]
+
+
+def _key(record: LogRecord) -> tuple[str, int, int]:
+    head = record.head
+    return head.kind, head.timeline, head.step if head.kind == "mark" else head.lsn

@@ -1,0 +1,86 @@
+"""Which base and how much of the log to take for a step. Without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import RecoveryError
+from everstep.recover.chain import Chain, LogIndex, chains, path_of
+from everstep.recover.decide import Candidates, candidates
+from everstep.recover.scan import BaseFound, Inventory
+
+__all__ = ["Reachable", "reachable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """Bases to try, best first, each with the steps of the log to redo on it."""
+
+    ordered: tuple[tuple[BaseFound, Chain], ...]
+    candidates: Candidates
+
+
+def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None) -> Reachable:
+    """What can be restored: the newest step along the history of the newest timeline, or one
+    particular step.
+
+    Args:
+        step: in any timeline, that of the history first, then the younger ones.
+
+    Raises:
+        RecoveryError: no base and no log has ``step``.
+    """
+    if not index.marks:
+        chosen = candidates(inventory, step=step)
+        return Reachable(tuple((base, Chain(base.id, (), "")) for base in chosen.ordered), chosen)
+    everything = candidates(inventory)
+    usable = {b.id: b for b in inventory.bases if b.status in ("committed", "complete")}
+    lsns: dict[BaseId, tuple[int, str | None]] = {}
+    for base in usable.values():
+        assert base.manifest is not None
+        lsns[base.id] = (base.manifest.markers[0].lsn, None)
+    branches = inventory.branches
+    if step is None:
+        here = {base.id for base in everything.ordered}
+        known = {key: value for key, value in lsns.items() if key in here}
+        found = chains(known, index, path_of(max(branches), branches)) if branches else []
+        missing = [Chain(key, (), "") for key in known if key not in {c.base for c in found}]
+        return Reachable(
+            tuple((usable[chain.base], chain) for chain in [*found, *missing]), everything
+        )
+    ordered: dict[BaseId, Chain] = {}
+    for timeline in sorted(branches, reverse=True):
+        path = path_of(timeline, branches)
+        early = {key: value for key, value in lsns.items() if key.step <= step}
+        cut = [_cut(chain, step) for chain in chains(early, index, path)]
+        for chain in sorted(cut, key=lambda chain: chain.base, reverse=True):
+            if chain.end[1] == step and chain.base not in ordered:
+                ordered[chain.base] = chain
+    for key in sorted(lsns, reverse=True):  # in no history: a base of this very step all the same
+        if key.step == step:
+            ordered.setdefault(key, Chain(key, (), ""))
+    if not ordered:
+        raise RecoveryError(
+            f"neither a base nor the log has step {step}",
+            step=step,
+            path=inventory.path,
+            hint="steps there are: " + (_listed(lsns, index, inventory) or "none"),
+        )
+    return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
+
+
+def _cut(chain: Chain, step: int) -> Chain:
+    return replace(chain, steps=tuple(item for item in chain.steps if item[1] <= step))
+
+
+def _listed(
+    lsns: Mapping[BaseId, tuple[int, str | None]], index: LogIndex, inventory: Inventory
+) -> str:
+    spans = set()
+    for timeline in inventory.branches:
+        for chain in chains(lsns, index, path_of(timeline, inventory.branches)):
+            first, last = chain.base.step, chain.end[1]
+            spans.add((first, last))
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in sorted(spans)[:20])

@@ -1,0 +1,193 @@
+"""Redo: brings a state that was restored from a base to a later step, by the log.
+
+Updates are run by the live optimizers themselves over the logged gradients; what no optimizer
+owns is put back from the last step mark, which holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from everstep.errors import DamageError, FormatError, MismatchError
+from everstep.format.log import LogRecord
+from everstep.replay.engine import Replayer
+from everstep.replay.exactness import Exactness
+from everstep.replay.updates import Update
+from everstep.state.entries import Entry
+from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.layout import Placed
+from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.tensors import stored_form, torch_dtype
+from everstep.state.tree import join, references, split
+
+__all__ = ["Redo", "tensor_of", "update_of"]
+
+
+class Redo:
+    """Applies records to a live state, in order.
+
+    Args:
+        state: as a base has left it.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._replayers: dict[str, Replayer] = {}
+        self._last: LogRecord | None = None
+
+    @property
+    def last(self) -> LogRecord | None:
+        """The mark of the newest step that was applied."""
+        return self._last
+
+    @property
+    def exactness(self) -> Exactness:
+        """Of all optimizers together."""
+        for replayer in self._replayers.values():
+            if not replayer.exact.exact:
+                return replayer.exact
+        return Exactness(True, "")
+
+    def step(self, updates: Sequence[LogRecord], mark: LogRecord) -> None:
+        """Redoes one step: all of it, or nothing (I3).
+
+        Raises:
+            DamageError: a record is damaged; nothing was applied.
+            FormatError, ReplayError: a record does not fit the state.
+        """
+        for record in (*updates, mark):
+            record.verify()
+        found = [update_of(record) for record in updates]
+        for update in found:
+            self._replayer(update.optimizer).apply([update])
+        self._last = mark
+
+    def finish(self) -> list[str]:
+        """Restores what the last mark holds; returns what could not be taken back, in words.
+
+        Raises:
+            MismatchError, FormatError: the mark does not fit the state.
+        """
+        mark, state = self._last, self._state
+        if mark is None:
+            return []
+        logged = {place.entry.name: tensor_of(mark, place) for place in mark.layout.placed}
+        trees = {
+            name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
+        }
+        live: dict[str, torch.Tensor] = {}
+        for section, provider in state.providers.items():
+            split(provider.collect(), section, live)
+        kept = {place.entry.name: place.entry for place in mark.layout.placed}
+        entries: dict[str, Entry] = {}
+        for tree in trees.values():
+            for name in references(tree):
+                if name in kept:
+                    entries[name] = kept[name]
+                elif name in live:
+                    entries[name] = stored_form(name, live[name])
+                else:
+                    raise FormatError(f"{mark.head} refers to {name!r}, which is not there")
+        plans = state.plan_restore(trees, entries)
+        mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
+        if mismatches:
+            listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
+            raise MismatchError(
+                f"{mark.head} does not fit the state:\n{listed}", mismatches=mismatches
+            )
+        notes: list[str] = []
+        for section in state.restore_order():
+            plan = plans[section]
+            if plan.tree is None:
+                continue
+            tensors = {}
+            for name in references(plan.tree):
+                target = plan.in_place.get(name)
+                source = logged.get(name)
+                if target is None:
+                    tensors[name] = source if source is not None else live[name]
+                    continue
+                if source is not None:
+                    with torch.no_grad():
+                        target.copy_(source)
+                tensors[name] = target
+            notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
+        return notes
+
+    def _replayer(self, key: str) -> Replayer:
+        replayer = self._replayers.get(key)
+        if replayer is None:
+            optimizer = self._state.optimizers.get(key)
+            provider = self._state.providers.get(key)
+            if optimizer is None or not isinstance(provider, OptimizerProvider):
+                raise FormatError(f"the log has updates of {key!r}, which is no optimizer here")
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            names = [name for group in provider.groups() for name in group]
+            known = {id(p): name for p, name in zip(parameters, names, strict=True)}
+            replayer = self._replayers[key] = Replayer.of(optimizer, known)
+        return replayer
+
+
+def update_of(record: LogRecord) -> Update:
+    """An update as replay takes it.
+
+    Raises:
+        FormatError: it is none.
+    """
+    try:
+        about: Any = decode(record.objects[UPDATE_OBJECT])
+        tensors = {place.entry.name: tensor_of(record, place) for place in record.layout.placed}
+        hyper: dict[str, Any] = {
+            name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
+        }
+        return Update(
+            lsn=record.head.lsn,
+            optimizer=str(about["optimizer"]),
+            groups=tuple(_mapping(join(group, hyper)) for group in about["groups"]),
+            gradients={
+                name.removeprefix(GRADIENT): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(GRADIENT)
+            },
+            grad_scale=tensors.get("grad_scale"),
+            found_inf=tensors.get("found_inf"),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
+
+
+def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
+    """An entry of a record as a tensor; it may share the record's memory, so only to read."""
+    entry = place.entry
+    data = record.data[place.begin : place.end]
+    if entry.logical_dtype is not None:
+        raw = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
+        tensor = torch.view_as_complex(raw)
+    else:
+        tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
+    if entry.stride is None:
+        return tensor
+    strided = torch.empty_strided(tuple(tensor.shape), entry.stride, dtype=tensor.dtype)
+    return strided.copy_(tensor)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"options of a group are no {type(value).__name__}")
+    return value
+
+
+def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data.nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    try:
+        return torch.frombuffer(data, dtype=dtype).view(shape)
+    except ValueError as error:  # not aligned for the dtype
+        raise DamageError(f"an entry of the log lies where none can: {error}") from error

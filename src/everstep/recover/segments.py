@@ -1,0 +1,172 @@
+"""Reads the log of a run folder: which segments there are, and their records, verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
+from everstep.format.digests import digest
+from everstep.format.log import (
+    LOG_OBJECT,
+    LogRecord,
+    RecordHead,
+    heads_of,
+    records_of_segment,
+)
+from everstep.format.names import (
+    LOG_DIR,
+    marker_name,
+    parse_segment,
+    segment_dir,
+    timeline_dir,
+)
+from everstep.format.reader import read_body, read_header, read_record_bytes
+from everstep.format.records import Marker
+from everstep.format.writer import ChunkRing
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import ProgressSink, silent
+
+__all__ = ["SegmentFound", "read_segment", "scan_log"]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFound:
+    """A segment on disk: steps ``(after, last]`` of a timeline.
+
+    Attributes:
+        marker: None where it cannot be used, for the reason ``problem``.
+        heads: what its records are; read with the marker.
+    """
+
+    timeline: int
+    after: int
+    last: int
+    path: PurePath
+    marker: Marker | None
+    problem: str | None
+    heads: tuple[RecordHead, ...] = ()
+    size_bytes: int = 0
+
+
+def scan_log(
+    filesystem: FileSystem, run: PurePath, timelines: list[int], *, rank: int = 0
+) -> list[SegmentFound]:
+    """All segments of these timelines, in order; one without its marker was never finished and
+    is left out.
+
+    Raises:
+        NewerFormatError: one was written by a newer everstep.
+        OSError: a directory cannot be read.
+    """
+    found = []
+    for timeline in sorted(timelines):
+        try:
+            entries = filesystem.scan(timeline_dir(run, timeline) / LOG_DIR)
+        except FileNotFoundError:
+            continue
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            steps = parse_segment(entry.name)
+            if steps is None or entry.kind != "dir":
+                continue
+            segment = _scan(filesystem, run, timeline, *steps, rank)
+            if segment is not None:
+                found.append(segment)
+    return found
+
+
+def read_segment(
+    filesystem: FileSystem,
+    segment: SegmentFound,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+    progress: ProgressSink = silent,
+) -> list[LogRecord]:
+    """The records of a segment, every byte verified.
+
+    Raises:
+        DamageError, FormatError: with the path.
+        OSError: it cannot be read.
+    """
+    marker = segment.marker
+    assert marker is not None
+    (record,) = marker.files
+    path = segment.path / record.name
+    file = filesystem.open(path, direct=True)
+    try:
+        header = read_header(file, record, path)
+        body = memoryview(bytearray(record.length - header.room_bytes))
+
+        def keep(begin: int, piece: memoryview) -> None:
+            body[begin : begin + piece.nbytes] = piece
+
+        read_body(
+            file, header, record, path, ring, timeout_s=timeout_s, progress=progress, sink=keep
+        )
+    finally:
+        file.close()
+    identity = header.identity
+    if (identity.run, identity.timeline, identity.step, identity.lsn, identity.rank) != (
+        marker.run,
+        marker.timeline,
+        marker.step,
+        marker.lsn,
+        marker.rank,
+    ):
+        raise FormatError(f"{path} is of another segment than its marker", path=path)
+    data = {place.entry.name: body[place.begin : place.end] for place in header.placed}
+    records = records_of_segment(identity, data, path)
+    for item in records:
+        item.verify()
+    return records
+
+
+def _scan(
+    filesystem: FileSystem, run: PurePath, timeline: int, after: int, last: int, rank: int
+) -> SegmentFound | None:
+    path = segment_dir(run, timeline, after, last)
+    names = {entry.name: entry for entry in filesystem.scan(path) if entry.kind == "file"}
+    name = marker_name(rank)
+    size_bytes = sum(entry.size_bytes for entry in names.values())
+    if name not in names:
+        return None
+
+    def bad(problem: str) -> SegmentFound:
+        return SegmentFound(timeline, after, last, path, None, problem, (), size_bytes)
+
+    try:
+        marker = Marker.decode(read_record_bytes(filesystem, path / name), path / name)
+        if (marker.timeline, marker.step, marker.rank, len(marker.files)) != (
+            timeline,
+            last,
+            rank,
+            1,
+        ):
+            return bad(f"{path / name} is of another segment")
+        heads = _heads(filesystem, path, marker)
+    except (NewerFormatError, FileNotFoundError):
+        raise
+    except EverstepError as error:
+        return bad(error.message)
+    except OSError as error:
+        return bad(f"{path}: {error.strerror or error}")
+    return SegmentFound(timeline, after, last, path, marker, None, heads, size_bytes)
+
+
+def _heads(filesystem: FileSystem, path: PurePath, marker: Marker) -> tuple[RecordHead, ...]:
+    """What the records are, without their tensors."""
+    (record,) = marker.files
+    file = filesystem.open(path / record.name)
+    try:
+        header = read_header(file, record, path / record.name)
+        for place, expected in zip(header.placed, header.digests, strict=True):
+            if place.entry.name == LOG_OBJECT:
+                data = bytearray(place.end - place.begin)
+                got = file.read_into(memoryview(data), header.room_bytes + place.begin)
+                if got != len(data) or digest(memoryview(data)) != expected:
+                    raise DamageError(f"{path / record.name}: its index is damaged")
+                return heads_of(header.identity.timeline, bytes(data), path)
+    finally:
+        file.close()
+    raise FormatError(f"{path / record.name} has no index")

@@ -1,0 +1,26 @@
+"""What a saved base consists of, in the digest that a log is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from everstep.state.image import OBJECT_PREFIX
+from everstep.state.layout import Placed
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.shapes import shape_digest
+
+__all__ = ["shape_of_base"]
+
+
+def shape_of_base(
+    placed: Iterable[Placed], aliases: Mapping[str, str], trees: Mapping[str, Any]
+) -> str:
+    """The shape digest of a base, from its entries and objects (see :mod:`.state.shapes`)."""
+    entries = [p.entry for p in placed if not p.entry.name.startswith(OBJECT_PREFIX)]
+    groups = {}
+    for section, tree in trees.items():
+        names = OptimizerProvider.groups_of(tree)
+        if names is not None:
+            groups[section] = names
+    return shape_digest(entries, aliases, groups)

@@ -1,0 +1,403 @@
+"""``Replayer``: applies logged updates of one optimizer to named tensors, in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer, SparseAdam
+
+from everstep.errors import ReplayError, UnsupportedStateError
+from everstep.replay.blocked import KINDS, Blocked
+from everstep.replay.exactness import (
+    Exactness,
+    exactness,
+    kind_name,
+    kind_refusal,
+    options_refusal,
+    refusal,
+    tensor_refusal,
+    thread_dependence,
+    variant_of,
+)
+from everstep.replay.own import build, set_options, step_over
+from everstep.replay.proof import blocked_is_exact
+from everstep.replay.updates import Update
+
+__all__ = ["Replayer"]
+
+
+class Replayer:
+    """Applies updates of one optimizer to named tensors, in place.
+
+    Two ways, chosen for each update, with the same bits:
+
+    - the optimizer's own ``step()`` over the logged gradients, on whole tensors;
+    - SGD, Adam and AdamW on the CPU, once their state exists: torch's functional forms of
+      the same variant, block by block, over all updates of a call (``blocked``).
+
+    Args:
+        kind: class of the optimizer.
+        params: parameter names of each group, in order.
+        tensors: parameters by name; updated in place. Views of shared memory will do.
+        state: ``optimizer.state`` by parameter name; its tensors are updated in place.
+            Empty, or without some parameters, where the optimizer had not made it yet.
+        groups: hyperparameters of each group at the base.
+        threads: Python threads that share the work of the blocked way, each with one of
+            torch's.
+        training_threads: number of torch's threads in training, which the bits of large
+            half-precision tensors depend on; None: not known.
+
+    Attributes:
+        exact: whether what :meth:`apply` gives is bit for bit what training had. Once False
+            it stays so (I9).
+
+    Raises:
+        UnsupportedStateError: this optimizer cannot be replayed; says why.
+        ReplayError: names, tensors, state and groups do not fit together.
+    """
+
+    exact: Exactness
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        params: Sequence[Sequence[str]],
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        threads: int = 1,
+        training_threads: int | None = None,
+    ) -> None:
+        if why := kind_refusal(kind):
+            raise _unsupported(kind, why)
+        names = [list(members) for members in params]
+        flat_names = [name for members in names for name in members]
+        if len(names) != len(groups):
+            raise ReplayError(f"{len(names)} groups of parameters, {len(groups)} of options")
+        if doubled := sorted(name for name, times in Counter(flat_names).items() if times > 1):
+            raise ReplayError(f"parameters in more than one place: {doubled}")
+        if missing := [name for name in flat_names if name not in tensors]:
+            raise ReplayError(f"no tensors of parameters {missing}")
+        if unknown := sorted(set(state).difference(flat_names)):
+            raise ReplayError(f"state of parameters that are in no group: {unknown}")
+        for name in flat_names:
+            if why := tensor_refusal(tensors[name]):
+                raise _unsupported(kind, f"{name}: {why}")
+        # Tensors of their own over the same memory: they have a `grad` of their own, too.
+        own = {name: tensors[name].detach() for name in flat_names}
+        members = [[own[name] for name in group] for group in names]
+        for options, group in zip(groups, members, strict=True):
+            if why := options_refusal(kind, options, group):
+                raise _unsupported(kind, why)
+        optimizer = build(kind, members, groups)
+        eager = [name for name in flat_names if optimizer.state.get(own[name])]
+        if lost := [name for name in eager if not state.get(name)]:
+            raise ReplayError(
+                f"{kind.__name__} makes its state when it is built; there is none of {lost}",
+                hint="a base of this optimizer holds it: it is not there from the start only "
+                "where an optimizer makes it in its first step",
+            )
+        optimizer.state.clear()
+        for name, values in state.items():
+            if values:
+                optimizer.state[own[name]] = dict(values)
+        self._given = {
+            (name, key): value
+            for name, values in state.items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        self._start(optimizer, names, threads, training_threads)
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, names: Mapping[int, str], *, threads: int | None = None
+    ) -> Replayer:
+        """Around a live optimizer, which holds the state of the base.
+
+        It and its parameters are updated in place, and so are the hyperparameters of its groups:
+        as in the last update, in the end. No hook runs, neither its own nor global ones;
+        ``grad`` of each parameter is as before.
+
+        Args:
+            optimizer: the user's.
+            names: of all of its parameters, by ``id(parameter)``.
+            threads: as for the constructor; None: as many as torch has.
+
+        Raises:
+            UnsupportedStateError: it cannot be replayed; says why.
+            ReplayError: a parameter has no name.
+        """
+        if why := refusal(optimizer):
+            raise _unsupported(type(optimizer), why)
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    raise ReplayError(f"parameter {position} of group {number} has no name")
+            found.append([names[id(parameter)] for parameter in group["params"]])
+        own = cls.__new__(cls)
+        own._given = {}
+        available = torch.get_num_threads()
+        own._start(optimizer, found, available if threads is None else threads, available)
+        return own
+
+    def _start(
+        self,
+        optimizer: Optimizer,
+        names: list[list[str]],
+        threads: int,
+        training_threads: int | None,
+    ) -> None:
+        if threads < 1:
+            raise ReplayError(f"threads={threads}: at least 1 is needed")
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self._names = names
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._parameters = {
+            name: parameter
+            for group, members in zip(names, self._members, strict=True)
+            for name, parameter in zip(group, members, strict=True)
+        }
+        if len(self._parameters) != sum(map(len, names)):
+            raise ReplayError("two parameters have the same name")
+        self._training_threads = training_threads
+        on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
+        self._blocked = (
+            Blocked(optimizer, names, threads=threads) if self._kind in KINDS and on_cpu else None
+        )
+        self._key: str | None = None
+        self._lsn: int | None = None
+        self._broken: str | None = None
+        self._judged: set[tuple[str, ...]] = set()
+        self.exact = Exactness(True, "")
+        self._judge(optimizer.param_groups)
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """``optimizer.state`` by parameter name, with what the optimizer has created."""
+        held = self._optimizer.state
+        return {name: held[p] for name, p in self._parameters.items() if p in held}
+
+    @property
+    def lsn(self) -> int | None:
+        """Number of the last update that was applied; None before the first."""
+        return self._lsn
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        """Applies updates in their order; several in one call are faster than one by one.
+
+        All of them are checked before the first is applied. When one is refused, nothing
+        has changed.
+
+        Args:
+            updates: of this optimizer, each with a higher LSN than the one before. That none
+                is missing must be known already: see
+                :func:`~everstep.replay.updates.check_complete`.
+
+        Raises:
+            ReplayError: an update is out of order or does not fit; or one failed half-way,
+                which leaves state that is of no use.
+        """
+        if self._broken is not None:
+            raise ReplayError(
+                f"an earlier update failed half-way: {self._broken}",
+                hint="load the base again and replay from there",
+            )
+        updates = list(updates)
+        self._check(updates)
+        if not updates:
+            return
+        self._broken = f"update {updates[0].lsn} or one of the next {len(updates) - 1}"
+        try:
+            self._apply(updates)
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise ReplayError(
+                f"updates {updates[0].lsn} to {updates[-1].lsn} failed half-way: {self._broken}",
+                hint="load the base again and replay from there",
+            ) from error
+        self._broken = None
+        self._key, self._lsn = updates[-1].optimizer, updates[-1].lsn
+
+    def _apply(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self._judge(update.groups)
+        waiting: list[Update] = []
+
+        def work_off() -> None:
+            if waiting:
+                assert self._blocked is not None
+                self._blocked.run(waiting)
+                set_options(self._optimizer, waiting[-1].groups)
+                waiting.clear()
+
+        for update in updates:
+            # The blocked way creates no state: what is not there now is not there then.
+            if self._takes_blocks(update):
+                waiting.append(update)
+                continue
+            work_off()
+            self._step(update)
+        work_off()
+
+    def _step(self, update: Update) -> None:
+        """The optimizer's own step."""
+        before = torch.get_num_threads()
+        if self._training_threads is not None:
+            torch.set_num_threads(self._training_threads)
+        try:
+            step_over(self._optimizer, self._parameters, update)
+        finally:
+            torch.set_num_threads(before)
+        self._keep_in_place()
+
+    def _keep_in_place(self) -> None:
+        """Some optimizers bind new tensors: puts their values where the caller has the old."""
+        moved = []
+        for (name, key), given in self._given.items():
+            values = self._optimizer.state.get(self._parameters[name], {})
+            now = values.get(key)
+            if now is given or not isinstance(now, torch.Tensor):
+                continue
+            if (now.shape, now.dtype, now.device) == (given.shape, given.dtype, given.device):
+                moved.append((values, key, given, now.detach().clone()))
+        for values, key, given, now in moved:
+            given.detach().copy_(now)
+            values[key] = given
+
+    def _takes_blocks(self, update: Update) -> bool:
+        if self._blocked is None or not self._blocked.takes(update):
+            return False
+        for number, (options, members) in enumerate(zip(update.groups, self._members, strict=True)):
+            # Blocks have one thread of torch each.
+            if self._training_threads not in (None, 1) and thread_dependence(options, members):
+                return False
+            for dtype in {parameter.dtype for parameter in members}:
+                if not blocked_is_exact(self._kind, update, number, dtype):
+                    return False
+        return True
+
+    def _judge(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps :attr:`exact` true to what is replayed."""
+        if not self.exact.exact:
+            return
+        device_types = sorted({p.device.type for p in self._parameters.values()})
+        variants = tuple(variant_of(options, d) for d in device_types for options in groups)
+        if variants in self._judged:
+            return
+        self._judged.add(variants)
+        for device_type in device_types:
+            found = exactness(self._kind, groups, device_type)
+            if not found.exact:
+                self.exact = found
+                return
+        if self._training_threads is None:
+            for options, members in zip(groups, self._members, strict=True):
+                if why := thread_dependence(options, members):
+                    self.exact = Exactness(False, f"{why}, and those of training are not known")
+                    return
+
+    # --- What is refused ----------------------------------------------------------------
+
+    def _check(self, updates: Sequence[Update]) -> None:
+        members = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if list(map(id, members)) != list(map(id, self._parameters.values())):
+            raise ReplayError("the optimizer's parameters are not those that it had")
+        key, lsn, momentum = self._key, self._lsn, self._with_momentum()
+        for update in updates:
+            if lsn is not None and update.lsn <= lsn:
+                raise ReplayError(f"update {update.lsn} cannot follow update {lsn}")
+            if key is not None and update.optimizer != key:
+                raise ReplayError(
+                    f"update {update.lsn} is one of {update.optimizer!r}, not of {key!r}"
+                )
+            key, lsn = update.optimizer, update.lsn
+            self._check_groups(update)
+            self._check_scaler(update, momentum)
+            for name, gradient in update.gradients.items():
+                if why := self._misfit(name, gradient):
+                    raise ReplayError(f"update {update.lsn} of {update.optimizer!r}: {why}")
+
+    def _check_groups(self, update: Update) -> None:
+        where = f"update {update.lsn} of {update.optimizer!r}"
+        if len(update.groups) != len(self._members):
+            raise ReplayError(
+                f"{where} has {len(update.groups)} parameter groups, the base {len(self._members)}",
+                hint="groups that are added in mid-run need a new base",
+            )
+        defaults = self._optimizer.defaults
+        # Flags came with newer versions of torch, and have its defaults.
+        needed = {k for k, v in defaults.items() if v is not None and not isinstance(v, bool)}
+        for number, (options, members) in enumerate(zip(update.groups, self._members, strict=True)):
+            if lacking := sorted(needed.difference(options)):
+                raise ReplayError(f"{where}: group {number} has no {', '.join(lacking)}")
+            if why := options_refusal(self._kind, options, members):
+                raise ReplayError(f"{where}: group {number}: {why}")
+
+    def _check_scaler(self, update: Update, momentum: set[str]) -> None:
+        """Whether a scaler's tensors fit; ``momentum`` names what has a momentum by now."""
+        where = f"update {update.lsn} of {update.optimizer!r}"
+        scaler = {"grad_scale": update.grad_scale, "found_inf": update.found_inf}
+        given = {name: tensor for name, tensor in scaler.items() if tensor is not None}
+        for name, tensor in given.items():
+            if tensor.numel() != 1:
+                raise ReplayError(f"{where}: {name} has {tensor.numel()} elements, not 1")
+        for names, options in zip(self._names, update.groups, strict=True):
+            concerned = [name for name in names if name in update.gradients]
+            if given and concerned and not options.get("fused"):
+                raise ReplayError(f"{where}: {' and '.join(given)} of a group that is not fused")
+            if self._kind is not SGD or not options.get("momentum"):
+                continue
+            lost = [name for name in concerned if name not in momentum]
+            if lost and update.skipped:
+                raise ReplayError(
+                    f"{where}: a scaler skipped the first step of fused SGD, after which torch "
+                    f"leaves the momentum uninitialised: {', '.join(lost)}",
+                    hint="start a new base after it",
+                )
+            momentum.update(concerned)
+
+    def _with_momentum(self) -> set[str]:
+        states = self.state.items()
+        return {name for name, values in states if values.get("momentum_buffer") is not None}
+
+    def _misfit(self, name: str, gradient: torch.Tensor) -> str | None:
+        """Why this cannot be the gradient of that parameter, or None."""
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            return f"gradient of {name!r}, which is none of its parameters"
+        if gradient.shape != parameter.shape:
+            return (
+                f"gradient of {name!r} has shape {list(gradient.shape)}, "
+                f"the parameter {list(parameter.shape)}"
+            )
+        if not _widens(gradient.dtype, parameter.dtype):
+            return f"gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}"
+        wanted = torch.sparse_coo if self._kind is SparseAdam else torch.strided
+        if gradient.layout != wanted:
+            return f"gradient of {name!r} is {gradient.layout}; only {wanted} can be replayed here"
+        return None
+
+
+def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``: a log may leave out low bits that
+    are zero."""
+    if narrow == wide:
+        return True
+    if narrow.is_complex != wide.is_complex or narrow.is_floating_point != wide.is_floating_point:
+        return False
+    try:
+        return torch.promote_types(narrow, wide) == wide
+    except RuntimeError:  # fp8 and the like have no promotion
+        return False
+
+
+def _unsupported(kind: type[Optimizer], why: str) -> UnsupportedStateError:
+    name = kind_name(kind)
+    return UnsupportedStateError(f"{name} cannot be replayed: {why}", leaves=((name, why),))

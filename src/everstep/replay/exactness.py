@@ -1,0 +1,347 @@
+"""Which optimizers can be replayed, and where replay gives the very bits of training (I9).
+
+Three questions, apart from each other:
+
+- *May it be logged at all?* :func:`refusal` answers before training starts. An update must be
+  a function of a parameter, its gradient, its state and the hyperparameters, by code that is
+  at hand when it is replayed.
+- *Is the result exact?* :func:`exactness` answers from :data:`MATRIX`; what is not listed there
+  is not exact, however likely it may be.
+- *May tensors be cut up?* :func:`is_elementwise`: Adafactor sums over rows and columns, Muon
+  multiplies matrices; they are replayed on whole tensors only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import OptionError
+
+__all__ = [
+    "MATRIX",
+    "Exactness",
+    "Row",
+    "declare",
+    "exactness",
+    "is_elementwise",
+    "kind_name",
+    "kind_refusal",
+    "options_refusal",
+    "refusal",
+    "replay_kind",
+    "tensor_refusal",
+    "thread_dependence",
+    "variant_of",
+]
+
+Kind = type[Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether replay gives the bits of training.
+
+    Attributes:
+        exact: it does, as long as the fingerprint (torch, number of its threads, machine) is
+            that of training.
+        why: why not; ``""`` when it does.
+    """
+
+    exact: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration for which replay is bit for bit what training does.
+
+    Attributes:
+        optimizer: class of ``torch.optim``.
+        variant: which of torch's implementations runs: ``"for-loop"``, ``"foreach"``, ``"fused"``.
+        device: device type of the parameters, the same in training and replay.
+    """
+
+    optimizer: str
+    variant: str
+    device: str
+
+
+_FOREACH = "SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop".split()
+_FUSED = "SGD Adam AdamW Adagrad".split()
+
+MATRIX: tuple[Row, ...] = (
+    *(Row(name, "for-loop", "cpu") for name in [*_FOREACH, "SparseAdam"]),
+    *(Row(name, "foreach", "cpu") for name in _FOREACH),
+    *(Row(name, "fused", "cpu") for name in _FUSED),
+)
+"""Every configuration that is claimed to be exact; a test replays each, bit for bit.
+
+No other device is listed: torch's own operators run there as well, on whole tensors, but a row
+needs a test that ran. Adafactor and Muon are not listed because they sum and multiply over
+whole tensors, in an order that depends on the number of threads. See also
+:func:`thread_dependence`.
+"""
+
+_ELEMENTWISE = dict.fromkeys([*_FOREACH, "SparseAdam"], True) | {
+    "Adafactor": False,
+    "Muon": False,
+}
+"""The classes of ``torch.optim`` that can be replayed, and whether each element of a parameter
+is updated on its own. Not every torch has all of them."""
+
+_TORCH: dict[str, Kind] = {
+    name: getattr(torch.optim, name) for name in _ELEMENTWISE if hasattr(torch.optim, name)
+}
+_DECLARED: dict[str, tuple[Kind, bool]] = {}
+
+_NEEDS_CLOSURE = "it evaluates the loss several times in one step and keeps a history of gradients"
+_CAPTURABLE_DEVICES = ("cuda", "xpu", "hpu", "xla")
+_FOREACH_DEVICES = ("cuda", "xpu", "mtia")
+
+
+def kind_name(kind: Kind) -> str:
+    """The name under which a class is found again, e.g. ``"torch.optim.adamw.AdamW"``."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def replay_kind(name: str) -> Kind | None:
+    """The optimizer class of this name, if it is one that can be replayed.
+
+    Nothing is imported: names come from files. A class of the user's must be declared first.
+
+    Args:
+        name: as :func:`kind_name` gives it, or ``"torch.optim.AdamW"``.
+    """
+    if name in _DECLARED:
+        return _DECLARED[name][0]
+    kind = _TORCH.get(name.rpartition(".")[2])
+    if kind is None or name not in (kind_name(kind), f"torch.optim.{kind.__name__}"):
+        return None
+    return kind
+
+
+def declare(kind: Kind, *, elementwise: bool) -> None:
+    """Lets optimizers of a class of one's own be logged and replayed.
+
+    The class promises that what ``step()`` does to a parameter is a function of the parameter,
+    its gradient, its entry in ``optimizer.state`` and its group's hyperparameters, and nothing
+    else: no random numbers, no closure, no other parameter, no attributes that change.
+
+    Args:
+        kind: the class. ``kind(groups)`` or ``kind(groups, **hyperparameters)`` must build one.
+        elementwise: whether each element is updated on its own, so that part of a tensor can
+            be replayed without the rest.
+
+    Raises:
+        OptionError: it is no optimizer, or one of torch's.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise OptionError(f"{kind!r} is no torch.optim.Optimizer class")
+    if _is_torchs(kind):
+        raise OptionError(
+            f"{kind_name(kind)} cannot be declared: what is known of torch's own classes is fixed"
+        )
+    _DECLARED[kind_name(kind)] = (kind, elementwise)
+
+
+def is_elementwise(kind: Kind) -> bool:
+    """Whether each element of a parameter is updated on its own."""
+    if _TORCH.get(kind.__name__) is kind:
+        return _ELEMENTWISE[kind.__name__]
+    declared = _DECLARED.get(kind_name(kind))
+    return declared is not None and declared[0] is kind and declared[1]
+
+
+def variant_of(options: Mapping[str, Any], device_type: str) -> str:
+    """Which of torch's implementations a parameter group with these hyperparameters runs.
+
+    torch decides so in each optimizer's function (``torch.optim.adam.adam`` and the like): a
+    flag that is set wins; where none is given, native tensors on accelerators take foreach.
+    """
+    foreach, fused = options.get("foreach"), options.get("fused")
+    if foreach is None and fused is None and "foreach" in options:
+        tensor_lr = isinstance(options.get("lr"), torch.Tensor)
+        foreach = device_type in _FOREACH_DEVICES and (
+            options.get("capturable", False) or not tensor_lr
+        )
+    if fused:
+        return "fused"
+    return "foreach" if foreach else "for-loop"
+
+
+def exactness(
+    kind: Kind,
+    groups: Sequence[Mapping[str, Any]],
+    device_type: str,
+    *,
+    elementwise_declared: bool = False,
+) -> Exactness:
+    """Whether replay of this configuration gives the bits of training.
+
+    Args:
+        kind: class of the optimizer.
+        groups: hyperparameters of its parameter groups.
+        device_type: of the parameters, in training and in replay.
+        elementwise_declared: the class was declared by its user. It is replayed by its own
+            code, but nothing here has proven it: only an audit can.
+    """
+    name = kind_name(kind)
+    if _TORCH.get(kind.__name__) is not kind:
+        known = elementwise_declared or name in _DECLARED
+        return Exactness(
+            False,
+            f"{name} is {'declared by its user' if known else 'unknown'}, "
+            "not in the exactness matrix",
+        )
+    for options in groups:
+        row = Row(kind.__name__, variant_of(options, device_type), device_type)
+        if row not in MATRIX:
+            return Exactness(
+                False, f"{name}, {row.variant}, on {row.device} is not in the exactness matrix"
+            )
+    return Exactness(True, "")
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+_SERIAL_ELEMENTS = 32768
+"""Up to this many elements torch's CPU loops stay in one thread (``at::internal::GRAIN_SIZE``)."""
+
+
+def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why the bits of an update depend on the number of torch's threads, or None.
+
+    torch gives each thread a stretch of a large CPU tensor. The last elements of a stretch go
+    through scalar code, which rounds bf16 and fp16 at other places than vector code does; for
+    wider types the two agree. Fused kernels share work out in whole vectors.
+
+    Args:
+        options: hyperparameters of a parameter group.
+        parameters: of that group.
+    """
+    if variant_of(options, "cpu") == "fused":
+        return None
+    for parameter in parameters:
+        large = parameter.device.type == "cpu" and parameter.numel() > _SERIAL_ELEMENTS
+        if large and parameter.dtype in _HALVES:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            return f"{dtype} on the CPU: torch's rounding depends on its number of threads"
+    return None
+
+
+# --- What cannot be replayed ------------------------------------------------------------
+
+
+def refusal(optimizer: Optimizer) -> str | None:
+    """Why the updates of this optimizer cannot be logged and replayed, or None if they can.
+
+    To be asked before training starts. Sparse gradients show only in training; see
+    :meth:`~everstep.replay.engine.Replayer.apply`.
+    """
+    return next(_refusals(optimizer), None)
+
+
+def _refusals(optimizer: Optimizer) -> Iterator[str]:
+    kind = type(optimizer)
+    if why := kind_refusal(kind):
+        yield why
+        return
+    replaced = vars(optimizer).get("step")
+    # Schedulers put a wrapper on the instance that only notes the call.
+    if replaced is not None and _innermost(replaced) is not _innermost(kind.step):
+        yield f"the step() of this {kind.__name__} was replaced by {replaced!r}"
+    for group in optimizer.param_groups:
+        if why := options_refusal(kind, group, group["params"]):
+            yield why
+        for position, parameter in enumerate(group["params"]):
+            if why := tensor_refusal(parameter):
+                yield f"parameter {position}: {why}"
+
+
+def kind_refusal(kind: Kind) -> str | None:
+    """Why no optimizer of this class can be replayed, or None."""
+    if _TORCH.get(kind.__name__) is kind or _DECLARED.get(kind_name(kind), (None,))[0] is kind:
+        return None
+    if kind is torch.optim.LBFGS:
+        return f"{kind.__name__} cannot be replayed from one gradient a step: {_NEEDS_CLOSURE}"
+    if _is_torchs(kind):
+        return f"{kind_name(kind)} is not known to this version"
+    bases = [base.__name__ for base in kind.__mro__[1:] if base in _TORCH.values()]
+    return (
+        f"{kind_name(kind)} is not one of torch.optim's classes"
+        + (f" (a subclass of {bases[0]} may do anything)" if bases else "")
+        + "; if its update of a parameter depends on nothing but the parameter, its gradient, its "
+        "state and the hyperparameters, declare it: everstep.replay.exactness.declare(...)"
+    )
+
+
+def options_refusal(
+    kind: Kind, options: Mapping[str, Any], parameters: Sequence[torch.Tensor]
+) -> str | None:
+    """Why a parameter group with these hyperparameters cannot be replayed, or None."""
+    if options.get("differentiable"):
+        return "differentiable=True: the update is part of a graph, not a change in place"
+    if options.get("capturable"):
+        types = {parameter.device.type for parameter in parameters}
+        known = (*_CAPTURABLE_DEVICES, torch._C._get_privateuse1_backend_name())
+        if wrong := sorted(types.difference(known)):
+            return f"capturable=True: torch has no such update on {', '.join(wrong)}"
+    if kind is torch.optim.SGD and options.get("fused") and options.get("momentum"):
+        halves = [p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _HALVES]
+        if any(_fused_sgd_reads_astray(dtype) for dtype in set(halves)):
+            return (
+                "fused SGD with momentum in half precision on the CPU: this torch "
+                f"({torch.__version__}) computes it wrongly, from memory of other tensors "
+                "(pytorch #191763); use fused=False"
+            )
+    return None
+
+
+def tensor_refusal(parameter: torch.Tensor) -> str | None:
+    """Why updates of this parameter cannot be replayed, or None."""
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(parameter).__name__} is not a plain tensor"
+    if parameter.layout != torch.strided:
+        return f"{parameter.layout} parameters are not supported"
+    return None
+
+
+@functools.cache
+def _fused_sgd_reads_astray(dtype: torch.dtype) -> bool:
+    """Whether what lies behind a tensor in memory has an influence on its update.
+
+    Found in torch 2.13, whose kernel takes the half-precision momentum for fp32 numbers.
+    """
+    results = []
+    for behind in (0.0, 1.0):
+        memory = torch.cat([torch.ones(64), torch.full((64,), behind)]).to(dtype)
+        momentum, gradient = memory.clone(), torch.ones(64, dtype=dtype)
+        parameter = torch.ones(64, dtype=dtype)
+        torch._fused_sgd_(
+            [parameter],
+            [gradient],
+            [momentum[:64]],
+            weight_decay=0.0,
+            momentum=0.5,
+            lr=0.5,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+        results.append(torch.cat([parameter, momentum[:64]]).view(torch.uint8))
+    return not torch.equal(*results)
+
+
+def _is_torchs(kind: Kind) -> bool:
+    return kind.__module__.startswith("torch.optim.")
+
+
+def _innermost(function: Any) -> Any:
+    return inspect.unwrap(getattr(function, "__func__", function))

@@ -1,0 +1,186 @@
+"""The optimizer's own ``step()``, run over gradients that are handed in, without hooks."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_hooks
+
+from everstep.errors import UnsupportedStateError
+from everstep.replay.updates import Update
+
+__all__ = ["build", "own_step", "set_options", "step_over", "writes_gradients"]
+
+
+def _nothing() -> None: ...
+
+
+_HOOKED = Optimizer.profile_hook_step(_nothing).__code__
+_NOT_OPTIONS = ("params", "param_names")
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_hooks._global_optimizer_pre_hooks,
+    torch_hooks._global_optimizer_post_hooks,
+)
+_GLOBAL_HOOKS_LOCK = threading.Lock()
+
+
+def build(
+    kind: type[Optimizer],
+    parameters: Sequence[Sequence[torch.Tensor]],
+    groups: Sequence[Mapping[str, Any]],
+) -> Optimizer:
+    """A new optimizer over ``parameters`` with the hyperparameters of ``groups``.
+
+    Raises:
+        UnsupportedStateError: its class cannot be built from groups.
+    """
+
+    def described() -> list[dict[str, Any]]:
+        own = [{k: _copied(v) for k, v in g.items() if k not in _NOT_OPTIONS} for g in groups]
+        return [
+            {**options, "params": list(members)}
+            for options, members in zip(own, parameters, strict=True)
+        ]
+
+    try:
+        # Defaults are not used: every group comes with all of its hyperparameters.
+        return kind(described())  # type: ignore[call-arg]
+    except TypeError as first:
+        accepted = inspect.signature(kind).parameters
+        options = {k: v for k, v in groups[0].items() if k in accepted and k not in _NOT_OPTIONS}
+        try:
+            return kind(described(), **_copied(options))
+        except TypeError:
+            name = kind.__qualname__
+            raise UnsupportedStateError(
+                f"{name} cannot be built from its groups, {name}(groups): {first}",
+                leaves=((name, str(first)),),
+            ) from first
+
+
+def set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Gives each group the hyperparameters of ``groups``.
+
+    A tensor is written into the one that is there: a scheduler or a captured graph may hold it.
+    """
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in options.items():
+            if key not in _NOT_OPTIONS:
+                group[key] = _put(group.get(key), value)
+
+
+def _put(old: Any, new: Any) -> Any:
+    if isinstance(new, torch.Tensor):
+        fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+        if not fits:
+            return _copied(new)
+        if old is not new:
+            old.detach().copy_(new.detach())
+        return old
+    if isinstance(new, tuple) and any(isinstance(item, torch.Tensor) for item in new):
+        before = old if isinstance(old, tuple) and len(old) == len(new) else (None,) * len(new)
+        return tuple(map(_put, before, new))
+    return _copied(new)
+
+
+def _copied(value: Any) -> Any:
+    """The value, with tensors and containers of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def writes_gradients(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ``step()`` may write to the gradients, as far as is known without a scaler.
+
+    foreach SGD with Nesterov momentum adds the momentum into them.
+    """
+    if kind in (Adam, AdamW):
+        return False
+    if kind is SGD:
+        return any(options.get("nesterov") and options.get("foreach") for options in groups)
+    return True
+
+
+def step_over(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], update: Update) -> None:
+    """Runs ``step()`` once over the gradients of ``update``, which must fit.
+
+    ``grad`` of every parameter, hooks, and what a ``GradScaler`` may have left on the
+    optimizer are as before afterwards.
+    """
+    # Fused kernels write the unscaled gradients back.
+    copies = update.grad_scale is not None or writes_gradients(type(optimizer), update.groups)
+    before = [(parameter, parameter.grad) for parameter in parameters.values()]
+    set_options(optimizer, update.groups)
+    try:
+        for name, parameter in parameters.items():
+            gradient = update.gradients.get(name)
+            if gradient is not None:
+                logged = gradient.detach()
+                gradient = logged.to(parameter.device, parameter.dtype)
+                gradient = gradient.clone() if copies and gradient is logged else gradient
+            parameter.grad = gradient
+        with _scaler(optimizer, update), _without_hooks(optimizer) as step, torch.no_grad():
+            step(optimizer)
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """``kind.step`` as it was written: without torch's wrapper that calls the hooks."""
+    step: Any = kind.step
+    while getattr(step, "__code__", None) is _HOOKED:
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
+    """Its step, inside which no hook runs, also where a subclass calls ``super().step()``."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):  # one step, and it was taken out of its wrapper
+        yield own_step(kind)
+        return
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    held = [getattr(optimizer, name) for name in names]
+    with _GLOBAL_HOOKS_LOCK:
+        held_global = [dict(hooks) for hooks in _GLOBAL_HOOKS]
+        try:
+            for name in names:
+                setattr(optimizer, name, OrderedDict())
+            for hooks in _GLOBAL_HOOKS:
+                hooks.clear()
+            yield own_step(kind)
+        finally:
+            for name, own in zip(names, held, strict=True):
+                setattr(optimizer, name, own)
+            for hooks, kept in zip(_GLOBAL_HOOKS, held_global, strict=True):
+                hooks.update(kept)
+
+
+@contextmanager
+def _scaler(optimizer: Optimizer, update: Update) -> Iterator[None]:
+    """Hands over what ``GradScaler.step`` hands to a fused optimizer: two attributes."""
+    own = vars(optimizer)
+    names = ("grad_scale", "found_inf")
+    held = {name: own.pop(name) for name in names if name in own}
+    try:
+        if update.grad_scale is not None or update.found_inf is not None:
+            own.update(grad_scale=update.grad_scale, found_inf=update.found_inf)
+        yield
+    finally:
+        for name in names:
+            own.pop(name, None)
+        own.update(held)

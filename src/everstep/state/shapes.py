@@ -1,0 +1,34 @@
+"""What a state consists of, in one digest: a log fits the states that have the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import xxhash
+
+from everstep.state.entries import Entry
+
+__all__ = ["shape_digest"]
+
+
+def shape_digest(
+    entries: Iterable[Entry],
+    aliases: Mapping[str, str],
+    groups: Mapping[str, Sequence[Sequence[str]]],
+) -> str:
+    """The digest of names, dtypes and shapes of all tensors, and of who optimizes what.
+
+    Args:
+        entries: of tensors; those of objects left out.
+        aliases: ``other name -> entry name``.
+        groups: names of the parameters of each group, by optimizer.
+    """
+    listed = sorted([e.name, e.dtype, list(e.shape), e.logical_dtype or ""] for e in entries)
+    plain = [
+        listed,
+        sorted(aliases.items()),
+        sorted((k, list(map(list, v))) for k, v in groups.items()),
+    ]
+    text = json.dumps(plain, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())

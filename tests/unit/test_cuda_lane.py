@@ -1,0 +1,792 @@
+"""The CUDA lane without a device: its decisions, played on devices whose streams run in any
+order that CUDA's promises allow. Each promise of the lane is taken away once, to see that the
+play notices."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from everstep.arena.memory import Arena
+from everstep.capture import batches as batches_module
+from everstep.capture import cuda as cuda_module
+from everstep.capture import pinned as pinned_module
+from everstep.capture.audit import SpotCheck
+from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.cuda import CudaLane, CudaTransfer, on_cuda, refuse_graph_capture
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane
+from everstep.capture.pinned import PinnedMemory
+from everstep.errors import OutOfSpaceError, StateError, UnavailableError
+from everstep.state.layout import plan_shards
+from everstep.state.tensors import stored_form
+from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, cuda_device
+from tests.unit.world import TIMEOUT_S, freeze, opened
+
+PAGE = 4096
+GPU = cuda_device(0)
+
+
+# --- A training loop, and the state that it saves ---------------------------------------
+
+
+class Slot:
+    """A tensor of the state: where, how arranged, and whose."""
+
+    def __init__(self, name: str, device: torch.device, size: int, form: str, owner: str) -> None:
+        self.name, self.device, self.size, self.form, self.owner = name, device, size, form, owner
+
+
+class Flight:
+    """A save under way, and how far its progress was told."""
+
+    def __init__(self) -> None:
+        self.transfer: Any = None
+        self.told: list[int] = []
+
+
+class Loop:
+    """Trains and saves as the engine does: updates behind the gate, buffers without one,
+    parameters that are replaced, streams that change, saves that are given up, new arenas."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng = self.rng = random.Random(seed)
+        self.cuda = FakeCuda(rng)
+        self.cuda.install(monkeypatch)
+        for name, size in (("_SMALL_BYTES", 600), ("_PACK_BYTES_MAX", 900), ("_PIECE_BYTES", 700)):
+            monkeypatch.setattr(batches_module, name, size)
+        monkeypatch.setattr(cuda_module, "_EVENT_BYTES", rng.choice([1, 1000, 5000]))
+        monkeypatch.setattr(cuda_module, "_DUPLICATES_BYTES_MAX", rng.choice([0, 1500, 1 << 20]))
+        monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", rng.choice([0, 400, 1 << 20]))
+        monkeypatch.setattr(pinned_module, "_SLICE_BYTES", rng.choice([PAGE, 3 * PAGE]))
+        self.lane = CudaLane(FakeHost(self.cuda))
+        self.devices = [cuda_device(n) for n in range(rng.choice([1, 1, 2]))]
+        self.slots = [self._slot(number) for number in range(rng.randint(2, 9))]
+        self.values: dict[str, Any] = {}
+        self.live: dict[str, torch.Tensor] = {}
+        for slot in self.slots:
+            self._place(slot)
+        (self.layout,) = plan_shards([stored_form(s.name, self.live[s.name]) for s in self.slots])
+        owners = {slot.name: slot.owner for slot in self.slots}
+        self.ends: dict[str, int] = {}
+        for place in self.layout.placed:
+            if owners[place.entry.name]:
+                self.ends[owners[place.entry.name]] = place.end
+        self.block_bytes = -(-self.layout.size_bytes // PAGE) * PAGE
+        self.arena = Arena.anonymous(3 * self.block_bytes)
+        self.free = [n * self.block_bytes for n in range(3)]
+        self.flights: list[Flight] = []
+        self.finished = 0
+
+    def _slot(self, number: int) -> Slot:
+        rng = self.rng
+        device = rng.choice([*self.devices, *self.devices, torch.device("cpu")])
+        size = rng.choice([4, 8, 100, 500, 900, 2000, 5000])
+        form = rng.choice(["plain", "plain", "turned"])
+        return Slot(f"t{number}", device, size, form, rng.choice(["one", "two", ""]))
+
+    def _place(self, slot: Slot) -> None:
+        """New memory for a tensor: the one before is freed when nobody needs it."""
+        if slot.device.type == "cuda":
+            flat = self.cuda.alloc(slot.size, slot.device)
+        else:
+            flat = torch.empty(slot.size, dtype=torch.uint8)
+        self.live[slot.name] = flat.view(4, -1).t() if slot.form == "turned" else flat
+        self._write(slot)
+
+    def _write(self, slot: Slot) -> None:
+        tensor = self.live[slot.name]
+        start = self.rng.randrange(250)
+        value = (torch.arange(slot.size) + start).remainder(251).to(torch.uint8)
+        self.values[slot.name] = value.numpy()
+        value = value.view(tensor.shape)
+        if slot.device.type == "cuda":
+            self.cuda.later(tensor, value)
+        else:
+            tensor.copy_(value)
+
+    # What the loop does.
+
+    def update(self) -> None:
+        owner = self.rng.choice(["one", "two"])
+        end = self.ends.get(owner, 0)
+        for flight in list(self.flights):
+            while not flight.transfer.gate(end, 0.0):
+                self.cuda.run_until(lambda: True)
+        for slot in self.slots:
+            if slot.owner == owner:
+                self._write(slot)
+
+    def forward(self) -> None:
+        """Buffers, which nothing holds back."""
+        for slot in self.slots:
+            if not slot.owner and self.rng.random() < 0.7:
+                self._write(slot)
+
+    def replace(self) -> None:
+        self._place(self.rng.choice(self.slots))
+
+    def other_stream(self) -> None:
+        device = self.rng.choice(self.devices)
+        before = self.cuda.current_stream(device)
+        stream = self.cuda.Stream(device)
+        stream.wait_stream(before)
+        self.cuda.use(stream)
+
+    def other_arena(self) -> None:
+        self.arena = Arena.anonymous(3 * self.block_bytes)
+        self.free = [n * self.block_bytes for n in range(3)]
+
+    def _batches(self, gated: bool) -> list[Batch]:
+        """As planned, but for the devices that are only played here."""
+        found = []
+        for device in [torch.device("cpu"), *self.devices]:
+            slots = [s for s in self.slots if s.device == device and bool(s.owner) == gated]
+            found += plan_batches(self.layout, self.live, {slot.name for slot in slots})
+        return sorted(found, key=lambda batch: batch.begin)
+
+    def _block(self, arena: Arena, offset: int) -> torch.Tensor:
+        whole = torch.frombuffer(arena.view, dtype=torch.uint8)
+        return whole[offset : offset + self.block_bytes]
+
+    def warm(self) -> None:
+        if any(map(on_cuda, self.live.values())):
+            self.lane.warm(self.live.values(), self._block(self.arena, 0))
+
+    def save(self) -> None:
+        if not self.free:
+            return
+        arena, free = self.arena, self.free
+        offset = free.pop(self.rng.randrange(len(free)))
+        block = self._block(arena, offset)
+        block.fill_(POISON)
+        marked, gated = self._batches(False), self._batches(True)
+        wanted = np.full(self.block_bytes, POISON, np.uint8)
+        for place in self.layout.placed:
+            wanted[place.begin : place.end] = self.values[place.entry.name]
+        flight = Flight()
+        self.lane.mark(marked, block)
+
+        def leave() -> None:
+            begin = block.data_ptr()
+            assert not self.cuda.copying(begin, begin + block.numel()), "left, and written to"
+            free.append(offset)
+
+        if self.rng.random() < 0.15:  # given up between mark and submit
+            self.lane.run(leave)
+            return
+        whole = np.zeros(self.block_bytes, bool)
+        for batch in marked:
+            whole[batch.begin : batch.end] = True
+
+        def progress(end: int) -> None:
+            flight.told.append(end)
+            seen = whole.copy()
+            for batch in gated:
+                seen[batch.begin : min(batch.end, end)] = True
+            assert np.array_equal(block.numpy()[seen], wanted[seen]), "told of what is not there"
+
+        def finish() -> None:
+            assert flight.transfer.wait(0.0)
+            assert np.array_equal(block.numpy(), wanted), "torn"
+            assert flight.told == sorted(flight.told)
+            assert not gated or flight.told[-1] == gated[-1].end
+            self.flights.remove(flight)
+            self.finished += 1
+            leave()
+
+        flight.transfer = self.lane.submit(gated, block, progress)
+        self.flights.append(flight)
+        self.lane.run(finish)
+
+    def train(self, steps: int) -> None:
+        for slot in self.slots:
+            self._write(slot)
+        actions = [self.forward, self.update, self.save, self.update, self.save, self.replace]
+        actions += [self.other_stream, self.warm, self.other_arena]
+        weights = [4, 4, 4, 4, 4, 2, 1, 1, 1]
+        for _ in range(steps):
+            self.rng.choices(actions, weights)[0]()
+            self.cuda.run_until(lambda: True)  # others may come in between
+        self.lane.close()
+
+    def run(self, steps: int = 30) -> None:
+        try:
+            trainer = self.cuda.start("trainer", lambda: self.train(steps))
+            self.cuda.run_until(lambda: trainer.over)
+            while self.cuda.pick():
+                pass
+        finally:
+            self.cuda.stop()
+        assert not self.flights
+        assert not self.cuda.registered, "still pinned"
+
+
+SEEDS = range(200)
+
+
+def test_every_schedule_gives_the_state_at_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = 0
+    for seed in SEEDS:
+        loop = Loop(seed, monkeypatch)
+        try:
+            loop.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        finished += loop.finished
+    assert finished > 500, "the loops hardly save"
+
+
+def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaTransfer, "gate", lambda *_: True)
+
+
+def gate_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = CudaTransfer.gate
+    monkeypatch.setattr(CudaTransfer, "gate", lambda self, end, s: gate(self, end - 1000, s))
+
+
+def no_wait_for_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def behind_nothing(lane: CudaLane, device: torch.device) -> Any:
+        if device not in lane._streams:
+            lane._streams[device] = cuda_module._cuda.Stream(device)
+        return lane._streams[device]
+
+    monkeypatch.setattr(CudaLane, "_behind_current", behind_nothing)
+
+
+def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "play_used_on", lambda *_: None)
+
+
+def marks_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaLane, "_hold_back", lambda *_: None)
+
+
+def progress_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda self: None)
+
+
+def marks_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = CudaLane.submit
+
+    def forgetful(lane: CudaLane, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lane, "_begun", list)
+            return submit(lane, *args)
+
+    monkeypatch.setattr(CudaLane, "submit", forgetful)
+
+
+def jobs_not_behind_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaLane, "run", lambda lane, job: lane._host.run(job))
+
+
+def copies_over_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PinnedMemory, "pieces", lambda self, block, begin, end: [(begin, end)])
+
+
+MUTATIONS = {
+    no_gate: "torn|told of what is not there",
+    gate_too_early: "torn|told of what is not there",
+    no_wait_for_the_producer: "torn|told of what is not there",
+    nothing_recorded: "torn|told of what is not there",
+    marks_not_held_back: "told of what is not there|torn",
+    marks_not_waited_for: "told of what is not there",
+    progress_before_the_bytes: "told of what is not there",
+    jobs_not_behind_copies: "left, and written to|unpinned",
+    copies_over_edges: "over an edge",
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_without_it_some_schedule_goes_wrong(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    for seed in SEEDS:
+        try:
+            Loop(seed, monkeypatch).run()
+        except AssertionError as error:
+            assert re.search(MUTATIONS[mutate], str(error))
+            return
+    raise AssertionError("no schedule shows that it is missing")
+
+
+# --- The lane, decision by decision -----------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A device on which nothing happens unless somebody waits for it."""
+    played = FakeCuda(random.Random(1))
+    played.install(monkeypatch)
+    yield played
+    played.stop()
+
+
+def on_device(cuda: FakeCuda, value: int, size: int = 100, device: int = 0) -> torch.Tensor:
+    tensor = cuda.alloc(size, cuda_device(device))
+    tensor.fill_(value)
+    return tensor
+
+
+def block_of(pages: int = 4) -> torch.Tensor:
+    return torch.frombuffer(Arena.anonymous(pages * PAGE).view, dtype=torch.uint8)
+
+
+def batches_of(*tensors: torch.Tensor) -> list[Batch]:
+    found, at = [], 0
+    for tensor in tensors:
+        found.append(Batch(at, at + tensor.numel(), (tensor,)))
+        at += tensor.numel()
+    return found
+
+
+def test_the_gate_does_not_hold_the_cpu(cuda: FakeCuda) -> None:
+    """Copies of the parameters are under way; the gate returns, and nothing has run meanwhile."""
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    weight = on_device(cuda, 1)
+    transfer = lane.submit(batches_of(weight), block, lambda end: None)
+    assert transfer.gate(100, 0.0)
+    cuda.later(weight, torch.full((100,), 2, dtype=torch.uint8))
+    assert block[0] == 0
+    assert not transfer.wait(0.0)
+    lane.close()
+    assert (block[:100] == 1).all()
+    while cuda.pick():
+        pass
+    assert (weight == 2).all()
+
+
+def test_the_gate_waits_for_no_more_than_it_must(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of the first optimizer comes behind the copies of its own parameters."""
+    monkeypatch.setattr(cuda_module, "_EVENT_BYTES", 1)
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    tensors = [on_device(cuda, n, device=n % 2) for n in range(6)]
+    transfer = lane.submit(batches_of(*tensors), block, lambda end: None)
+    stream = cuda.current_stream(GPU)
+    assert transfer.gate(0, 0.0)
+    assert not isinstance(stream.queue[-1], type(transfer._reached[0][1].token))
+    assert transfer.gate(250, 0.0)
+    waits = [transfer._reached[n][1].token for n in (2, 1)]
+    assert stream.queue[-1] is waits[0]
+    assert cuda.current_stream(cuda_device(1)).queue[-1] is waits[1]
+    lane.close()
+
+
+def test_small_tensors_in_host_memory_are_copied_at_once(cuda: FakeCuda) -> None:
+    """Adam's step counters: the gate need not wait for a thread because of them."""
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    weight, step = on_device(cuda, 1), torch.full((4,), 7, dtype=torch.uint8)
+    told: list[int] = []
+    transfer = lane.submit(batches_of(weight, step), block, told.append)
+    step.fill_(8)
+    assert transfer.gate(104, 0.0)
+    assert told == []
+    lane.close()
+    assert told == [100, 104]
+    assert block[99:105].tolist() == [1, 7, 7, 7, 7, 0]
+
+
+def test_large_tensors_in_host_memory_are_waited_for(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizer state that was moved to the CPU."""
+    monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", 50)
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    moment, weight = torch.full((80,), 3, dtype=torch.uint8), on_device(cuda, 1)
+    other = torch.full((80,), 4, dtype=torch.uint8)
+    transfer = lane.submit(batches_of(moment, weight, other), block, lambda end: None)
+    assert not transfer.gate(10, 0.0)
+    cuda.run_until(lambda: transfer.gate(10, 0.0))
+    cuda.run_until(lambda: transfer.gate(260, 0.0))
+    lane.close()
+    assert block[:261].tolist() == [3] * 80 + [1] * 100 + [4] * 80 + [0]
+
+
+def test_a_copy_that_fails_is_told_and_nothing_after_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", 0)
+    host = FakeHost(cuda)
+
+    def fails(batch: Batch, block: torch.Tensor) -> None:
+        raise OSError("lost")
+
+    monkeypatch.setattr(host, "_copy", fails)
+    lane, told = CudaLane(host), []
+    tensors = on_device(cuda, 1), torch.ones(8, dtype=torch.uint8)
+    transfer = lane.submit(batches_of(*tensors), block_of(), told.append)
+    ran = threading.Event()
+    lane.run(ran.set)
+    lane.close()
+    with pytest.raises(OSError, match="lost"):
+        transfer.wait(0.0)
+    assert told == []
+    assert ran.is_set(), "who waits for the end would never learn of it"
+
+
+def test_a_device_that_fails_is_told(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(event: FakeEvent) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    lane, told = CudaLane(FakeHost(cuda)), []
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block_of(), told.append)
+    ran = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "synchronize", fails)
+        lane.run(ran.set)
+        cuda.run_until(ran.is_set)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        transfer.wait(0.0)
+    assert told == []
+    lane.close()
+
+
+@pytest.mark.parametrize("room", [0, 150])
+def test_marks_that_are_too_much_hold_the_device_back(
+    room: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``async`` copies the whole state at its mark: duplicates of it need not fit the device."""
+    monkeypatch.setattr(cuda_module, "_DUPLICATES_BYTES_MAX", room)
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    tensors = [on_device(cuda, n + 1) for n in range(3)]
+    before = len(cuda._allocations)
+    lane.mark(batches_of(*tensors), block)
+    assert len(cuda._allocations) - before == room // 100
+    for tensor in tensors:
+        cuda.later(tensor, torch.zeros(100, dtype=torch.uint8))
+    lane.submit((), block, lambda end: None)
+    lane.close()
+    assert block[:301].tolist() == [1] * 100 + [2] * 100 + [3] * 100 + [0]
+
+
+def test_marks_without_memory_for_duplicates(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(batch: Batch) -> torch.Tensor:
+        raise OutOfSpaceError("the GPU has no 100 bytes left")
+
+    monkeypatch.setattr(cuda_module, "_packed", full)
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    tensor = on_device(cuda, 1)
+    lane.mark(batches_of(tensor), block)
+    cuda.later(tensor, torch.zeros(100, dtype=torch.uint8))
+    lane.submit((), block, lambda end: None)
+    lane.close()
+    assert block[:101].tolist() == [1] * 100 + [0]
+
+
+def test_a_full_device_is_an_error_that_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "cat", full)
+    parts = (torch.ones(8, dtype=torch.uint8), torch.ones(9, dtype=torch.uint8))
+    with pytest.raises(OutOfSpaceError, match="the GPU has no 17 bytes left"):
+        cuda_module._packed(Batch(0, 17, parts))
+
+
+FORMS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.randn(3, 5).t(),
+    "strided": lambda: torch.randn(4, 6)[:, ::2],
+    "conjugated": lambda: torch.randn(4, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+    "a parameter": lambda: nn.Parameter(torch.randn(3, 4)).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_packed_is_row_major_and_no_view(form: str) -> None:
+    tensor = FORMS[form]()
+    packed = cuda_module._packed(Batch(0, tensor.nbytes, (), tensor))
+    wanted = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    assert packed.numpy().tobytes() == wanted.numpy().tobytes()
+    assert packed.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    assert not packed.requires_grad
+
+
+def test_a_duplicate_of_one_tensor_is_no_view() -> None:
+    tensor = torch.arange(9, dtype=torch.uint8)
+    packed = cuda_module._packed(Batch(0, 9, (tensor,)))
+    assert packed.data_ptr() != tensor.data_ptr()
+    assert packed.equal(tensor)
+
+
+# --- Pinned memory ----------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40 * PAGE), st.integers(0, 12 * PAGE)), max_size=8),
+    st.sampled_from([PAGE, 3 * PAGE, 100 * PAGE]),
+    st.data(),
+)
+def test_everything_is_pinned_once(
+    wanted: list[tuple[int, int]], slice_bytes: int, data: st.DataObject
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = FakeCuda(random.Random(1))
+        cuda.install(patch)
+        patch.setattr(pinned_module, "_SLICE_BYTES", slice_bytes)
+        whole = block_of(60)
+        pinned = PinnedMemory(whole, GPU)
+        for offset, size in wanted:
+            pinned.pin(whole[offset : offset + size])
+        for begin, end in cuda.registered.items():
+            assert begin % PAGE == end % PAGE == 0
+            assert end - begin <= slice_bytes
+        assert pinned.size_bytes == sum(end - a for a, end in cuda.registered.items())
+        for offset, size in wanted:
+            block = whole[offset : offset + size]
+            begin = data.draw(st.integers(0, size))
+            end = data.draw(st.integers(begin, size))
+            pieces = list(pinned.pieces(block, begin, end))
+            assert pieces[0][0] == begin
+            assert pieces[-1][1] == end
+            for (_, stop), (start, _) in zip(pieces[:-1], pieces[1:], strict=True):
+                assert stop == start
+            for start, stop in pieces:
+                first, last = block.data_ptr() + start, block.data_ptr() + stop
+                whole_in_one = any(a <= first and last <= e for a, e in cuda.registered.items())
+                assert whole_in_one or start == stop
+        pinned.release()
+        assert not cuda.registered
+
+
+def test_memory_that_cannot_be_pinned_is_refused_with_the_numbers(cuda: FakeCuda) -> None:
+    """And training's next kernel is not told of it: CUDA's memory of the error is cleared."""
+    whole = block_of(8)
+    pinned = PinnedMemory(whole, GPU)
+    pinned.pin(whole[:PAGE])
+    cuda.status = 2
+    with pytest.raises(UnavailableError) as caught:
+        pinned.pin(whole)
+    text = str(caught.value)
+    assert f"{7 * PAGE} bytes of host memory cannot be pinned" in text
+    assert "out of memory (CUDA error 2)" in text
+    assert f"{PAGE} bytes are pinned already" in text
+    assert "limit for locked memory is " in text
+    assert "ulimit -l" in text
+    assert cuda.launched == 1
+    cuda.status = 0
+    pinned.pin(whole)
+    assert pinned.size_bytes == 8 * PAGE
+    pinned.release()
+
+
+def test_the_arena_of_another_keeper_takes_its_place(cuda: FakeCuda) -> None:
+    """What is still being copied into the old one is not pulled away."""
+    lane, blocks = CudaLane(FakeHost(cuda)), [block_of(), block_of()]
+    transfers = [
+        lane.submit(batches_of(on_device(cuda, n + 1)), block, lambda end: None)
+        for n, block in enumerate(blocks)
+    ]
+    assert len(cuda.registered) == 2
+    cuda.run_until(lambda: len(cuda.registered) == 1)
+    assert transfers[0].wait(0.0)
+    lane.close()
+    assert not cuda.registered
+    assert [block[0].item() for block in blocks] == [1, 2]
+
+
+def test_memory_is_pinned_before_it_is_needed(cuda: FakeCuda) -> None:
+    lane, block = DeviceLane(FakeHost(cuda)), block_of()
+    lane.warm([torch.ones(3)], block)
+    assert cuda._actor() is None
+    weight = on_device(cuda, 1)
+    lane.warm([torch.ones(3), weight], block)
+    assert not cuda.registered, "pinning takes time: not in the trainer's thread"
+    cuda.run_until(lambda: bool(cuda.registered))
+    lane.close()
+    assert not cuda.registered
+
+
+# --- Which lane -------------------------------------------------------------------------
+
+
+class Untouchable:
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"torch.cuda.{name} without a CUDA tensor")
+
+
+def test_states_in_host_memory_touch_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first call would take hundreds of MB of a device, and break children that are forked."""
+    monkeypatch.setattr(cuda_module, "_cuda", Untouchable())
+    lane, block = DeviceLane(CpuLane()), block_of()
+    tensors = torch.ones(100, dtype=torch.uint8), torch.ones(5, dtype=torch.uint8)
+    lane.warm(tensors, block)
+    lane.mark(batches_of(*tensors), block)
+    assert lane.submit(batches_of(*tensors), block, lambda end: None).wait(TIMEOUT_S)
+    assert lane.in_host_memory(tensors[0]).equal(tensors[0])
+    lane.run(lambda: None).result(TIMEOUT_S)
+    lane.close()
+    assert block[:106].tolist() == [1] * 105 + [0]
+
+
+def test_a_model_may_be_moved_after_construction(cuda: FakeCuda) -> None:
+    lane, block = DeviceLane(FakeHost(cuda)), block_of()
+    here = torch.ones(100, dtype=torch.uint8)
+    first = lane.submit(batches_of(here), block[:PAGE], lambda end: None)
+    assert isinstance(lane._lane, CpuLane)
+    lane.mark(batches_of(on_device(cuda, 2)), block[PAGE:])
+    assert isinstance(lane._lane, CudaLane)
+    second = lane.submit(batches_of(here), block[2 * PAGE :], lambda end: None)
+    order: list[str] = []
+    lane.run(lambda: order.extend(["first"] * first.wait(0.0) + ["second"] * second.wait(0.0)))
+    lane.close()
+    assert order == ["first", "second"], "one thread, one order"
+    assert [block[n * PAGE].item() for n in range(3)] == [1, 2, 1]
+
+
+# --- Captured graphs --------------------------------------------------------------------
+
+
+def test_captured_updates_and_saves_are_refused(cuda: FakeCuda) -> None:
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    batches = batches_of(on_device(cuda, 1))
+    cuda.capturing = True
+    for call in (
+        refuse_graph_capture,
+        lambda: lane.mark(batches, block),
+        lambda: lane.submit(batches, block, lambda end: None),
+    ):
+        with pytest.raises(StateError, match="captured into a CUDA graph"):
+            call()
+    cuda.initialized = False  # nothing is asked then
+    refuse_graph_capture()
+    assert not cuda.registered
+
+
+@pytest.mark.parametrize("method", ["lazy", "sync"])
+def test_a_captured_step_is_refused_whether_or_not_a_save_is_under_way(
+    method: str, cuda: FakeCuda, run_folder: Path
+) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with opened(run_folder, {"model": model, "optimizer": optimizer}, method=method) as ckpt:
+        ckpt.step()
+        cuda.capturing = True
+        with pytest.raises(StateError, match=r"optimizer\.step\(\).* captured into a CUDA graph"):
+            optimizer.step()
+        cuda.capturing = False
+        optimizer.step()
+
+
+# --- The whole engine -------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """All but the smallest tensors lie on a device, whose copies run only where somebody waits
+    for them; the lane's thread does not until the event is set."""
+    cuda = FakeCuda(random.Random(1), eager=True)
+    cuda.install(monkeypatch)
+    monkeypatch.setattr(batches_module, "_SMALL_BYTES", 0)  # no packs across devices
+    monkeypatch.setattr(
+        cuda_module, "_device", lambda t: GPU if t.nbytes > 8 else torch.device("cpu")
+    )
+    opened, trainer = threading.Event(), threading.get_ident()
+    synchronize = FakeEvent.synchronize
+
+    def held(event: FakeEvent) -> None:
+        if threading.get_ident() != trainer:
+            assert opened.wait(TIMEOUT_S)
+        synchronize(event)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", held)
+    yield opened
+    opened.set()
+    assert not cuda.registered
+
+
+class World:
+    """A model with buffers, and an optimizer with step counters in host memory."""
+
+    def __init__(self, seed: int = 3) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.Linear(300, 7))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.train()
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 40)).square().mean().backward()
+        self.optimizer.step()
+
+    def snapshot(self) -> Any:
+        return freeze([self.model.state_dict(), self.optimizer.state_dict()])
+
+
+def restored(run: Path, step: int) -> Any:
+    world = World(seed=99)
+    with opened(run, world.state) as ckpt:
+        ckpt.resume(step)
+    return world.snapshot()
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+def test_a_base_is_the_state_at_its_mark(
+    gate: bool, played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Checkpointer, Saver and keeper; and without the gate it is not."""
+    if not gate:
+        monkeypatch.setattr(CudaTransfer, "gate", lambda *_: True)
+        monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
+    world, snapshots = World(), {}
+    with opened(run_folder, world.state, method="lazy", keep=100) as ckpt:
+        for step in range(1, 5):
+            ckpt.step()
+            snapshots[step] = world.snapshot()
+            ckpt.save()
+            world.train()
+        assert isinstance(ckpt._lane, DeviceLane)
+        assert isinstance(ckpt._lane._lane, CudaLane)
+        played.set()
+        ckpt.wait()
+    found = {step: restored(run_folder, step) for step in snapshots}
+    assert (found == snapshots) == gate
+
+
+@pytest.mark.parametrize("method", ["async", "sync", "checkfreq"])
+def test_other_methods(method: str, played: threading.Event, run_folder: Path) -> None:
+    played.set()
+    world, snapshots = World(), {}
+    with opened(run_folder, world.state, method=method, keep=100) as ckpt:
+        for step in range(1, 4):
+            ckpt.step()
+            snapshots[step] = world.snapshot()
+            ckpt.save()
+            world.train()
+    for step, wanted in snapshots.items():
+        assert restored(run_folder, step) == wanted
+
+
+def test_memory_that_cannot_be_pinned_loses_the_base_and_not_the_training(
+    played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.set()
+    monkeypatch.setattr(FakeCuda, "cudaHostRegister", lambda *_: 2)
+    world = World()
+    with opened(run_folder, world.state, method="lazy", on_failure="warn") as ckpt:
+        ckpt.step()
+        with pytest.warns(RuntimeWarning, match="cannot be pinned for the GPU"):
+            save = ckpt.save()
+            ckpt.wait()
+        assert isinstance(save.durable.exception(TIMEOUT_S), UnavailableError)
+        world.train()

@@ -1,0 +1,575 @@
+"""Faults around a real keeper process: forks of the trainer, a keeper that is stopped or left
+alone, objects larger than a message, hundreds of starts, a tiny /dev/shm, a disk that is
+slower than the saves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.errors import DeadlineError
+from everstep.keeper.registry import list_keepers
+from everstep.options import Budget, KeeperOptions
+from everstep.seams import SystemClock
+from everstep.seams.processes import PidWatch, process_gone
+from tests.leftovers import MARK, processes_marked
+from tests.unit.test_keeper_process import PRELUDE, finish, start
+from tests.unit.world import (
+    TIMEOUT_S,
+    Gate,
+    HookedFileSystem,
+    forget,
+    freeze,
+    inventory_of,
+    verdict_of,
+)
+from tests.unit.world import opened as opened_here
+
+ARENA = "memfd:everstep-arena"
+
+
+@pytest.fixture(autouse=True)
+def no_keeper_stays() -> Iterator[None]:
+    yield
+    for keeper in list_keepers():
+        with suppress(ProcessLookupError):
+            os.kill(keeper.pid, signal.SIGKILL)
+        assert process_gone(keeper.pid, TIMEOUT_S)
+
+
+class World:
+    """A model and its optimizer, one step into their training."""
+
+    def __init__(self, seed: int = 1, width: int = 64) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.train()
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 16)).square().mean().backward()
+        self.optimizer.step()
+
+    def snapshot(self) -> Any:
+        return freeze([self.model.state_dict(), self.optimizer.state_dict()])
+
+
+@contextmanager
+def opened(run: Path, world: World, **options: Any) -> Iterator[everstep.Checkpointer]:
+    """With a keeper process."""
+    forget(run)
+    options = {"every": None, "method": "lazy", "keep": 100} | options
+    with everstep.Checkpointer(run, world.state, **options) as ckpt:
+        yield ckpt
+
+
+def restored(run: Path, step: int, width: int = 64) -> Any:
+    world = World(seed=99, width=width)
+    with opened(run, world, method="sync") as ckpt:
+        ckpt.resume(step)
+    return world.snapshot()
+
+
+def keeper_of(ckpt: everstep.Checkpointer) -> int:
+    remote = ckpt._keepers._remote
+    assert remote is not None
+    return remote.pid
+
+
+def saved(ckpt: everstep.Checkpointer, world: World, snapshots: dict[int, Any]) -> everstep.Save:
+    """Trains a step and saves it."""
+    world.train()
+    ckpt.step()
+    save = ckpt.save()
+    snapshots[save.step] = world.snapshot()
+    return save
+
+
+def stop(pid: int) -> None:
+    """Returns when the process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T", "the process goes on")
+
+
+def state_of(pid: int) -> str:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()[0]
+
+
+def until(there: Callable[[], bool], what: str) -> None:
+    deadline_s, waited = time.monotonic() + TIMEOUT_S, threading.Event()
+    while not there():
+        assert time.monotonic() < deadline_s, what
+        waited.wait(0.01)
+
+
+def check_bases(run: Path) -> int:
+    """Every base is committed and whole; the newest one's step."""
+    bases = inventory_of(run).bases
+    assert {base.status for base in bases} == {"committed"}
+    assert not [damage for base in bases for damage in verdict_of(base).damages]
+    return max(base.id.step for base in bases)
+
+
+def arenas() -> dict[int, int]:
+    """Processes of this test run that have arenas, and how many mappings and descriptors."""
+    found = {}
+    for pid in [os.getpid(), *processes_marked(os.environ[MARK])]:
+        with suppress(OSError):
+            count = Path(f"/proc/{pid}/maps").read_text().count(ARENA)
+            names = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+            count += sum(ARENA in name for name in names)
+            if count:
+                found[pid] = count
+    return found
+
+
+# --- Forks ------------------------------------------------------------------------------
+
+FORKED = """
+import atexit, gc
+from pathlib import Path
+from everstep.keeper.registry import list_keepers
+
+ckpt = everstep.Checkpointer(run, state, every=None)
+ckpt.resume()
+train_step(); ckpt.step(); ckpt.save()
+(keeper,) = list_keepers()
+
+def seen():
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(path))
+        except OSError:
+            pass
+    return {
+        "arena": "everstep-arena" in Path("/proc/self/maps").read_text() + " ".join(links),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "threads": threading.active_count(),
+    }
+
+def forked(work):
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(9)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+def goes_on(what):
+    train_step(); ckpt.step(); save = ckpt.save()
+    ckpt.wait(30)
+    now = [other.pid for other in list_keepers()]
+    say(after=what, durable=save.durable.done(), same=now == [keeper.pid],
+        restarts=ckpt.stats().keeper_restarts, digest=digest())
+
+def looks():
+    say(child=seen())
+    os._exit(0)
+
+def collects():
+    global ckpt
+    del ckpt
+    gc.collect()
+    os._exit(0)
+
+def closes():
+    ckpt.close()
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+say(parent=seen())
+{work}
+ckpt.close()
+say(left=len(list_keepers()))
+"""
+
+FORKS = """
+assert forked(looks) == 0
+goes_on("a look")
+assert forked(collects) == 0
+goes_on("garbage collection")
+assert forked(closes) == 0
+goes_on("an exit")
+assert forked(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
+goes_on("a kill")
+"""
+
+LOADERS = """
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.tensor([index, seen()["arena"]])
+
+def loader(**options):
+    return torch.utils.data.DataLoader(
+        Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork", **options
+    )
+
+assert forked(looks) == 0
+goes_on("a look")
+for _ in range(2):
+    rows = torch.cat(list(loader()))
+    assert rows[:, 0].tolist() == list(range(8)) and not rows[:, 1].any()
+    goes_on("a loader")
+batches = iter(loader(persistent_workers=True))
+next(batches)
+goes_on("a part of a loader")
+"""
+
+
+@pytest.mark.parametrize(
+    "work", [FORKS, pytest.param(LOADERS, marks=pytest.mark.slow)], ids=["forks", "data loaders"]
+)
+def test_children_of_the_trainer_have_no_part_in_the_keeper(work: str, run_folder: Path) -> None:
+    """They neither inherit the arena nor the connection, and end nothing, however they end."""
+    status, said, err = finish(start(run_folder, FORKED.replace("{work}", work)))
+    assert status == 0, err
+    parent, child, *rest, end = said
+    assert parent["parent"]["arena"]
+    assert not child["child"]["arena"]
+    assert child["child"]["sockets"] < parent["parent"]["sockets"], "the connection is inherited"
+    assert len(rest) == 4
+    for line in rest:
+        assert (line["durable"], line["same"], line["restarts"]) == (True, True, 0), line
+    assert end == {"left": 0}
+    newest = check_bases(run_folder)
+    assert newest == 5
+
+
+def test_a_child_that_outlives_the_trainer_does_not_hold_the_keeper(run_folder: Path) -> None:
+    """The death of the trainer is noticed though a child of it lives on. The keeper waits for
+    a new one for its time, then ends; its memory goes with it."""
+    body = """
+    from everstep.options import KeeperOptions
+    ckpt = everstep.Checkpointer(run, state, every=None, keeper=KeeperOptions(linger_s=1.0))
+    ckpt.resume()
+    train_step(); ckpt.step(); ckpt.save()
+    ckpt.wait()
+    child = os.fork()
+    if child == 0:
+        os.close(1), os.close(2)
+        sys.stdin.read()
+        os._exit(0)
+    say(child=child)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = start(run_folder, body)
+    assert process.stdout is not None
+    child = json.loads(process.stdout.readline())["child"]
+    try:
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        (keeper,) = list_keepers()
+        with PidWatch(keeper.pid) as watch, PidWatch(child) as other:
+            assert list(arenas()) == [keeper.pid]
+            start_s = time.monotonic()
+            assert not watch.gone(0.2), "it does not wait for its trainer to come back"
+            assert watch.gone(TIMEOUT_S)
+            assert time.monotonic() - start_s < 5.0
+            assert not other.gone(), "this test shows nothing"
+        assert list_keepers() == []
+        assert arenas() == {}
+    finally:
+        process.communicate()  # its input ends: the child goes
+    assert process_gone(child, TIMEOUT_S)
+    assert check_bases(run_folder) == 1
+
+
+# --- A keeper that stands still, or is left alone ---------------------------------------
+
+
+def test_a_stopped_keeper_stops_nothing_but_itself(run_folder: Path) -> None:
+    """Training goes on, a wait ends within its time, and when the keeper goes on everything
+    becomes durable."""
+    world, snapshots = World(), {}
+    with opened(run_folder, world) as ckpt:
+        saved(ckpt, world, snapshots)
+        ckpt.wait()
+        keeper = keeper_of(ckpt)
+        stop(keeper)
+        start_s = time.monotonic()
+        saves = [saved(ckpt, world, snapshots) for _ in range(3)]
+        for _ in range(5):
+            world.train()
+        assert time.monotonic() - start_s < 5.0, "training was held up"
+        start_s = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"3 base\(s\) are not durable after"):
+            ckpt.wait(0.5)
+        assert 0.5 <= time.monotonic() - start_s < 3.0
+        assert all(save.staged.done() for save in saves)
+        assert not any(save.durable.done() for save in saves)
+        os.kill(keeper, signal.SIGCONT)
+        ckpt.wait(TIMEOUT_S)
+        assert keeper_of(ckpt) == keeper
+        assert ckpt.stats().keeper_restarts == 0
+        assert ckpt.stats().committed == 4
+    for step, wanted in snapshots.items():
+        assert restored(run_folder, step) == wanted
+
+
+def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folder: Path) -> None:
+    world, snapshots = World(), {}
+    with opened(run_folder, world, progress_timeout_s=1.0) as ckpt:
+        saved(ckpt, world, snapshots)
+        ckpt.wait()
+        keeper = keeper_of(ckpt)
+        stop(keeper)
+        saved(ckpt, world, snapshots)
+        start_s = time.monotonic()
+        with pytest.raises(DeadlineError, match=rf"process {keeper}\) has said nothing for"):
+            ckpt.wait()
+        assert time.monotonic() - start_s < 4.0
+        os.kill(keeper, signal.SIGCONT)
+        until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
+        ckpt.wait(TIMEOUT_S)
+    assert restored(run_folder, 2) == snapshots[2]
+
+
+# --- Objects larger than a message ------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
+def test_objects_of_many_messages(source: str, run_folder: Path) -> None:
+    """There and, after a kill, back again: bit for bit."""
+    body = """
+    import random
+    noise = random.Random(5)
+    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789 \u00e4\u20ac"
+    piece = "".join(noise.choices(alphabet, k=99_991))
+    def text(n):
+        return (piece * 170)[: 16_500_000 + n]  # more than a message holds
+    state["plain"] = {"first": "", "text": "", "last": [0]}
+    ckpt = everstep.Checkpointer(run, state, every=None)
+    found = ckpt.resume()
+    if found.step:
+        plain = state["plain"]
+        say(step=found.step, source=found.source, right=plain["text"] == text(2),
+            around=[plain["first"], plain["last"]])
+        ckpt.close()
+        sys.exit(0)
+    for step in (1, 2):
+        train_step()
+        state["plain"].update(first=f"step {step}", text=text(step), last=[step])
+        ckpt.step()
+        ckpt.save()
+    if sys.argv[2] == "memory":
+        ckpt._saver.finish_captures()
+        os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.close()
+    """
+    process = start(run_folder, body, source)
+    status, _, err = finish(process)
+    assert status == (-signal.SIGKILL if source == "memory" else 0), err
+    status, said, err = finish(start(run_folder, body, source))
+    assert status == 0, err
+    assert said == [{"step": 2, "source": source, "right": True, "around": ["step 2", [2]]}]
+
+
+# --- Many starts ------------------------------------------------------------------------
+
+
+def held_now() -> dict[str, int]:
+    """What this process, and keepers of its own, have."""
+    gc.collect()
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.append(os.readlink(path))
+    return {
+        "descriptors": len(links),
+        "threads": threading.active_count(),
+        "tasks": len(list(Path("/proc/self/task").iterdir())),
+        "keepers": len(list_keepers()),
+        "processes": len(processes_marked(os.environ[MARK])),
+        "arenas": sum(arenas().values()),
+    }
+
+
+@pytest.mark.parametrize("cycles", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_starts_and_ends_leave_nothing(cycles: int, tmp_path: Path) -> None:
+    """No descriptor, thread, process or mapping more after many of them than after two."""
+    world = World()
+    before: dict[str, int] = {}
+    for cycle in range(cycles):
+        run = tmp_path / f"run{cycle % 5}"
+        with opened(run, world, keep=1) as ckpt:
+            ckpt.resume()
+            world.train()
+            ckpt.step()
+            ckpt.save()
+        if cycle == 1:
+            before = held_now()
+    after = held_now()
+    assert before["keepers"] == before["arenas"] == 0
+    assert after == before
+
+
+# --- Little shared memory ---------------------------------------------------------------
+
+LARGE = """
+opened = []
+def audit(event, arguments):
+    if event == "open" and str(arguments[0]).startswith("/dev/shm"):
+        opened.append(str(arguments[0]))
+sys.addaudithook(audit)
+from pathlib import Path
+from everstep.keeper.registry import list_keepers
+
+model = torch.nn.Linear(2500, 2500)  # with moments 75 MB
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, every=None)
+model(torch.randn(4, 2500)).square().mean().backward()
+optimizer.step()
+ckpt.step()
+ckpt.save()
+ckpt.wait()
+(keeper,) = list_keepers()
+links = []
+for pid in (os.getpid(), keeper.pid):
+    links += [line.split(None, 5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    links += [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()]
+room = os.statvfs("/dev/shm")
+state_bytes = sum(t.nbytes for t in model.parameters()) * 3
+say(room=room.f_blocks * room.f_frsize, names=os.listdir("/dev/shm"), state=state_bytes,
+    opened=opened, linked=[link for link in links if link.startswith("/dev/shm")])
+ckpt.close()
+"""
+
+
+def test_a_base_larger_than_dev_shm(run_folder: Path) -> None:
+    """Containers give 64 MB of it; writing past that is a SIGBUS. The arena is not there."""
+    tiny = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && "$@"']
+    probe = [*tiny, "sh", "true"]
+    with suppress(OSError):
+        small = subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(LARGE), str(run_folder)]
+    process = subprocess.Popen(
+        [*tiny, "sh", *command] if small else command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    status, said, err = finish(process)
+    assert status == 0, err
+    (line,) = said
+    assert line["state"] > 70_000_000
+    assert line["opened"] == line["linked"] == []
+    if small:
+        assert line["room"] == 64 << 20
+        assert line["names"] == []
+    assert check_bases(run_folder) == 1
+
+
+# --- A disk that is slower than the saves -----------------------------------------------
+
+
+def one_and_a_half(world: World) -> Budget:
+    """Room for one capture, not for two."""
+    from everstep.state.image import State
+
+    size = sum(entry.size_bytes for entry in State(world.state).survey().shape.entries)
+    return Budget(host_bytes=size * 3 // 2)
+
+
+def test_a_slow_disk_pushes_back_and_nothing_is_lost(run_folder: Path) -> None:
+    """I10: the second save waits until the first is on disk; the wait is counted."""
+    world, snapshots = World(width=3000), {}
+    gate = Gate()
+
+    def slow(op: str, path: Any) -> None:
+        if op == "write" and "000000000001" in str(path):
+            gate.wait_at()
+
+    options: dict[str, Any] = {"every": None, "keep": 100, "budget": one_and_a_half(world)}
+    fs = HookedFileSystem(slow)
+    with opened_here(
+        run_folder, world.state, fs=fs, clock=SystemClock(), method="lazy", **options
+    ) as ckpt:
+        first = saved(ckpt, world, snapshots)
+        assert gate.reached.wait(TIMEOUT_S)
+        threading.Timer(0.2, gate.open).start()
+        saved(ckpt, world, snapshots)
+        assert first.durable.done(), "its memory was taken before it was on disk"
+        assert ckpt.stats().stall_s["back_pressure"] > 0.1
+        for _ in range(4):
+            saved(ckpt, world, snapshots)
+        ckpt.wait()
+        stats = ckpt.stats()
+        assert (stats.saves, stats.committed, stats.failed) == (6, 6, 0)
+        assert stats.host_bytes <= options["budget"].host_bytes
+    for step, wanted in snapshots.items():
+        assert restored(run_folder, step, width=3000) == wanted
+
+
+def test_a_stopped_keeper_pushes_back_and_nothing_is_lost(run_folder: Path) -> None:
+    """The same with a keeper process, which writes nothing while it stands still."""
+    world, snapshots = World(width=3000), {}
+    with opened(run_folder, world, budget=one_and_a_half(world)) as ckpt:
+        saved(ckpt, world, snapshots)
+        ckpt.wait()
+        keeper = keeper_of(ckpt)
+        stop(keeper)
+        saved(ckpt, world, snapshots)
+        before_s = ckpt.stats().stall_s["back_pressure"]
+        threading.Timer(0.3, lambda: os.kill(keeper, signal.SIGCONT)).start()
+        saved(ckpt, world, snapshots)
+        assert ckpt.stats().stall_s["back_pressure"] - before_s > 0.1
+        for _ in range(3):
+            saved(ckpt, world, snapshots)
+        ckpt.wait(TIMEOUT_S)
+        stats = ckpt.stats()
+        assert (stats.saves, stats.committed, stats.failed) == (6, 6, 0)
+        assert stats.keeper_restarts == 0
+    for step, wanted in snapshots.items():
+        assert restored(run_folder, step, width=3000) == wanted
+
+
+def test_a_disk_that_gets_nowhere_ends_the_wait_for_memory(run_folder: Path) -> None:
+    """I11: within the stated time, with the reason; training goes on, and so do later saves."""
+    world, snapshots = World(width=3000), {}
+    with opened(
+        run_folder,
+        world,
+        budget=one_and_a_half(world),
+        progress_timeout_s=1.0,
+        on_failure="warn",
+    ) as ckpt:
+        saved(ckpt, world, snapshots)
+        ckpt.wait()
+        keeper = keeper_of(ckpt)
+        stop(keeper)
+        saved(ckpt, world, snapshots)
+        start_s = time.monotonic()
+        with pytest.warns(RuntimeWarning, match="no host memory was released within 1 s"):
+            lost = saved(ckpt, world, snapshots)
+        assert time.monotonic() - start_s < 4.0
+        assert isinstance(lost.durable.exception(TIMEOUT_S), DeadlineError)
+        os.kill(keeper, signal.SIGCONT)
+        until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
+        saved(ckpt, world, snapshots)
+        ckpt.wait(TIMEOUT_S)
+    for step in (1, 2, 4):
+        assert restored(run_folder, step, width=3000) == snapshots[step]

@@ -1,0 +1,217 @@
+"""Every step recoverable: base and log give back the state of any step, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.errors import RecoveryError, UnsupportedStateError
+from everstep.options import LogOptions
+from tests.unit.serving import Bench, die, serving
+from tests.unit.world import forget
+
+DENSE = everstep.Method(base="lazy", log="dense")
+ON_DISK = LogOptions(to="disk", batch_steps=2)
+
+
+class World:
+    """A model with dropout, batch norm and tied weights, trained with clipping and a schedule."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], torch.optim.Optimizer] | None = None,
+        *,
+        seed: int = 1,
+        clip: bool = True,
+        accumulate: int = 1,
+        set_to_none: bool = True,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(8, 24),
+            nn.BatchNorm1d(24),
+            nn.Dropout(0.2),
+            nn.Linear(24, 24),
+            nn.Linear(24, 3),
+        )
+        self.model.tied = self.model[3].weight  # type: ignore[assignment]
+        self.make = make or (lambda p: torch.optim.AdamW(p, lr=0.01))
+        self.optimizer = self.make(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.clip, self.accumulate, self.set_to_none = clip, accumulate, set_to_none
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "plain": {"seen": 0},
+        }
+
+    def train(self) -> None:
+        for _ in range(self.accumulate):
+            self.model(torch.randn(6, 8)).square().mean().backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        self.scheduler.step()
+        self.state["plain"]["seen"] += 1
+
+    def snapshot(self) -> dict[str, bytes]:
+        found = {k: v.numpy().tobytes() for k, v in self.model.state_dict().items()}
+        for number, values in enumerate(self.optimizer.state.values()):
+            for key, value in values.items():
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                found[f"{number}.{key}"] = tensor.numpy().tobytes()
+        groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
+        found["groups"] = repr(groups).encode()
+        found["scheduler"] = repr(self.scheduler.state_dict()).encode()
+        found["plain"] = str(self.state["plain"]).encode()
+        found["rng"] = torch.get_rng_state().numpy().tobytes()
+        return found
+
+
+def opened(run: Path, world: World, **options: Any) -> everstep.Checkpointer:
+    forget(run)
+    return everstep.Checkpointer(run, world.state, **({"every": 4, "method": DENSE} | options))
+
+
+def run_steps(ckpt: everstep.Checkpointer, world: World, count: int) -> dict[int, dict[str, bytes]]:
+    """Trains; the state after each step."""
+    found = {}
+    for _ in range(count):
+        world.train()
+        ckpt.step()
+        found[ckpt.stats().step] = world.snapshot()
+    return found
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[Bench]:
+    with serving(run_folder) as made:
+        yield made
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 9])
+def test_a_killed_trainer_loses_no_step(served: Bench, steps: int) -> None:
+    world = World()
+    ckpt = opened(served.run, world)
+    ckpt.resume()
+    states = run_steps(ckpt, world, steps)
+    ckpt._saver.finish_captures()
+    world.train()  # the step in flight is lost
+    die(ckpt)
+    other = World(seed=9)
+    again = opened(served.run, other)
+    recovery = again.resume()
+    assert recovery.step == steps
+    assert other.snapshot() == states[steps]
+    assert recovery.exact, recovery.evidence
+    assert recovery.replayed == recovery.step - (recovery.base_step or 0)
+    again.close()
+
+
+def test_killed_again_and_again(served: Bench) -> None:
+    """Each time before the new timeline has a base of its own."""
+    world = World()
+    ckpt = opened(served.run, world, every=1000)
+    ckpt.resume()
+    reference = run_steps(ckpt, world, 3)
+    step = 3
+    for number in range(4):
+        ckpt._saver.finish_captures()
+        die(ckpt)
+        world = World(seed=20 + number)
+        ckpt = opened(served.run, world, every=1000)
+        recovery = ckpt.resume()
+        assert recovery.step == step
+        assert world.snapshot() == reference[step]
+        reference |= run_steps(ckpt, world, number)
+        step += number
+    ckpt.close()
+
+
+def test_any_logged_step_can_be_gone_back_to(run_folder: Path) -> None:
+    world = World()
+    with opened(run_folder, world, log=ON_DISK, every=4, keep=10) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 10)
+    for step in (9, 2, 6, 5, 3):
+        other = World(seed=9)
+        with opened(run_folder, other, log=ON_DISK, every=1000, keep=10) as ckpt:
+            recovery = ckpt.resume(step=step)
+            assert recovery.step == step
+            assert other.snapshot() == states[step], step
+
+
+def test_training_goes_on_from_there_as_it_did(run_folder: Path) -> None:
+    world = World()
+    with opened(run_folder, world, log=ON_DISK) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 9)
+    other = World(seed=9)
+    with opened(run_folder, other, log=ON_DISK) as ckpt:
+        ckpt.resume(step=7)
+        then = run_steps(ckpt, other, 3)
+    assert then[9] == states[9]
+    last = World(seed=10)
+    with opened(run_folder, last, log=ON_DISK) as ckpt:
+        assert ckpt.resume().step == 10  # of the newest timeline, and not of the older one
+        assert last.snapshot() == then[10]
+    with (
+        opened(run_folder, World(seed=10), log=ON_DISK) as ckpt,
+        pytest.raises(RecoveryError, match="neither a base nor the log has step 50"),
+    ):
+        ckpt.resume(step=50)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("loop", ["clip", "accumulate", "zero"])
+def test_optimizers(name: str, loop: str, served: Bench) -> None:
+    def world(seed: int) -> World:
+        return World(
+            OPTIMIZERS[name],
+            seed=seed,
+            clip=loop == "clip",
+            accumulate=2 if loop == "accumulate" else 1,
+            set_to_none=loop != "zero",
+        )
+
+    first = world(1)
+    ckpt = opened(served.run, first, every=3)
+    ckpt.resume()
+    states = run_steps(ckpt, first, 5)
+    ckpt._saver.finish_captures()
+    die(ckpt)
+    other = world(9)
+    again = opened(served.run, other)
+    recovery = again.resume()
+    assert (recovery.step, recovery.exact) == (5, True), recovery
+    assert other.snapshot() == states[5]
+    again.close()
+
+
+def test_lbfgs_is_refused(run_folder: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="optimizer: "):
+        opened(run_folder, World(lambda p: torch.optim.LBFGS(p)))
