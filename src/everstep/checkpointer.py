@@ -51,11 +51,9 @@ from everstep.options import (
     nearest,
     validate_options,
 )
-from everstep.recover.folder import open_run_folder, run_path
-from everstep.recover.held import HeldBase
+from everstep.recover.folder import open_run_folder, refuse_unresumed, run_path
 from everstep.recover.report import Recovery, describe
 from everstep.recover.resume import open_timeline, resume
-from everstep.recover.scan import Inventory, scan_run
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.state.survey import Survey
@@ -256,6 +254,17 @@ class Checkpointer:
         self._lsn_at_mark = self._updates.lsn
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
+    def rewind(self, step: int) -> Recovery:
+        """Goes back to an earlier step, in this very process: after a NaN, or a loss spike.
+
+        The same as :meth:`resume` with a step: everything is as it was at the end of it, and
+        what was done since is no longer part of the history.
+
+        Raises:
+            RecoveryError: neither a base nor the log has the step.
+        """
+        return self.resume(step)
+
     def step(self) -> None:
         """The step is over; takes a base when one is due.
 
@@ -430,24 +439,12 @@ class Checkpointer:
 
     def _start_fresh(self) -> None:
         with storage_errors("open the run", self._run):
-            self._refuse_bases(None)
+            refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took
-            inventory = self._refuse_bases(self._keepers.left_behind().base)
+            held = self._keepers.left_behind().base
+            inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
             timeline = open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
         self._start_timeline(timeline, exact=True)
-
-    def _refuse_bases(self, held: HeldBase | None) -> Inventory:
-        inventory = scan_run(self._seams.filesystem, self._run)
-        kinds = ("committed", "complete", "damaged")
-        usable = {base.id for base in inventory.bases if base.status in kinds}
-        if usable := usable | ({held.id} if held is not None else set()):
-            raise StateError(
-                f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
-                "resume() was not called: training would start over unnoticed",
-                path=self._run,
-                hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
-            )
-        return inventory
 
     def _start_timeline(self, timeline: int, exact: bool, verified: BaseId | None = None) -> None:
         self._timeline, self._exact = timeline, exact

@@ -7,7 +7,8 @@
     |-- StateError                    something about the training state
     |   |-- UnsupportedStateError     leaves that cannot be stored, all listed by name
     |   |-- MismatchError             saved and live state differ, all differences listed
-    |   `-- AuditError                changed by something that nobody was told of
+    |   |-- AuditError                changed by something that nobody was told of
+    |   `-- NonFiniteError            a gradient that is NaN or infinite was consumed
     |-- StorageError                  the place where bytes live
     |   |-- OutOfSpaceError           disk full, quota reached or budget exceeded
     |   |-- PermissionDeniedError     read-only or foreign directory
@@ -44,6 +45,7 @@ __all__ = [
     "KeeperTimeoutError",
     "MismatchError",
     "NewerFormatError",
+    "NonFiniteError",
     "OptionError",
     "OutOfSpaceError",
     "PermissionDeniedError",
@@ -146,6 +148,10 @@ class MismatchError(StateError):
 
 class AuditError(StateError):
     """State was changed behind everstep's back; what was captured of it is not committed."""
+
+
+class NonFiniteError(StateError):
+    """An update has consumed a gradient with NaN or infinity in it."""
 
 
 class StorageError(EverstepError):

@@ -168,11 +168,14 @@ class LogOptions:
         batch_steps: steps of one segment.
         history: which segments stay: ``"last"``: those behind the oldest base that is kept.
             ``"all"``.
+        watch: look for NaN and infinity in the gradients that are recorded, behind training; found
+            ones are reported as :class:`~everstep.errors.NonFiniteError`.
     """
 
     to: str = "memory"
     batch_steps: int = 10
     history: str = "last"
+    watch: bool = False
 
     def __post_init__(self) -> None:
         _one_of("place for the log", self.to, ("memory", "disk"))

@@ -115,7 +115,7 @@ def test_batch_max_is_kept() -> None:
 
 
 def test_the_form_of_the_paper() -> None:
-    found = document("--summed", "--no-write-cost")
+    found = document("--summed")
     best, formula = found["continuous"], found["closed_form"]
     assert best["interval_s"] == pytest.approx(formula["interval_s"])
     assert best["batch_s"] == pytest.approx(formula["batch_s"])
@@ -228,13 +228,6 @@ def test_usage_errors(words: list[str]) -> None:
 def test_a_misspelled_option_or_verb_gets_the_right_one() -> None:
     assert "--mtbf" in invoke("plan", "interval", "--mtfb", "4h").stderr
     assert "interval" in invoke("plan", "intreval").stderr
-
-
-@pytest.mark.parametrize("other", [("--diff-write-s", "1"), ("--base-cost-s", "1")])
-def test_no_write_cost_and_a_write_cost_exclude_each_other(other: tuple[str, str]) -> None:
-    result = plan("--no-write-cost", *other)
-    assert result.exit_code == ExitCode.USAGE
-    assert "--no-write-cost leaves" in result.stderr
 
 
 def test_hostile_text_steers_no_terminal() -> None:

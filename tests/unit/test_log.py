@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.errors import RecoveryError, UnsupportedStateError
+from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
 from everstep.options import LogOptions
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import forget
@@ -215,3 +215,52 @@ def test_optimizers(name: str, loop: str, served: Bench) -> None:
 def test_lbfgs_is_refused(run_folder: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="optimizer: "):
         opened(run_folder, World(lambda p: torch.optim.LBFGS(p)))
+
+
+# --- In this very process ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process", [True, False])
+@pytest.mark.parametrize("to", ["memory", "disk"])
+def test_rewind(run_folder: Path, process: bool, to: str) -> None:
+    world = World()
+    keeper = everstep.KeeperOptions(process=process, linger_s=5)
+    log = LogOptions(to=to, batch_steps=3)
+    with opened(run_folder, world, keeper=keeper, log=log, every=100) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 9)
+        recovery = ckpt.rewind(6)
+        assert recovery.step == 6
+        assert world.snapshot() == states[6]
+        assert run_steps(ckpt, world, 2)[8] == states[8]
+        ckpt.rewind(7)  # of the new timeline
+        assert world.snapshot() == states[7]
+        if to == "disk":
+            ckpt.rewind(3)  # and before its fork
+            assert world.snapshot() == states[3]
+        else:
+            with pytest.raises(RecoveryError, match="of step 3|has step 3"):
+                ckpt.rewind(3)  # that memory is used again
+            assert world.snapshot() == states[7]
+        then = run_steps(ckpt, world, 8 if to == "disk" else 4)
+        assert then[9] == states[9]
+    other = World(seed=9)
+    with opened(run_folder, other, keeper=keeper, log=log) as ckpt:
+        assert ckpt.resume().step == 11
+        assert other.snapshot() == then[11]
+
+
+def test_a_gradient_that_is_not_finite_is_reported(run_folder: Path) -> None:
+    world = World()
+    log = LogOptions(watch=True)
+    with opened(run_folder, world, log=log) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 3)
+        world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
+        world.optimizer.step()
+        with pytest.raises(NonFiniteError, match=r"step 4 consumed is not finite"):
+            ckpt.step()
+            ckpt._saver.finish_captures()
+            ckpt.step()
+        ckpt.rewind(3)
+        assert world.snapshot() == states[3]

@@ -359,6 +359,36 @@ def test_no_neighbour_and_no_stranger_beats_the_best_choice(
             )
 
 
+@pytest.mark.parametrize(
+    ("base_cost_s", "merge_s", "batch_write_s", "mtbf_s", "replay_s", "step_s", "expected"),
+    [
+        (0.25, 3, 0.25, 60, 0, 1, (9, 8)),  # with real intervals, 7 is the best batch
+        (0.5, 1, 0.25, 24, 2.0, 4, (2, 2)),  # 1
+        (0.25, 0.25, 0, 240, 0.75, 1, (12, 3)),  # 4
+        (0.25, 0.25, 1, 48, 0.5, 2, (5, 5)),  # 6
+    ],
+)
+def test_whole_intervals_move_the_best_batch(
+    base_cost_s: float,
+    merge_s: float,
+    batch_write_s: float,
+    mtbf_s: float,
+    replay_s: float,
+    step_s: float,
+    expected: tuple[int, int],
+) -> None:
+    costs = Costs(
+        *(0.25, 1.0, replay_s, mtbf_s, step_s),
+        merge_s=merge_s,
+        batch_write_s=batch_write_s,
+        base_cost_s=base_cost_s,
+    )
+    pairs = [(n, k) for n in range(1, 40) for k in range(1, n + 1)]
+    assert min(pairs, key=lambda pair: exactly(costs, *pair)) == expected
+    found = best_choice(costs)
+    assert (found.interval_steps, found.batch_steps) == expected
+
+
 def test_ties_go_to_the_shorter_batch_and_interval() -> None:
     costs = Costs(1.0, 1.0, replay_s=1.0, step_s=2.0, mtbf_s=96.0, base_cost_s=0.0625)
     assert exactly(costs, 2, 1) == exactly(costs, 3, 1)

@@ -15,7 +15,6 @@ from everstep.cli._units import (
     parse_seconds,
     seconds_in_words,
 )
-from everstep.errors import OptionError
 
 if TYPE_CHECKING:
     from everstep.plan.costs import Costs, InfeasibleError, Waste
@@ -64,9 +63,6 @@ def interval(
     summed: Annotated[
         bool, typer.Option("--summed", help="Batches are summed: right for plain SGD only.")
     ] = False,
-    no_write_cost: Annotated[
-        bool, typer.Option("--no-write-cost", help="Writing the log is free, as in LowDiff Eq. 8.")
-    ] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """How often to take a base and to write the log.
@@ -91,19 +87,14 @@ def interval(
         base_cost_s=None if base_cost_s is None else parse_seconds("--base-cost-s", base_cost_s),
         accelerators=accelerators,
     )
-    if no_write_cost and (costs.batch_write_s or costs.base_cost_s is not None):
-        raise OptionError(
-            "--no-write-cost leaves --diff-write-s and --base-cost-s out",
-            hint="give them, or --no-write-cost",
-        )
     if summed:
         costs = costs.summed()
     try:
-        found = optimum(costs, batch_max=batch_max, write_cost=not no_write_cost)
+        found = optimum(costs, batch_max=batch_max)
     except InfeasibleError as error:
         _infeasible(error, json_output)
     intervals = [round(found.choice.interval_steps * factor) for factor in _FACTORS]
-    rows = curve(costs, intervals, batch_max=batch_max, write_cost=not no_write_cost)
+    rows = curve(costs, intervals, batch_max=batch_max)
     if json_output:
         emit(_document(costs, found, rows))
     else:

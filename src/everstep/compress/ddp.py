@@ -41,6 +41,9 @@ from everstep.state.providers import unwrap
 
 __all__ = ["DDPCompression", "compressed_mean"]
 
+# torch 2.13 renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 _NOT_FINITE = -1  # in place of a count
 _ALIGN_BYTES = 8
 
@@ -95,7 +98,8 @@ class DDPCompression:
             None where it is dense.
 
     Raises:
-        OptionError: for options that cannot work, or parameters beyond int32 indices.
+        OptionError: for options that cannot work, and for parameters that are complex or beyond
+            int32 indices.
     """
 
     def __init__(
@@ -123,6 +127,9 @@ class DDPCompression:
                 raise OptionError(
                     f"{name} has {parameter.numel()} elements; the exchange has int32 indices"
                 )
+            if parameter.is_complex() and parameter.requires_grad:
+                # torch hands half of a complex gradient to communication hooks.
+                raise OptionError(f"{name} is complex; its gradient cannot be exchanged by a hook")
         self.process_group = process_group
         self.last: dict[int, Sparse | None] = {}
         self._feedback = ErrorFeedback(compress, enabled=error_feedback)
@@ -188,7 +195,7 @@ class DDPCompression:
         parts = self._parts(bucket)
         message = self._message(parts, buffer)
         messages = message.new_empty(world * message.numel())
-        work = dist.all_gather_into_tensor(messages, message, group=group, async_op=True)
+        work = _all_gather(messages, message, group=group, async_op=True)
 
         def mean(_: Any) -> torch.Tensor:
             with torch.no_grad():
@@ -211,7 +218,10 @@ class DDPCompression:
 
     def _parts(self, bucket: GradBucket) -> list[_Part]:
         parts, begin = [], 0
-        both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        both = [
+            (parameter, _in_strides_of(parameter, grad))
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
         sparse = [can_be_compressed(grad, self._dense_below) for _, grad in both]
         # Sparse ones first: then indices and values stand at the same places.
         for wanted in (True, False):
@@ -257,9 +267,7 @@ class DDPCompression:
         if part.capacity is None:
             total = sum(row.values[part.begin : part.end].to(wide) for row in rows)
             assert isinstance(total, torch.Tensor)
-            mean = total / len(rows)
-            mean = mean.to(dtype) if dtype.is_complex else narrowed(mean, dtype)
-            part.grad.copy_(mean.view(part.grad.shape))
+            part.grad.copy_(narrowed(total / len(rows), dtype).view(part.grad.shape))
             return
         counts = [int(row.counts[number]) for row in rows]
         if min(counts) < 0:
@@ -290,6 +298,28 @@ def compressed_mean(
         StateError: for gradients in sparse layout.
     """
     return state.exchange(bucket)
+
+
+def _in_strides_of(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient in a bucket as it is meant.
+
+    DDP lays it out in the parameter's strides where these are dense, but hands it to hooks as
+    if it were in row-major order.
+    """
+    if _is_dense(parameter):
+        return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset())
+    return grad.view(parameter.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory, each one place."""
+    filled = 1
+    sides = zip(tensor.stride(), tensor.shape, strict=True)
+    for step, length in sorted(side for side in sides if side[1] != 1):
+        if step != filled:
+            return False
+        filled *= length
+    return True
 
 
 class _Row:

@@ -9,7 +9,8 @@ Numbers are compared as integers (:mod:`everstep.compress.floats`), so bfloat16 
 converted on the way to a sparse form. Import this only where triton is installed.
 """
 
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ class Keepers:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
             if store is None or not own:
                 return Recalled()
+            store.flush()  # now: it is fenced off as soon as there is a new timeline
             store.settle(timeout_s)
             return Recalled(None, tuple(store.records()))
         try:

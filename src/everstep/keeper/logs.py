@@ -97,6 +97,7 @@ class Logs:
         """
         for log in self._all():
             if (log.arena is not trainer.arena or own) and not log.empty:
+                log.flush()  # now: it is fenced off as soon as there is a new timeline
                 log.settle(timeout_s)
                 index: bytes = msgpack.packb(log.to_wire())
                 yield log.arena, index

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import Lane, Transfer
-from everstep.errors import DeadlineError, EverstepError, UnsupportedStateError
+from everstep.errors import DeadlineError, EverstepError, NonFiniteError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.save import Save
 from everstep.options import Options
+from everstep.replay.exactness import kind_name, refusal
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
@@ -33,7 +34,7 @@ from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
 from everstep.state.survey import Shape, Survey
-from everstep.state.tensors import stored_form
+from everstep.state.tensors import stored_form, torch_dtype
 from everstep.state.tree import split
 
 __all__ = ["LogKeeper", "Recorder", "RecorderStats", "refuse_optimizers"]
@@ -63,6 +64,7 @@ class LogKeeper(Protocol):
 @dataclass(slots=True, eq=False)
 class _Kept:
     number: int
+    timeline: int
     step: int
     room: Room
 
@@ -315,7 +317,7 @@ class Recorder:
         batches = plan_batches(layout, named, named.keys())
         transfer = self._lane.submit(batches, block, lambda end: None)
         head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact)
-        about = {"optimizer": key, "groups": groups}
+        about = {"optimizer": key, "kind": kind_name(type(optimizer)), "groups": groups}
 
         def objects() -> dict[str, bytes]:
             assert transfer.wait(self._options.progress_timeout_s)
@@ -332,15 +334,38 @@ class Recorder:
             with self._lock:
                 self._number += 1
                 number = self._number
-                self._kept.append(_Kept(number, head.step, room))
+                self._kept.append(_Kept(number, head.timeline, head.step, room))
             assert keeper is not None
             keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
+            if self._options.log.watch and head.kind == "update":
+                self._watch(head, layout, room)
             self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
+        except NonFiniteError as error:
+            self._channel.post(error)  # the record is there all the same
         except EverstepError as error:
             self._channel.post(error)
             self._hole(error.message)
+
+    def _watch(self, head: RecordHead, layout: ShardLayout, room: Room) -> None:
+        """Looks for NaN and infinity in what an optimizer has consumed."""
+        assert self._block is not None
+        inf = [place for place in layout.placed if place.entry.name == "found_inf"]
+        if inf:
+            return  # a GradScaler looks for them itself
+        for place in layout.placed:
+            dtype = torch_dtype(place.entry.dtype)
+            if not (dtype.is_floating_point or dtype.is_complex) or place.begin == place.end:
+                continue
+            data = self._block[room.offset + place.begin : room.offset + place.end].view(dtype)
+            if not bool(torch.isfinite(data).all()):
+                name = place.entry.name.removeprefix(GRADIENT)
+                raise NonFiniteError(
+                    f"the gradient of {name} that step {head.step} consumed is not finite",
+                    step=head.step,
+                    hint=f"ckpt.rewind({head.step - 1}), skip the batch, train on",
+                )
 
     def _room(self, size_bytes: int) -> Room | None:
         """Memory for a record; None, and a new base is due, if there is none."""
@@ -369,7 +394,8 @@ class Recorder:
             limit = self._on_disk if self._options.log.on_disk else 1 << 62
             while self._kept:
                 kept = self._kept[0]
-                if kept.step > self._durable_step or kept.number > limit:
+                old = kept.timeline < self._timeline and self._durable_step >= 0
+                if kept.number > limit or (kept.step > self._durable_step and not old):
                     break
                 free.append(self._kept.pop(0))
         if free and pool is not None and keeper is not None:
@@ -408,8 +434,6 @@ def refuse_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
     """Raises:
     UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
     """
-    from everstep.replay.exactness import refusal
-
     found = [(key, why) for key, o in optimizers.items() if (why := refusal(o)) is not None]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)

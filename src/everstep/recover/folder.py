@@ -10,11 +10,12 @@ from pathlib import PurePath
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
+from everstep.recover.held import HeldBase
 from everstep.recover.scan import Inventory, scan_run
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
 
-__all__ = ["open_run_folder", "run_path"]
+__all__ = ["open_run_folder", "refuse_unresumed", "run_path"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two
 
@@ -42,6 +43,28 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
             f"{path} is damaged, and nothing else in the run tells its id",
             path=path,
             hint="remove it: there is nothing to recover here",
+        )
+    return inventory
+
+
+def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | None) -> Inventory:
+    """For a training that begins without ``resume()``: there may be nothing to resume.
+
+    Args:
+        held: what a keeper has in memory.
+
+    Raises:
+        StateError: there is.
+    """
+    inventory = scan_run(filesystem, run)
+    kinds = ("committed", "complete", "damaged")
+    usable = {base.id for base in inventory.bases if base.status in kinds}
+    if usable := usable | ({held.id} if held is not None else set()):
+        raise StateError(
+            f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
+            "resume() was not called: training would start over unnoticed",
+            path=run,
+            hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
         )
     return inventory
 

@@ -27,6 +27,8 @@ from everstep.state.tree import join, references, split
 
 __all__ = ["Redo", "tensor_of", "update_of"]
 
+_STEPS_AT_ONCE = 5  # memory-bound by then (LIMITS of the machine, not of the method)
+
 
 class Redo:
     """Applies records to a live state, in order.
@@ -38,6 +40,8 @@ class Redo:
     def __init__(self, state: State) -> None:
         self._state = state
         self._replayers: dict[str, Replayer] = {}
+        self._pending: dict[str, list[Update]] = {}
+        self._waiting = 0
         self._last: LogRecord | None = None
 
     @property
@@ -62,10 +66,12 @@ class Redo:
         """
         for record in (*updates, mark):
             record.verify()
-        found = [update_of(record) for record in updates]
-        for update in found:
-            self._replayer(update.optimizer).apply([update])
+        for update in [update_of(record) for record in updates]:
+            self._pending.setdefault(update.optimizer, []).append(update)
         self._last = mark
+        self._waiting += 1
+        if self._waiting >= _STEPS_AT_ONCE:
+            self._apply()
 
     def finish(self) -> list[str]:
         """Restores what the last mark holds; returns what could not be taken back, in words.
@@ -76,6 +82,7 @@ class Redo:
         mark, state = self._last, self._state
         if mark is None:
             return []
+        self._apply()
         logged = {place.entry.name: tensor_of(mark, place) for place in mark.layout.placed}
         trees = {
             name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
@@ -118,6 +125,13 @@ class Redo:
                 tensors[name] = target
             notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
         return notes
+
+    def _apply(self) -> None:
+        """Several steps at once: the state is read once for all of them. Optimizers share
+        nothing: what two of them own is logged."""
+        pending, self._pending, self._waiting = self._pending, {}, 0
+        for key, updates in pending.items():
+            self._replayer(key).apply(updates)
 
     def _replayer(self, key: str) -> Replayer:
         replayer = self._replayers.get(key)
