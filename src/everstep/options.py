@@ -100,6 +100,7 @@ presets: Mapping[str, Method] = MappingProxyType(
         "lazy": Method(base="lazy"),
         "datastates": Method(base="lazy"),
         "checkfreq": Method(base="checkfreq"),
+        "logged": Method(base="lazy", log="dense"),
     }
 )
 """Named methods: what ``method="name"`` stands for."""

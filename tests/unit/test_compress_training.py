@@ -486,7 +486,7 @@ def test_an_optimizer_that_calls_its_closure_again_is_refused() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = ((parameter - torch.linspace(0, 1, 2000)) ** 2).sum()
+        loss: torch.Tensor = (parameter - torch.linspace(0, 1, 2000)).square().sum()
         loss.backward()
         return loss
 

@@ -19,7 +19,7 @@ def demo(
     every: Annotated[
         int | None, typer.Option(help="Steps between two bases (default 10, quick 5).")
     ] = None,
-    method: Annotated[str, typer.Option(help="How bases are taken.")] = "lazy",
+    method: Annotated[str, typer.Option(help="How it is made recoverable.")] = "logged",
     run: Annotated[
         Path | None,
         typer.Option("--run", "--keep", help="Keep everything in this new folder."),

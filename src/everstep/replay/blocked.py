@@ -71,7 +71,33 @@ def _call_adam(
     update: Update,
 ) -> None:
     beta1, beta2 = options["betas"]
-    function: Any = adamw if options["decoupled_weight_decay"] else adam
+    decoupled = options["decoupled_weight_decay"]
+    if options["fused"] and len(parameters) == 1 and isinstance(beta1, float):
+        # As torch.optim.adam._fused_adam does it, but for the sorting by device and dtype,
+        # which takes Python several times as long.
+        torch._foreach_add_(steps, 1)
+        operator: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        operator(
+            parameters,
+            gradients,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            moments.get("max_exp_avg_sq", []),
+            steps,
+            amsgrad=options["amsgrad"],
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+            grad_scale=update.grad_scale,
+            found_inf=update.found_inf,
+        )
+        if update.found_inf is not None:
+            torch._foreach_sub_(steps, [update.found_inf])
+        return
+    function: Any = adamw if decoupled else adam
     function(
         parameters,
         gradients,
@@ -151,6 +177,39 @@ class _Block:
     elements: slice | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Several updates, made ready to be cut.
+
+    Attributes:
+        updates: in their order.
+        options: hyperparameters, for each update and group.
+        keys: names of the moments that they need, likewise.
+        parameters, moments, gradients: large tensors as flat views; moments by key and name,
+            gradients for each update.
+        steps: step counters as they are before.
+        counted: step counters as they are after, as far as it is known.
+    """
+
+    updates: Sequence[Update]
+    options: Sequence[Sequence[Mapping[str, Any]]]
+    keys: Sequence[Sequence[tuple[str, ...]]]
+    parameters: Mapping[str, torch.Tensor]
+    moments: Mapping[str, Mapping[str, torch.Tensor]]
+    gradients: Sequence[Mapping[str, torch.Tensor]]
+    steps: Mapping[str, torch.Tensor]
+    counted: dict[str, torch.Tensor]
+
+    def of_group(
+        self, number: int
+    ) -> Iterator[tuple[Update, Mapping[str, Any], tuple[str, ...], Mapping[str, torch.Tensor]]]:
+        """Update, hyperparameters, names of moments and gradients, one update at a time."""
+        for update, options, keys, gradients in zip(
+            self.updates, self.options, self.keys, self.gradients, strict=True
+        ):
+            yield update, options[number], keys[number], gradients
+
+
 class Blocked:
     """Updates the parameters and the state of an optimizer in place, block by block.
 
@@ -187,8 +246,8 @@ class Blocked:
     def takes(self, update: Update) -> bool:
         """Whether this update can be applied to the state as it is now.
 
-        Not where the optimizer would create state, nor where a large gradient lies in memory
-        in another order than its parameter: the optimizer's own step does those.
+        Not where the optimizer would create state, nor where a gradient lies elsewhere, or a
+        large one in another memory order than its parameter: the optimizer's own step does those.
         """
         for members, options in zip(self._names, self._options(update), strict=True):
             keys = self._family.moments(options)
@@ -200,6 +259,8 @@ class Blocked:
     def _ready(self, name: str, keys: Iterable[str], gradient: torch.Tensor) -> bool:
         parameter, state = self._parameters[name], self._state(name)
         moments = [state.get(key) for key in keys]
+        if gradient.device != parameter.device:
+            return False
         if self._family.counts and not isinstance(state.get("step"), torch.Tensor):
             return False
         if not all(
@@ -214,8 +275,7 @@ class Blocked:
 
     def run(self, updates: Sequence[Update]) -> None:
         """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
-        options = [self._options(update) for update in updates]
-        counted: dict[str, torch.Tensor] = {}
+        batch = self._prepare(updates)
         blocks = deque(self._blocks())
 
         def work() -> None:
@@ -225,63 +285,79 @@ class Blocked:
                     block = blocks.popleft()
                 except IndexError:
                     return
-                self._run_block(block, updates, options, scratch, counted)
+                self._run_block(block, batch, scratch)
 
         _in_threads(work, min(self._threads, len(blocks)), stop=blocks.clear)
-        for name, step in counted.items():
+        for name, step in batch.counted.items():
             self._state(name)["step"].copy_(step)
 
-    def _run_block(
-        self,
-        block: _Block,
-        updates: Sequence[Update],
-        options: Sequence[Sequence[Mapping[str, Any]]],
-        scratch: _Scratch,
-        counted: dict[str, torch.Tensor],
-    ) -> None:
-        orders = {name: _memory_order(self._parameters[name]) for name in block.names}
+    def _prepare(self, updates: Sequence[Update]) -> _Batch:
+        options = [self._options(update) for update in updates]
+        keys = [[self._family.moments(own) for own in every] for every in options]
+        wanted = sorted({key for every in keys for own in every for key in own})
+        states = {name: self._state(name) for name in self._parameters}
+        moments: dict[str, Mapping[str, torch.Tensor]] = {}
+        for key in wanted:
+            there = {n: state[key] for n, state in states.items() if state.get(key) is not None}
+            moments[key] = self._lines(there)
+        return _Batch(
+            updates=updates,
+            options=options,
+            keys=keys,
+            parameters=self._lines(self._parameters),
+            moments=moments,
+            gradients=[self._lines(update.gradients) for update in updates],
+            steps={n: state["step"] for n, state in states.items() if self._counted(state)},
+            counted={},
+        )
 
-        def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.detach()
+    def _counted(self, state: Mapping[str, Any]) -> bool:
+        return self._family.counts and "step" in state
+
+    def _lines(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Large ones as flat views, in the memory order of their parameters."""
+        found = {}
+        for name, tensor in tensors.items():
+            found[name] = tensor.detach()
+            if tensor.numel() > self._block_elements:
+                line = flat(found[name], _memory_order(self._parameters[name]))
+                # Of a parameter that has no gradient in these updates, it may have gaps.
+                found[name] = found[name] if line is None else line
+        return found
+
+    def _run_block(self, block: _Block, batch: _Batch, scratch: _Scratch) -> None:
+        def parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Tensors:
             if block.elements is None:
-                return tensor
-            line = flat(tensor, orders[name])
-            assert line is not None
-            return line[block.elements]
+                return [tensors[name] for name in names]
+            return [tensors[name][block.elements] for name in names]
 
-        states = {name: self._state(name) for name in block.names}
-        parameters = {name: part(name, self._parameters[name]) for name in block.names}
         # The same step counts for all blocks of a tensor: each block counts for itself.
-        steps = {n: s["step"].clone() for n, s in states.items() if "step" in s}
-        moments: dict[str, dict[str, torch.Tensor]] = {}
-        for update, every in zip(updates, options, strict=True):
-            own = every[block.group]
-            names = [name for name in block.names if name in update.gradients]
+        steps = {name: batch.steps[name].clone() for name in block.names if name in batch.steps}
+        held: tuple[Sequence[str], Sequence[str], Tensors, dict[str, Tensors]] = ((), (), [], {})
+        for update, options, keys, gradients in batch.of_group(block.group):
+            names = [name for name in block.names if name in gradients]
             if not names:
                 continue
-            keys = self._family.moments(own)
-            for key in keys:
-                if key not in moments:
-                    moments[key] = {
-                        n: part(n, s[key]) for n, s in states.items() if s.get(key) is not None
-                    }
-            copies = update.grad_scale is not None or writes_gradients(self._kind, (own,))
+            if held[:2] != (names, keys):
+                own = {key: parts(batch.moments[key], names) for key in keys}
+                held = (names, keys, parts(batch.parameters, names), own)
+            _, _, parameters, moments = held
+            copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
             scratch.clear()
+            logged = parts(gradients, names)
             self._family.call(
-                [parameters[name] for name in names],
+                list(parameters),
                 [
-                    scratch.gradient(
-                        part(name, update.gradients[name]), parameters[name].dtype, copies
-                    )
-                    for name in names
+                    scratch.gradient(gradient, parameter.dtype, copies)
+                    for gradient, parameter in zip(logged, parameters, strict=True)
                 ],
-                {key: [moments[key][name] for name in names] for key in keys},
-                [steps[name] for name in names] if self._family.counts else [],
-                own,
+                {key: list(tensors) for key, tensors in moments.items()},
+                [steps[name] for name in names] if steps else [],
+                options,
                 update,
             )
         if block.elements is None or block.elements.start == 0:
-            counted.update(steps)
+            batch.counted.update(steps)
 
     def _blocks(self) -> Iterator[_Block]:
         """All parameters, in blocks."""

@@ -21,6 +21,7 @@ __all__ = [
     "Kill",
     "demo_plan",
     "keeper_of",
+    "logs",
     "planned_kills",
 ]
 
@@ -105,7 +106,7 @@ def demo_plan(
     steps: int | None = None,
     every: int | None = None,
     keep: int = 3,
-    method: str = "lazy",
+    method: str = "logged",
     seed: int = 1234,
     quick: bool = False,
 ) -> DemoPlan:
@@ -137,6 +138,11 @@ def keeper_of(method: str) -> KeeperKind:
     if presets[method].base == "sync":
         return "none"
     return "process" if sys.platform == "linux" else "thread"
+
+
+def logs(method: str) -> bool:
+    """Whether a preset records every step."""
+    return presets[method].log != "none"
 
 
 def planned_kills(*, steps: int, every: int, seed: int, keeper: KeeperKind) -> tuple[Kill, ...]:

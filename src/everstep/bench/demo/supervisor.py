@@ -13,7 +13,7 @@ from pathlib import Path
 
 from everstep.bench.demo.evidence import Survey, final_base, survey
 from everstep.bench.demo.keepers import end_keeper, held_step
-from everstep.bench.demo.plan import AFTER_CAPTURED, DemoPlan, Kill
+from everstep.bench.demo.plan import AFTER_CAPTURED, DemoPlan, Kill, logs
 from everstep.bench.demo.process import CHILD_COMMAND, Child, child_environment
 from everstep.bench.demo.report import DemoReport, KillReport
 from everstep.bench.demo.show import Display
@@ -31,6 +31,7 @@ from everstep.errors import EverstepError, KeeperError
 
 __all__ = ["DemoError", "run_demo"]
 
+LOST_STEPS_MAX = 1  # the one in flight, of those that are logged
 _POLL_S = 0.01
 _SILENCE_S = 90.0  # a child that says nothing for so long has hung
 _STEPS_TIMED = 8
@@ -212,7 +213,7 @@ class _Run:
             *compare_entries(left, right),
             *compare_fingerprints(*described),
             *compare_losses(steps, alone.losses, found),
-            *_broken_promises(kills),
+            *_broken_promises(kills, self._plan.method),
         ]
         again = sum(map(len, found)) - len({step for losses in found for step, _ in losses})
         size_mb = sum(len(entry.data) for entry in left.values()) / 1e6
@@ -231,6 +232,8 @@ class _Run:
             # (After a kill that spares the keeper it may go on from a later one: there the
             # next kill should be none that counts saves.)
             hit = max(1, (kill.step - recoverable) // self._plan.every)
+            if logs(self._plan.method):  # its log begins with a base of its own
+                hit += 1
             failpoints = f"{kill.where}=kill:{hit}"
         # A keeper that dies with its trainer is a thread of it, and so shares its failpoints.
         keeper = "thread" if kill is not None and kill.keeper == "dies" else "process"
@@ -295,10 +298,10 @@ def _kill_report(
     )
 
 
-def _broken_promises(kills: Sequence[KillReport]) -> list[Difference]:
+def _broken_promises(kills: Sequence[KillReport], method: str) -> list[Difference]:
     """What was committed, or captured whole with a keeper that lives, comes back; and it comes
     from where it can be."""
-    details = [(number, _broken_promise(report)) for number, report in enumerate(kills, 1)]
+    details = [(number, _broken_promise(report, method)) for number, report in enumerate(kills, 1)]
     return [
         Difference("recovery", f"kill {number}", detail)
         for number, detail in details
@@ -306,12 +309,18 @@ def _broken_promises(kills: Sequence[KillReport]) -> list[Difference]:
     ]
 
 
-def _broken_promise(report: KillReport) -> str | None:
+def _broken_promise(report: KillReport, method: str) -> str | None:
     kill, left = report.kill, report.left
     back = f"step {report.recovered} came back, from {report.source}"
     if left.held is None and report.source == "memory":
         return f"{back}, but nobody was left who had it in memory"
-    if kill.where == AFTER_CAPTURED and (report.recovered, report.source) != (kill.step, "memory"):
+    if logs(method):
+        if report.lost > LOST_STEPS_MAX:
+            return f"every step was logged and step {report.reached} was reached, but {back}"
+    elif kill.where == AFTER_CAPTURED and (report.recovered, report.source) != (
+        kill.step,
+        "memory",
+    ):
         return f"base {kill.step} was in the memory of a keeper that lived, but {back}"
     if left.held is not None and report.recovered < left.held:
         return f"base {left.held} was in the memory of a keeper that lived, but {back}"

@@ -1,0 +1,359 @@
+"""Training on a CUDA device, saved and resumed: bit for bit the state at each mark, from disk
+and from the memory of a keeper."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.capture.audit import SpotCheck
+from everstep.capture.cuda import CudaLane, CudaTransfer
+from everstep.capture.devices import DeviceLane
+from everstep.errors import AuditError, StateError
+from everstep.keeper.registry import list_keepers
+from everstep.seams.processes import process_gone
+from tests.gpu.world import DEVICE, NEEDS_CUDA, World, opened, restored
+from tests.unit.test_keeper_process import finish
+from tests.unit.world import TIMEOUT_S
+
+pytestmark = NEEDS_CUDA
+
+
+@pytest.fixture(autouse=True)
+def no_keeper_stays() -> Iterator[None]:
+    yield
+    for keeper in list_keepers():
+        os.kill(keeper.pid, signal.SIGKILL)
+        assert process_gone(keeper.pid, TIMEOUT_S)
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give the same bits each time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# --- The state at the mark --------------------------------------------------------------
+
+
+def same(world: World, wanted: dict[str, Any]) -> bool:
+    found = world.live()
+    assert found.keys() == wanted.keys()
+    return all(bool((found[key] == wanted[key]).all()) for key in wanted)
+
+
+@pytest.mark.parametrize("method", ["lazy", "checkfreq", "async", "sync"])
+def test_a_base_is_the_state_at_its_mark(method: str, run_folder: Path) -> None:
+    """100 MB, saved again and again while training goes on without a wait on the CPU."""
+    world, wanted = World(width=2048), {}
+    with opened(run_folder, world, method=method) as ckpt:
+        for step in range(1, 13):
+            world.train()
+            ckpt.step()
+            if step % 3 == 1:
+                wanted[step] = world.live()
+                ckpt.save()
+        assert isinstance(ckpt._lane, DeviceLane)
+        assert isinstance(ckpt._lane._lane, CudaLane) or method == "sync"
+        ckpt.wait()
+        assert ckpt.stats().committed == 4
+    for step, expected in wanted.items():
+        assert same(restored(run_folder, step, width=2048), expected), step
+
+
+def test_without_the_gate_it_is_not(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaTransfer, "gate", lambda *_: True)
+    monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
+    world, wanted = World(width=4096), {}
+    with opened(run_folder, world, method="lazy") as ckpt:
+        for step in range(1, 9):
+            world.train()
+            ckpt.step()
+            wanted[step] = world.live()
+            ckpt.save()
+            world.train()
+    torn = [step for step in wanted if not same(restored(run_folder, step, width=4096), wanted[step])]
+    assert torn, "this test cannot fail"
+
+
+@pytest.mark.parametrize("method", ["lazy", "async"])
+def test_what_no_optimizer_owns_may_change_at_once(method: str, run_folder: Path) -> None:
+    """Running statistics and averaged weights, on the device."""
+    world = World()
+    average = torch.full((1 << 20,), 1.0, device=DEVICE)
+    world.state["average"] = {"weight": average}
+    with opened(run_folder, world, method=method) as ckpt:
+        world.train()
+        ckpt.step()
+        wanted = world.live()
+        torch.cuda._sleep(1 << 28)
+        ckpt.save()
+        average.fill_(2.0)
+        world.model[1].running_mean.fill_(5.0)
+        world.train()
+    other = World(seed=99)
+    other.state["average"] = {"weight": torch.zeros(1 << 20, device=DEVICE)}
+    with opened(run_folder, other, method="sync") as ckpt:
+        ckpt.resume()
+    assert same(other, wanted)
+    assert (other.state["average"]["weight"] == 1).all()
+
+
+def test_a_change_past_the_optimizer_is_refused(run_folder: Path) -> None:
+    world = World(width=2048)
+    with opened(run_folder, world, on_failure="warn") as ckpt:
+        world.train()
+        ckpt.step()
+        torch.cuda._sleep(1 << 28)  # the copies come later
+        save = ckpt.save()
+        own = torch.cuda.Stream()
+        with torch.cuda.stream(own), torch.no_grad():
+            for parameter in world.model.parameters():
+                parameter.data.fill_(7.0)  # no wait for anything: it overtakes the copies
+        error = save.durable.exception(TIMEOUT_S)
+        assert isinstance(error, AuditError), error
+        with pytest.warns(RuntimeWarning, match="was changed while it was being copied"):
+            ckpt.wait()
+        torch.cuda.synchronize()
+
+
+def test_training_on_another_stream(run_folder: Path) -> None:
+    world, wanted = World(width=1024), {}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), opened(run_folder, world) as ckpt:
+        for step in range(1, 7):
+            world.train()
+            ckpt.step()
+            wanted[step] = world.live()
+            ckpt.save()
+        torch.cuda.synchronize()
+    for step, expected in wanted.items():
+        assert same(restored(run_folder, step, width=1024), expected), step
+
+
+def test_a_model_that_is_moved_after_construction(run_folder: Path) -> None:
+    world = World(device=torch.device("cpu"))
+    with opened(run_folder, world) as ckpt:
+        world.model.cuda()
+        world.device = DEVICE
+        for step in range(1, 4):
+            world.train()
+            ckpt.step()
+            ckpt.save()
+        wanted = world.live()
+        assert isinstance(ckpt._lane, DeviceLane)
+        assert isinstance(ckpt._lane._lane, CudaLane)
+    assert same(restored(run_folder, 3), wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device only")
+def test_a_model_on_two_devices(run_folder: Path) -> None:
+    torch.manual_seed(1)
+    parts = [torch.nn.Linear(2000, 2000, device=f"cuda:{n}") for n in range(2)]
+    model = torch.nn.ModuleList(parts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        batch = torch.randn(4, 2000, device="cuda:0")
+        parts[1](parts[0](batch).to("cuda:1")).square().mean().backward()
+        optimizer.step()
+
+    state = {"model": model, "optimizer": optimizer}
+    with everstep.Checkpointer(run_folder, state, every=None, keep=100) as ckpt:
+        wanted = {}
+        for step in range(1, 5):
+            train()
+            ckpt.step()
+            wanted[step] = [p.detach().clone() for p in model.parameters()]
+            ckpt.save()
+    for step, expected in wanted.items():
+        with everstep.Checkpointer(run_folder, state, every=None, method="sync") as ckpt:
+            ckpt.resume(step)
+        for parameter, value in zip(model.parameters(), expected, strict=True):
+            assert parameter.equal(value)
+
+
+# --- Resumed trainings ------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True),
+    "AdamW with lr on the device": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.01, device=DEVICE), fused=True
+    ),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def check_resumed(run: Path, build: Callable[[int], World], **options: Any) -> None:
+    """Trains straight through, and again with an interruption; both must end the same."""
+    world = build(1)
+    for _ in range(7):
+        world.train()
+    wanted = world.snapshot()
+    world = build(1)
+    with opened(run, world, **options) as ckpt:
+        ckpt.resume()
+        for _ in range(4):
+            world.train()
+            ckpt.step()
+        ckpt.save()
+    world = build(2)
+    world.train()
+    with opened(run, world, **options) as ckpt:
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.exact) == (4, True)
+        for _ in range(3):
+            world.train()
+            ckpt.step()
+    assert world.snapshot() == wanted
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_training_ends_as_an_uninterrupted_one(name: str, run_folder: Path) -> None:
+    """With dropout: so the device's generator is restored, too."""
+    check_resumed(run_folder, lambda seed: World(OPTIMIZERS[name], seed=seed))
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("fused", [False, True])
+def test_mixed_precision_with_a_scaler(fused: bool, run_folder: Path) -> None:
+    """The scaler skips steps, and its scale is part of the state."""
+    check_resumed(
+        run_folder,
+        lambda seed: World(
+            lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused), seed=seed, scaled=True
+        ),
+    )
+
+
+def test_generators_of_all_devices_are_restored(run_folder: Path) -> None:
+    world = World()
+    with opened(run_folder, world) as ckpt:
+        world.train()
+        ckpt.step()
+        ckpt.save()
+        wanted = [torch.rand(9, device=f"cuda:{n}") for n in range(torch.cuda.device_count())]
+    other = World(seed=99)
+    with opened(run_folder, other, method="sync") as ckpt:
+        recovery = ckpt.resume()
+        assert not recovery.notes
+        found = [torch.rand(9, device=f"cuda:{n}") for n in range(torch.cuda.device_count())]
+    assert all(map(torch.equal, found, wanted))
+
+
+KILLED = """
+import json, os, signal, sys, torch, everstep
+sys.path.insert(0, os.getcwd())
+from tests.gpu.world import World
+run, source = sys.argv[1:]
+world = World(width=1024)
+ckpt = everstep.Checkpointer(run, world.state, every=None)
+recovery = ckpt.resume()
+print(json.dumps({"step": recovery.step, "source": recovery.source}), flush=True)
+if recovery.step:
+    print(json.dumps(world.snapshot()["model"]["3.bias"]), json.dumps(world.snapshot()["rng"]))
+    ckpt.close()
+    sys.exit(0)
+for step in range(3):
+    world.train()
+    ckpt.step()
+    ckpt.save()
+snapshot = world.snapshot()
+print(json.dumps(snapshot["model"]["3.bias"]), json.dumps(snapshot["rng"]), flush=True)
+ckpt._saver.finish_captures()
+if source == "disk":
+    ckpt.close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("source", ["memory", "disk"])
+def test_a_killed_training_comes_back_from(source: str, run_folder: Path) -> None:
+    """The keeper outlives the process, whose pinned memory it shares."""
+    said = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(KILLED), str(run_folder), source],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        out, err = process.communicate(timeout=6 * TIMEOUT_S)
+        assert process.returncode in (0, -signal.SIGKILL), err
+        head, rest = out.split("\n", 1)
+        said.append((json.loads(head), rest.strip()))
+    assert said[0][0]["source"] == "fresh"
+    assert said[1][0] == {"step": 3, "source": source}
+    assert said[0][1] == said[1][1]
+
+
+# --- Captured graphs --------------------------------------------------------------------
+
+
+def test_an_update_captured_into_a_graph_is_refused(run_folder: Path) -> None:
+    world = World(lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True))
+    with opened(run_folder, world) as ckpt:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                world.train()
+        torch.cuda.current_stream().wait_stream(side)
+        ckpt.step()
+        ckpt.save()
+        ckpt.wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with pytest.raises(StateError, match=r"captured into a CUDA graph"):
+                world.optimizer.step()
+            world.model[0].weight.grad.add_(0)  # a graph that is not empty
+        world.train()  # outside of the graph all is well
+        ckpt.step()
+        ckpt.save().durable.result(TIMEOUT_S)
+
+
+def test_the_trainers_thread_is_not_held_up_by_a_save(run_folder: Path) -> None:
+    """While the device is busy, step, save, gate and update only enqueue."""
+    world = World(width=4096)
+    with opened(run_folder, world) as ckpt:
+        for _ in range(2):
+            world.train()
+            ckpt.step()
+            ckpt.save()
+        ckpt.wait()
+        torch.cuda.synchronize()
+        over = threading.Event()
+        torch.cuda._sleep(1 << 30)
+        busy = torch.cuda.Event()
+        busy.record()
+        world.train()
+        ckpt.step()
+        save = ckpt.save()
+        world.train()
+        assert not busy.query(), "something waited for the device"
+        assert not save.staged.done()
+        over.set()
+        ckpt.step()
+        ckpt.wait()
+        assert ckpt.stats().stall_s["gate"] < 0.5
