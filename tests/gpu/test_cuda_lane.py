@@ -44,9 +44,10 @@ def arena() -> Iterator[Arena]:
         yield made
 
 
-def block_of(arena: Arena, offset: int = 0, size: int | None = None) -> torch.Tensor:
+def block_of(arena: Arena, size_bytes: int = 64 << 20, *, offset: int = 0) -> torch.Tensor:
     whole = torch.frombuffer(arena.view, dtype=torch.uint8)
-    return whole[offset:] if size is None else whole[offset : offset + size]
+    assert offset + size_bytes <= whole.numel()
+    return whole[offset : offset + size_bytes]
 
 
 def copies_of(*tensors: torch.Tensor) -> list[Batch]:
@@ -95,7 +96,7 @@ def test_every_tensor_lands_in_its_place(when: str, lane: CudaLane, arena: Arena
     live["in host memory"] = torch.randn(500)
     live["a counter"] = torch.tensor(7.0)
     (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
-    block = block_of(arena)
+    block = block_of(arena, 256 << 20)
     batches = plan_batches(layout, live, live.keys())
     told: list[int] = []
     if when == "mark":
@@ -117,7 +118,7 @@ def test_progress_is_told_of_bytes_that_are_there(lane: CudaLane, arena: Arena) 
     """A quarter of a GB, told in several pieces, each looked at as it is told."""
     live = {f"t{n}": torch.full((16 << 20,), n + 1.0, device=DEVICE) for n in range(4)}
     (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
-    block, told, seen = block_of(arena), [], 0
+    block, told, seen = block_of(arena, 256 << 20), [], 0
 
     def progress(end: int) -> None:
         nonlocal seen
@@ -142,7 +143,7 @@ def test_an_update_waits_for_the_copy_and_the_cpu_does_not(
     """The copy waits for what made the state, the update for the copy; the trainer for nothing."""
     own = torch.cuda.Stream() if stream == "another" else torch.cuda.default_stream()
     weight = torch.zeros(64 << 20, device=DEVICE)
-    block = block_of(arena)
+    block = block_of(arena, weight.nbytes)
     lane.warm([weight], block)
     lane.submit(copies_of(weight), block, ignored).wait(TIMEOUT_S)  # pinned, and warm
     torch.cuda.synchronize()
@@ -167,7 +168,7 @@ def test_an_update_waits_for_the_copy_and_the_cpu_does_not(
 def test_without_the_gate_it_is_torn(lane: CudaLane, arena: Arena) -> None:
     """The reason for the gate."""
     weight = torch.ones(128 << 20, device=DEVICE)
-    block = block_of(arena)
+    block = block_of(arena, weight.nbytes)
     lane.submit(copies_of(weight), block, ignored).wait(TIMEOUT_S)
     torch.cuda.synchronize()
     transfer = lane.submit(copies_of(weight), block, ignored)
@@ -179,7 +180,7 @@ def test_without_the_gate_it_is_torn(lane: CudaLane, arena: Arena) -> None:
 def test_marks_may_change_at_once(lane: CudaLane, arena: Arena) -> None:
     """Duplicates up to a limit; the rest holds the device back, and is right, too."""
     tensors = [torch.full((40 << 20,), n + 1.0, device=DEVICE) for n in range(3)]  # 480 MB
-    block = block_of(arena)
+    block = block_of(arena, 480 << 20)
     lane.warm(tensors, block)
     busy()
     lane.mark(copies_of(*tensors), block)
@@ -232,7 +233,7 @@ def test_several_devices(lane: CudaLane, arena: Arena) -> None:
     devices = [torch.device("cuda", n) for n in range(2)]
     tensors = [torch.full((8 << 20,), n + 1.0, device=devices[n % 2]) for n in range(4)]
     marks = [torch.full((1000,), n + 9.0, device=devices[n % 2]) for n in range(2)]
-    block = block_of(arena)
+    block = block_of(arena, 256 << 20)
     offset = sum(tensor.nbytes for tensor in tensors)
     lane.mark(
         [
@@ -257,11 +258,11 @@ def test_several_devices(lane: CudaLane, arena: Arena) -> None:
 
 
 def test_what_is_used_is_pinned_until_the_lane_is_closed(arena: Arena) -> None:
-    lane, block = CudaLane(CpuLane()), block_of(arena, 0, 64 << 20)
+    lane, block = CudaLane(CpuLane()), block_of(arena)
     lane.warm([torch.ones(1, device=DEVICE)], block)
     lane.run(lambda: None).result(TIMEOUT_S)
     assert block.is_pinned()
-    assert not block_of(arena, 128 << 20).is_pinned()
+    assert not block_of(arena, offset=128 << 20).is_pinned()
     lane.close()
     assert not block.is_pinned()
 
@@ -272,13 +273,13 @@ def test_copies_over_the_edge_of_two_registrations(
     """CUDA need not take a copy that goes over one."""
     monkeypatch.setattr(pinned_module, "_SLICE_BYTES", PAGE)
     tensor = torch.randn(5 * PAGE, device=DEVICE)
-    block = block_of(arena)[: 8 * tensor.nbytes]
+    block = block_of(arena, 8 * tensor.nbytes)
     assert lane.submit(copies_of(tensor), block, ignored).wait(TIMEOUT_S)
     assert block[: tensor.nbytes].view(torch.float32).equal(tensor.cpu())
 
 
 def test_memory_that_cannot_be_pinned_is_refused_and_no_kernel_is_told(arena: Arena) -> None:
-    block = block_of(arena)[: 8 * PAGE]
+    block = block_of(arena, 8 * PAGE)
     torch.ones(1, device=DEVICE)
     cudart: Any = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(block.data_ptr() + 4 * PAGE, PAGE, 1)) == 0

@@ -44,7 +44,7 @@ SCENARIOS = {
     "strange": "rank 1 has a NaN in step 2",
     "unused": "a layer that both, then rank 0, then nobody uses",
     "resumed": "everything made anew from its state before step 3",
-    "scaled": "the loss times a number that changes",
+    "scaled": "the loss times a number that changes, also while it is resumed",
     "clipped": "gradients are clipped after the exchange",
 }
 
@@ -138,7 +138,7 @@ def _play(scenario: str, rank: int) -> dict[str, Any]:
     ddp, state = _begin(net, scenario, 0)
     grads = []
     for step in range(STEPS):
-        if scenario == "resumed" and step == 3:
+        if scenario in ("resumed", "scaled") and step == 3:
             saved = copy.deepcopy([x.state_dict() for x in (net, optimizer, state)])
             net = net_of(scenario)
             optimizer = optimizer_of(net)

@@ -89,10 +89,12 @@ def options_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
 
 
 def tensors_of(
-    dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+    dtype: torch.dtype = torch.float32,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """New random tensors; ``image`` is channels-last."""
-    found = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    found = {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
     if "image" in found:
         found["image"] = found["image"].to(memory_format=torch.channels_last)
     return found
@@ -109,13 +111,14 @@ def record(
     gradients: Callable[[int], dict[str, torch.Tensor]] | None = None,
     late: bool = True,
     key: str = "optimizer",
+    device: str = "cpu",
 ) -> Run:
     """Trains two groups of parameters on random gradients; some are None now and then.
 
     Args:
         late: also in the first step. torch's fused SGD with momentum cannot do that.
     """
-    start = tensors_of(dtype, shapes)
+    start = tensors_of(dtype, shapes, device)
     names = [group for group in (list(start)[::2], list(start)[1::2]) if group]
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in start.items()}
     for name in set(FROZEN).intersection(parameters):
@@ -125,7 +128,7 @@ def record(
         run.moments.append(run.moment())
         if schedule is not None:
             schedule(step, run.optimizer.param_groups)
-        given = tensors_of(dtype, shapes) if gradients is None else gradients(step)
+        given = tensors_of(dtype, shapes, device) if gradients is None else gradients(step)
         for name in FROZEN:
             given.pop(name, None)
         for number, name in enumerate(list(given)):

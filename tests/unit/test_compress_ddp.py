@@ -171,6 +171,35 @@ def test_gradients_in_sparse_layout_are_refused(one_rank: None) -> None:
         ddp(torch.tensor([1, 2])).sum().backward()
 
 
+def test_the_state_of_another_model_is_refused(one_rank: None) -> None:
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    ddp.register_comm_hook(DDPCompression(nn.Linear(4, 3)), compressed_mean)
+    with pytest.raises(StateError, match="not of the model"):
+        ddp(torch.ones(2, 4)).sum().backward()
+
+
+def test_residuals_follow_a_scale_that_comes_and_goes(one_rank: None) -> None:
+    """Saved with a scaler, loaded without one, and the other way round."""
+    net = nn.Linear(100, 50)
+    batch = torch.randn(8, 100)
+
+    def residual_of(scale: float | None, saved: dict[str, Any]) -> dict[str, Any]:
+        net.zero_grad()
+        options = {} if scale is None else {"loss_scale": lambda: scale}
+        ddp, state = hooked(net, ratio=0.1, **options)
+        state.load_state_dict(saved)
+        (ddp(batch).square().sum() * (scale or 1.0)).backward()
+        return state.state_dict()
+
+    none = {"residuals": {}, "loss_scale": 1.0}
+    plain = [first := residual_of(None, none), residual_of(None, first)]
+    mixed = [first := residual_of(2.0**10, none), residual_of(None, first)]
+    other = [first := residual_of(None, none), residual_of(2.0**10, first)]
+    wanted = plain[1]["residuals"]["weight"]
+    assert torch.equal(mixed[1]["residuals"]["weight"], wanted)
+    assert torch.equal(other[1]["residuals"]["weight"], wanted * 2.0**10)
+
+
 @pytest.mark.parametrize("view", [True, False])
 def test_gradients_may_be_views_of_buckets(one_rank: None, view: bool) -> None:
     net = nn.Linear(100, 50)
@@ -211,5 +240,5 @@ def test_residuals_of_another_model_are_refused() -> None:
     state = DDPCompression(nn.Linear(40, 30))
     residuals = {"weight": torch.zeros(7), "other": torch.zeros(3)}
     with pytest.raises(MismatchError, match="other"):
-        state.load_state_dict({"residuals": residuals, "loss_scale": None})
+        state.load_state_dict({"residuals": residuals, "loss_scale": 1.0})
     assert state.state_dict()["residuals"] == {}

@@ -49,7 +49,10 @@ def flats(draw: st.DrawFn) -> torch.Tensor:
     """Any bits of any dtype: mixed, few that differ, mostly zero."""
     dtype = draw(st.sampled_from(DTYPES))
     any_bits = st.integers(0, 2 ** (8 * dtype.itemsize) - 1)
-    few = draw(st.lists(any_bits, min_size=1, max_size=3))
+    form, sign = FORMATS[dtype], FORMATS[dtype].mask + 1
+    special = [0, sign, 1, form.infinity - 1, form.infinity, sign | form.infinity]
+    special += [form.infinity + 1, form.mask, sign | form.mask]  # several NaNs
+    few = draw(st.lists(st.one_of(any_bits, st.sampled_from(special)), min_size=1, max_size=4))
     bits = draw(
         st.one_of(
             st.lists(any_bits, min_size=1, max_size=150),
@@ -149,6 +152,12 @@ def test_what_is_not_finite_is_always_kept(dtype: torch.dtype, compress: Compres
     assert 69_999 in compress(one, 1e-9).positions().tolist()
 
 
+def test_nothing_but_nan_and_infinity_is_all_kept() -> None:
+    flat = of_bits([0x7F800000 + i % 5 for i in range(100_000)], torch.float32)
+    assert topk(flat, 1e-4).values.numel() == 100_000
+    assert sampled_threshold(flat, 1e-4).values.numel() == 100_000
+
+
 # --- sampled_threshold ------------------------------------------------------------------
 
 
@@ -213,6 +222,21 @@ def test_a_tensor_that_misleads_the_sample_is_chosen_from_exactly() -> None:
     flat[large] = torch.arange(1.0, 100_001.0)
     for form in (sampled_threshold(flat, 0.001), topk(flat, 0.001)):
         assert torch.equal(form.positions(), large[-400:])
+
+
+def test_a_sample_of_only_large_elements_is_chosen_from_exactly() -> None:
+    flat = torch.linspace(0.1, 0.5, 400_000)
+    sampled = sample_positions(flat.numel(), 0, flat.device)
+    flat[sampled] = 1.0
+    form = sampled_threshold(flat, 0.5)
+    assert form.values.numel() == 200_000
+    assert bool(torch.isin(sampled, form.positions()).all())
+
+
+def test_few_that_are_not_zero_are_all_that_a_threshold_keeps() -> None:
+    flat = torch.zeros(400_000)
+    flat[::1000] = -1e-30
+    assert torch.equal(sampled_threshold(flat, 0.01).positions(), torch.arange(0, 400_000, 1000))
 
 
 # --- nonzeros, and forms in general ------------------------------------------------------

@@ -447,10 +447,17 @@ def closures(
 
 @pytest.mark.parametrize("kind", [Consumed, Twice, Failing])
 @pytest.mark.parametrize("how", ["plain", "closure", "keyword"])
-def test_a_step_compresses_once(kind: type[Consumed], how: str) -> None:
+def test_a_step_compresses_once(
+    kind: type[Consumed], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (parameter,) = parameters_of((2000,))
     optimizer = kind([parameter], lr=0.1)
     compressor = Compressor(optimizer, ratio=RATIO)
+    taken: list[Any] = []  # twice would not show otherwise: nothing is lost, so nothing changes
+    take = ErrorFeedback.take
+    monkeypatch.setattr(
+        ErrorFeedback, "take", lambda *args: (taken.append(args[1]), take(*args))[1]
+    )
     left = torch.zeros(2000)
     for _ in range(3):
         grad = torch.randn(2000)
@@ -461,6 +468,7 @@ def test_a_step_compresses_once(kind: type[Consumed], how: str) -> None:
         left = torch.where(keep, 0, total)
         assert same_bits(optimizer.consumed[0], torch.where(keep, total, 0))
     assert same_bits(compressor.state_dict()["residuals"][0], left)
+    assert len(taken) == 3
 
 
 def test_a_step_that_raised_does_not_hide_the_next() -> None:
@@ -612,6 +620,24 @@ def test_a_resumed_training_goes_on_bit_for_bit(
         ckpt.resume()
     live["compressor"].load_state_dict({**live["compressor"].state_dict(), "residuals": {}})
     assert train(forgetful, 3) != wanted  # the residuals do make a difference
+
+
+def test_residuals_are_captured_before_the_next_step_changes_them(
+    make_training: Callable[[int], Training], run_folder: Path
+) -> None:
+    """I1: the copy is made behind the step; the hook that compresses waits for it, too."""
+    training = make_training(1)
+    compressor = Compressor(training.optimizer, ratio=0.05)
+    state = {**training.state(), "compressor": compressor}
+    train(training, 2)
+    with opened(run_folder, state, method="lazy") as ckpt:
+        then = copy.deepcopy(compressor.state_dict())
+        ckpt.save()
+        train(training, 1)
+        assert not torch.equal(compressor.state_dict()["residuals"][0], then["residuals"][0])
+    with opened(run_folder, state) as ckpt:
+        ckpt.resume()
+    assert_same(compressor.state_dict(), then)
 
 
 def test_loaded_residuals_are_copies() -> None:

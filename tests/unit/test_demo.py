@@ -142,7 +142,7 @@ class TestPlan:
     def test_quick_and_full_can_be_changed(self) -> None:
         assert demo_plan().model.params > 800_000
         assert demo_plan(quick=True).model.params < 200_000
-        assert demo_plan().method == "lazy"
+        assert demo_plan().method == "logged"
         plan = demo_plan(steps=99, every=4, method="sync", seed=7, quick=True)
         assert (plan.steps, plan.every, plan.method, plan.seed) == (99, 4, "sync", 7)
         lines = introduce(plan)
@@ -868,7 +868,7 @@ class TestPromises:
     ) -> list[Difference]:
         left = Survey(committed, committed, None, (), held)
         report = KillReport(kill, left, reached, recovered, 0.1, 1.0, True, "x", source)
-        return supervisor._broken_promises([report])
+        return supervisor._broken_promises([report], "lazy")
 
     def test_kept(self) -> None:
         assert self.broken(self.SPARED, held=60, recovered=60, source="memory") == []

@@ -36,7 +36,7 @@ from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes import PidWatch, process_gone
 from everstep.seams.progress import silent
 from tests.leftovers import MARK, processes_marked
-from tests.unit.serving import die
+from tests.unit.serving import die, serving
 from tests.unit.test_keeper_process import PRELUDE, finish, start
 from tests.unit.world import (
     TIMEOUT_S,
@@ -120,10 +120,18 @@ def saved(ckpt: everstep.Checkpointer, world: World, snapshots: dict[int, Any]) 
     return save
 
 
-def stop(pid: int) -> None:
-    """Returns when the process stands still."""
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still in the block, but not for ever."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: state_of(pid) == "T", "the process goes on")
+    goes_on = threading.Timer(TIMEOUT_S, lambda: os.kill(pid, signal.SIGCONT))
+    goes_on.start()
+    try:
+        yield
+    finally:
+        goes_on.cancel()
+        os.kill(pid, signal.SIGCONT)
 
 
 def state_of(pid: int) -> str:
@@ -327,30 +335,46 @@ def test_a_child_that_outlives_the_trainer_does_not_hold_the_keeper(run_folder: 
     assert check_bases(run_folder) == 1
 
 
+def test_who_has_closed_finds_no_keeper(run_folder: Path) -> None:
+    """close() returns when the run is nobody's, not a moment before."""
+    waiting: list[bool] = []
+
+    def leave() -> None:
+        thread = ckpt._keepers._remote and ckpt._keepers._remote._reader
+        waiting.append(bool(thread and thread.is_alive()))
+
+    world = World()
+    with serving(run_folder, leave=leave):
+        with opened(run_folder, world) as ckpt:
+            ckpt.step()
+            ckpt.save()
+        assert waiting == [True]
+
+
 # --- A keeper that stands still, or is left alone ---------------------------------------
 
 
 def test_a_stopped_keeper_stops_nothing_but_itself(run_folder: Path) -> None:
     """Training goes on, a wait ends within its time, and when the keeper goes on everything
     becomes durable."""
-    world, snapshots = World(), {}
+    world = World()
+    snapshots: dict[int, Any] = {}
     with opened(run_folder, world) as ckpt:
         saved(ckpt, world, snapshots)
         ckpt.wait()
         keeper = keeper_of(ckpt)
-        stop(keeper)
-        start_s = time.monotonic()
-        saves = [saved(ckpt, world, snapshots) for _ in range(3)]
-        for _ in range(5):
-            world.train()
-        assert time.monotonic() - start_s < 5.0, "training was held up"
-        start_s = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"3 base\(s\) are not durable after"):
-            ckpt.wait(0.5)
-        assert 0.5 <= time.monotonic() - start_s < 3.0
-        assert all(save.staged.done() for save in saves)
-        assert not any(save.durable.done() for save in saves)
-        os.kill(keeper, signal.SIGCONT)
+        with stopped(keeper):
+            start_s = time.monotonic()
+            saves = [saved(ckpt, world, snapshots) for _ in range(3)]
+            for _ in range(5):
+                world.train()
+            assert time.monotonic() - start_s < 5.0, "training was held up"
+            start_s = time.monotonic()
+            with pytest.raises(DeadlineError, match=r"3 base\(s\) are not durable after"):
+                ckpt.wait(0.5)
+            assert 0.5 <= time.monotonic() - start_s < 3.0
+            assert all(save.staged.done() for save in saves)
+            assert not any(save.durable.done() for save in saves)
         ckpt.wait(TIMEOUT_S)
         assert keeper_of(ckpt) == keeper
         assert ckpt.stats().keeper_restarts == 0
@@ -360,18 +384,18 @@ def test_a_stopped_keeper_stops_nothing_but_itself(run_folder: Path) -> None:
 
 
 def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folder: Path) -> None:
-    world, snapshots = World(), {}
+    world = World()
+    snapshots: dict[int, Any] = {}
     with opened(run_folder, world, progress_timeout_s=1.0) as ckpt:
         saved(ckpt, world, snapshots)
         ckpt.wait()
         keeper = keeper_of(ckpt)
-        stop(keeper)
-        saved(ckpt, world, snapshots)
-        start_s = time.monotonic()
-        with pytest.raises(DeadlineError, match=rf"process {keeper}\) has said nothing for"):
-            ckpt.wait()
-        assert time.monotonic() - start_s < 4.0
-        os.kill(keeper, signal.SIGCONT)
+        with stopped(keeper):
+            saved(ckpt, world, snapshots)
+            start_s = time.monotonic()
+            with pytest.raises(DeadlineError, match=rf"process {keeper}\) has said nothing for"):
+                ckpt.wait()
+            assert time.monotonic() - start_s < 4.0
         until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
         ckpt.wait(TIMEOUT_S)
     assert restored(run_folder, 2) == snapshots[2]
@@ -386,7 +410,8 @@ def test_objects_of_many_messages(source: str, run_folder: Path) -> None:
     noise = random.Random(5).choices("abcdefghijklmnopqrstuvwxyz \u00e4\u20ac", k=99_991)
     text = "".join(noise) * 200
     assert len(text.encode()) > OBJECT_PART_BYTES
-    world, snapshots = World(), {}
+    world = World()
+    snapshots: dict[int, Any] = {}
     world.state["plain"] = {}
     with closing_or_dead(run_folder, world) as ckpt:
         for step in (1, 2):
@@ -466,7 +491,8 @@ ckpt.wait()
 (keeper,) = list_keepers()
 links = []
 for pid in (os.getpid(), keeper.pid):
-    links += [line.split(None, 5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    links += [line.split(None, 5)[-1] for line in maps.splitlines()]
     links += [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()]
 room = os.statvfs("/dev/shm")
 state_bytes = sum(t.nbytes for t in model.parameters()) * 3
@@ -514,7 +540,8 @@ def one_and_a_half(world: World) -> Budget:
 
 def test_a_slow_disk_pushes_back_and_nothing_is_lost(run_folder: Path) -> None:
     """I10: the second save waits until the first is on disk; the wait is counted."""
-    world, snapshots = World(width=3000), {}
+    world = World(width=3000)
+    snapshots: dict[int, Any] = {}
     gate = Gate()
 
     def slow(op: str, path: Any) -> None:
@@ -528,7 +555,7 @@ def test_a_slow_disk_pushes_back_and_nothing_is_lost(run_folder: Path) -> None:
     ) as ckpt:
         first = saved(ckpt, world, snapshots)
         assert gate.reached.wait(TIMEOUT_S)
-        threading.Timer(0.2, gate.open).start()
+        threading.Timer(0.6, gate.open).start()
         saved(ckpt, world, snapshots)
         assert first.durable.done(), "its memory was taken before it was on disk"
         assert ckpt.stats().stall_s["back_pressure"] > 0.1
@@ -544,16 +571,17 @@ def test_a_slow_disk_pushes_back_and_nothing_is_lost(run_folder: Path) -> None:
 
 def test_a_stopped_keeper_pushes_back_and_nothing_is_lost(run_folder: Path) -> None:
     """The same with a keeper process, which writes nothing while it stands still."""
-    world, snapshots = World(width=3000), {}
+    world = World(width=3000)
+    snapshots: dict[int, Any] = {}
     with opened(run_folder, world, budget=one_and_a_half(world)) as ckpt:
         saved(ckpt, world, snapshots)
         ckpt.wait()
         keeper = keeper_of(ckpt)
-        stop(keeper)
-        saved(ckpt, world, snapshots)
         before_s = ckpt.stats().stall_s["back_pressure"]
-        threading.Timer(0.3, lambda: os.kill(keeper, signal.SIGCONT)).start()
-        saved(ckpt, world, snapshots)
+        with stopped(keeper):
+            saved(ckpt, world, snapshots)
+            threading.Timer(1.0, lambda: os.kill(keeper, signal.SIGCONT)).start()
+            saved(ckpt, world, snapshots)
         assert ckpt.stats().stall_s["back_pressure"] - before_s > 0.1
         for _ in range(3):
             saved(ckpt, world, snapshots)
@@ -567,7 +595,8 @@ def test_a_stopped_keeper_pushes_back_and_nothing_is_lost(run_folder: Path) -> N
 
 def test_a_disk_that_gets_nowhere_ends_the_wait_for_memory(run_folder: Path) -> None:
     """I11: within the stated time, with the reason; training goes on, and so do later saves."""
-    world, snapshots = World(width=3000), {}
+    world = World(width=3000)
+    snapshots: dict[int, Any] = {}
     with opened(
         run_folder,
         world,
@@ -578,14 +607,13 @@ def test_a_disk_that_gets_nowhere_ends_the_wait_for_memory(run_folder: Path) -> 
         saved(ckpt, world, snapshots)
         ckpt.wait()
         keeper = keeper_of(ckpt)
-        stop(keeper)
-        saved(ckpt, world, snapshots)
-        start_s = time.monotonic()
-        with pytest.warns(RuntimeWarning, match="no host memory was released within 1 s"):
-            lost = saved(ckpt, world, snapshots)
-        assert time.monotonic() - start_s < 4.0
-        assert isinstance(lost.durable.exception(TIMEOUT_S), DeadlineError)
-        os.kill(keeper, signal.SIGCONT)
+        with stopped(keeper):
+            saved(ckpt, world, snapshots)
+            start_s = time.monotonic()
+            with pytest.warns(RuntimeWarning, match="no host memory was released within 1 s"):
+                lost = saved(ckpt, world, snapshots)
+            assert time.monotonic() - start_s < 4.0
+            assert isinstance(lost.durable.exception(TIMEOUT_S), DeadlineError)
         until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
         saved(ckpt, world, snapshots)
         ckpt.wait(TIMEOUT_S)

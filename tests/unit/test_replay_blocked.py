@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import blocked, engine, proof
-from everstep.replay.blocked import Blocked, flat
+from everstep.replay import blocked, engine, forms, proof
+from everstep.replay.blocked import Blocked
+from everstep.replay.cuts import flat
 from everstep.replay.updates import Update
 from tests.unit.replays import (
     Run,
@@ -85,6 +86,21 @@ def test_lazy_state_is_made_by_the_optimizer_itself(ways: list[tuple[str, int]])
     run = record(lambda groups: Adam(groups), steps=6, late=False)
     replayed(run, 0, 0)
     assert ways == [("step", 1), ("blocks", 5)]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_first_gradient_in_the_middle_of_a_batch(ways: list[tuple[str, int]]) -> None:
+    """Thawed late: the updates before it are worked off first."""
+
+    def gradients(step: int) -> dict[str, torch.Tensor]:
+        given = tensors_of()
+        if step < 4:
+            del given["line"]
+        return given
+
+    run = record(lambda groups: AdamW(groups), gradients=gradients, steps=7)
+    replayed(run, 1, 0, threads=2)
+    assert ways == [("blocks", 3), ("step", 1), ("blocks", 2)]
 
 
 def changed(step: int, groups: list[dict[str, Any]]) -> None:
@@ -276,7 +292,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ways: list[tuple[str, int]]
 ) -> None:
     """A torch whose kernels look at where a tensor begins: blocks would go wrong."""
-    adamw = blocked.adamw
+    adamw = forms.adamw
 
     def astray(params: Any, *args: Any, **options: Any) -> None:
         adamw(params, *args, **options)
@@ -284,7 +300,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
             for parameter in params:
                 parameter.view(-1)[:1].add_(1e-3)
 
-    monkeypatch.setattr(blocked, "adamw", astray)
+    monkeypatch.setattr(forms, "adamw", astray)
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(proof, "_proven", {})
     run = record(lambda groups: AdamW(groups), steps=4, late=False)
@@ -320,14 +336,14 @@ def test_an_error_in_one_thread_ends_all_and_is_raised(monkeypatch: pytest.Monke
     run = record(lambda groups: AdamW(groups), steps=4, late=False)
     replayer, _ = replayer_at(run, 1, threads=2)
     replayer.apply(run.updates[1:2])
-    adamw, calls = blocked.adamw, itertools.count()
+    adamw, calls = forms.adamw, itertools.count()
 
     def failing(*args: Any, **options: Any) -> None:
         if next(calls) == 3:
             raise MemoryError("no memory")
         adamw(*args, **options)
 
-    monkeypatch.setattr(blocked, "adamw", failing)
+    monkeypatch.setattr(forms, "adamw", failing)
     with pytest.raises(ReplayError, match="updates 3 to 4 failed half-way: MemoryError"):
         replayer.apply(run.updates[2:])
     with pytest.raises(ReplayError, match="load the base again"):

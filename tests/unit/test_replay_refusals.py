@@ -310,29 +310,29 @@ def test_optimizers_over_whole_tensors() -> None:
             replayed(run, 2, 0)
 
 
-def test_views_of_one_memory(run: Run) -> None:
+@pytest.mark.parametrize("asks_for_grad", [False, True])
+def test_views_of_one_memory(run: Run, asks_for_grad: bool) -> None:
     """A replica: parameters and moments are parts of one block, which others read."""
     base = copy.deepcopy(run.moments[1])
-    tensors = dict(base.tensors)
-    flat = torch.full((10_000,), -1.0)
+    flat = torch.full((10_000,), -1.0).requires_grad_(asks_for_grad)
     used = 0
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def moved(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         nonlocal used
-        part = flat[used : used + tensor.numel()].as_strided(tensor.shape, tensor.stride(), used)
+        part = memory[used : used + tensor.numel()].as_strided(tensor.shape, tensor.stride(), used)
         used += tensor.numel()
-        part.copy_(tensor)
+        part.detach().copy_(tensor)
         return part
 
-    tensors = {name: moved(tensor) for name, tensor in tensors.items()}
+    tensors = {name: moved(tensor, flat) for name, tensor in base.tensors.items()}
     state = {
-        name: {key: moved(value) for key, value in values.items()}
+        name: {key: moved(value, flat.detach()) for key, value in values.items()}
         for name, values in base.state.items()
     }
     whole = [*tensors.values(), *(t for values in state.values() for t in values.values())]
     replayer = Replayer(AdamW, run.names, tensors, state, base.groups, threads=2)
     replayer.apply(run.updates[1:])
-    assert_same_bits(tensors, run.moments[-1].tensors)
+    assert_same_bits({n: t.detach() for n, t in tensors.items()}, run.moments[-1].tensors)
     assert_same_bits(replayer.state, run.moments[-1].state)
     assert all(t.untyped_storage().data_ptr() == flat.data_ptr() for t in whole)
     assert bool((flat[used:] == -1.0).all())

@@ -20,6 +20,10 @@ It sleeps while it waits (``blocking=True``) instead of spinning on a core, and 
 What has not been ordered before the current stream is not ordered before the copies either:
 who trains on another stream than the one that is current at ``step()`` and ``save()`` makes
 that one wait first, as for any other use of the parameters.
+
+A CUDA graph must not be captured while a save is under way, unless with
+``capture_error_mode="thread_local"``: in its default mode CUDA lets no other thread wait for
+an event meanwhile, and the capture fails. What captures an update is refused here.
 """
 
 from __future__ import annotations
@@ -116,11 +120,12 @@ class CudaLane:
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         ours, theirs = _split(batches)
+        if ours:
+            refuse_graph_capture()
         # The marks of this capture, on any device, lie anywhere in the block.
         marks = self._begun()
         reached: list[_Reached] = []
         if ours:
-            refuse_graph_capture()
             reached = self._enqueue(ours, block, self._pin(block, ours))
         self._host.mark([batch for batch in theirs if _small(batch)], block)
         large = [batch for batch in theirs if not _small(batch)]

@@ -2,6 +2,8 @@
 
 ``ls``, ``inspect``, ``verify``, ``du``  look at a run and never write into it
 ``rm``      deletes one base
+``restore`` writes the state of any logged step into a run of its own
+``replay``  what if the updates of some steps had not been made
 ``ps``, ``stop``  the keeper processes of this user
 ``doctor``  checks this machine
 ``plan``    how often to take a base and to write the log: models, no measurements
@@ -30,6 +32,8 @@ from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.plan import app as _plan
 from everstep.cli.ps import ps
+from everstep.cli.replay import replay
+from everstep.cli.restore import restore
 from everstep.cli.rm import rm
 from everstep.cli.stop import stop
 from everstep.cli.verify import verify
@@ -67,7 +71,7 @@ def _root(
     pass
 
 
-for _verb in (ls, inspect, verify, rm, du, ps, stop, doctor, demo):
+for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
 if importlib.util.find_spec("everstep.cli.bench") is not None:

@@ -60,6 +60,7 @@ class _Part:
 
     Attributes:
         bases: files of each base, without temporary ones.
+        log: files of segments; ``segments`` of them are finished.
         slots: files of deleted bases, kept to be overwritten.
         temporary: what a crash, or a process at work, has left half-written.
         other: files that everstep has not written.
@@ -67,6 +68,8 @@ class _Part:
 
     bases: list[tuple[BaseFound, _Sum]] = field(default_factory=list)
     records: _Sum = field(default_factory=_Sum)
+    log: _Sum = field(default_factory=_Sum)
+    segments: int = 0
     slots: _Sum = field(default_factory=_Sum)
     temporary: _Sum = field(default_factory=_Sum)
     other: _Sum = field(default_factory=_Sum)
@@ -74,7 +77,7 @@ class _Part:
     @property
     def whole(self) -> _Sum:
         total = _total(part for _, part in self.bases)
-        for part in (self.records, self.slots, self.temporary, self.other):
+        for part in (self.records, self.log, self.slots, self.temporary, self.other):
             total.add(part)
         return total
 
@@ -90,8 +93,8 @@ class _Part:
 def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None:
     """Adds up what a run takes on disk.
 
-    By timeline and base; slots, temporary and foreign files apart. Apparent sizes (what the
-    files hold) and allocated ones (what the disk gives for them). Writes nothing.
+    By timeline and base; the log, slots, temporary and foreign files apart. Apparent sizes (what
+    the files hold) and allocated ones (what the disk gives for them). Writes nothing.
     """
     from everstep.seams import PosixFileSystem
 
@@ -112,6 +115,7 @@ def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None
 def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[int, _Part]]:
     from everstep.format.names import (
         BASE_DIR,
+        LOG_DIR,
         RUN_RECORD,
         SLOTS_DIR,
         TIMELINE_RECORD,
@@ -132,6 +136,8 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
                 part.slots = _below(filesystem, directory / item.name)
             elif item.name == BASE_DIR and item.kind == "dir":
                 _add_bases(filesystem, part, directory / item.name, known)
+            elif item.name == LOG_DIR and item.kind == "dir":
+                _add_segments(filesystem, part, directory / item.name)
             else:
                 _add_file(filesystem, part, directory, item, records=(TIMELINE_RECORD,))
     return root, timelines
@@ -156,6 +162,28 @@ def _add_bases(
             else:
                 whole.add(file)
         part.bases.append((base, whole))
+
+
+def _add_segments(filesystem: FileSystem, part: _Part, directory: PurePath) -> None:
+    from everstep.format.names import TEMPORARY_SUFFIX, parse_marker, parse_segment, parse_shard
+
+    for entry in _scan(filesystem, directory):
+        if parse_segment(entry.name) is None or entry.kind != "dir":
+            _add_file(filesystem, part, directory, entry, records=())
+            continue
+        finished = False
+        for file in _scan(filesystem, directory / entry.name):
+            is_marker = parse_marker(file.name) is not None
+            if file.kind == "dir":
+                part.other.add(_below(filesystem, directory / entry.name / file.name))
+            elif file.name.endswith(TEMPORARY_SUFFIX):
+                part.temporary.add(file)
+            elif is_marker or parse_shard(file.name) is not None:
+                part.log.add(file)
+            else:
+                part.other.add(file)
+            finished = finished or is_marker
+        part.segments += finished
 
 
 def _add_file(
@@ -230,6 +258,7 @@ def _document(
                     for base, whole in part.bases
                 ],
                 "records": part.records.as_json(),
+                "log": {"segments": part.segments, **part.log.as_json()},
                 "slots": part.slots.as_json(),
                 "temporary": part.temporary.as_json(),
                 "other": part.other.as_json(),
@@ -274,6 +303,7 @@ def _show(out: Console, root: _Part, timelines: dict[int, _Part], free_bytes: in
 def _rows_besides(row: Any, part: _Part) -> None:
     for what, found in (
         ("records", part.records),
+        (f"log, {count_of(part.segments, 'segment')}", part.log),
         ("slots (to be overwritten)", part.slots),
         ("temporary", part.temporary),
         ("other, not ours", part.other),

@@ -26,13 +26,22 @@ from everstep.cli._common import (
     select_bases,
     table,
 )
+from everstep.cli._log import (
+    records_in,
+    run_log,
+    segment_as_json,
+    show_records,
+    show_segments,
+)
 from everstep.cli.ls import STATUS_WORDS, would_resume
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.options import nearest
 
 if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
+    from everstep.format.log import RecordHead
     from everstep.recover.scan import BaseFound
+    from everstep.recover.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
     from everstep.state.entries import Entry
 
@@ -66,12 +75,16 @@ class _Found:
 
     Attributes:
         vouched: whether a marker or manifest vouches for the header.
+        segments: of the log of the run, if it is one.
+        records: of the segment, if the file is one.
     """
 
     path: PurePath
     status: str
     vouched: bool
     headers: list[tuple[str, ShardHeader]] = field(default_factory=list)
+    segments: list[SegmentFound] = field(default_factory=list)
+    records: tuple[RecordHead, ...] = ()
 
 
 def inspect(
@@ -94,8 +107,8 @@ def inspect(
 ) -> None:
     """Shows the entries of a base: names, shapes, dtypes, sizes.
 
-    Of a run: the base that resume() would choose, unless one is named. Reads headers only and
-    writes nothing.
+    Of a run: the base that resume() would choose, unless one is named, and the segments of its
+    log. Of a file that is a segment: its records, too. Reads headers only and writes nothing.
     """
     from everstep.seams import PosixFileSystem
 
@@ -120,6 +133,8 @@ def inspect(
 
 def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
     inventory = open_run(filesystem, run)
+    log = run_log(filesystem, inventory)
+    segments = [] if log is None else log.segments
     if step is None and timeline is None:
         with reading(inventory.path):
             choice = would_resume(filesystem, inventory)
@@ -132,8 +147,11 @@ def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | 
                 path=inventory.path,
                 hint="everstep ls lists what is there, --step chooses",
             )
-        return _of_base(filesystem, choice.base)
-    return _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
+        found = _of_base(filesystem, choice.base)
+    else:
+        found = _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
+    found.segments = [one for one in segments if timeline in (None, one.timeline)]
+    return found
 
 
 def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
@@ -178,9 +196,10 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
                 header = read_header(file, record, path)
             else:
                 header = _unvouched(file, path)
+            records = records_in(file, header, path)
         finally:
             file.close()
-    found = _Found(path, "file", vouched=record is not None)
+    found = _Found(path, "file", vouched=record is not None, records=records)
     found.headers.append((path.name, header))
     return found
 
@@ -202,6 +221,7 @@ def _unvouched(file: Any, path: PurePath) -> ShardHeader:
 
 
 def _rows(found: _Found) -> list[_Row]:
+    from everstep.format.log import LOG_OBJECT
     from everstep.state.image import OBJECT_PREFIX
 
     rows = []
@@ -219,7 +239,7 @@ def _rows(found: _Found) -> list[_Row]:
                     header.room_bytes + place.begin,
                     hex_,
                     tuple(aliases.get(name, ())),
-                    name.startswith(OBJECT_PREFIX),
+                    name.startswith(OBJECT_PREFIX) or name == LOG_OBJECT,
                 )
             )
     return rows
@@ -253,6 +273,11 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
         "lsn": first.lsn,
         "world": first.world,
         "exact": first.exact,
+        "segments": [segment_as_json(segment) for segment in found.segments],
+        "records": [
+            {"kind": head.kind, "step": head.step, "lsn": head.lsn, "exact": head.exact}
+            for head in found.records
+        ],
         "entries_total": len(rows),
         "entries_bytes_total": _bytes_of(rows),
         "entries": [
@@ -297,6 +322,8 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
     if len(shown) > _ROWS_MAX:
         left = count_of(len(shown) - _ROWS_MAX, "more entry", "more entries")
         out.print(f"... {left}: --entry narrows the list, --json has them all")
+    show_segments(out, found.segments)
+    show_records(out, found.records)
 
 
 def _show_table(out: Console, rows: list[_Row]) -> None:

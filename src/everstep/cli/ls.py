@@ -23,10 +23,12 @@ from everstep.cli._common import (
     table,
     when,
 )
+from everstep.cli._log import as_json, in_line, run_log
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
+    from everstep.recover.logged import Reach
     from everstep.recover.scan import BaseFound, Inventory
     from everstep.seams.filesystem import FileSystem
 
@@ -118,7 +120,7 @@ def ls(
     every: Annotated[bool, typer.Option("--all", help="List all bases, however many.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Lists timelines, bases, and what resume() would choose.
+    """Lists timelines, bases, steps that the log on disk adds, and what resume() would choose.
 
     Reads records and headers, no data: whether the data are good is for `everstep verify`
     to say. Writes nothing.
@@ -129,13 +131,23 @@ def ls(
     inventory = open_run(filesystem, run)
     with reading(inventory.path):
         choice = would_resume(filesystem, inventory)
+    log = run_log(filesystem, inventory)
+    reaches: dict[int, Reach] = {}
+    end = None
+    if log is not None:
+        with reading(inventory.path):
+            reaches = log.reaches()
+            if choice.base is not None:
+                end = log.newest_end(choice.base)
     if json_output:
-        emit(_document(inventory, choice))
+        emit(_document(inventory, choice, reaches, end))
     else:
-        _show(console(), run, inventory, choice, every)
+        _show(console(), run, inventory, choice, reaches, end, every)
 
 
-def _document(inventory: Inventory, choice: Choice) -> dict[str, Any]:
+def _document(
+    inventory: Inventory, choice: Choice, reaches: dict[int, Reach], end: BaseId | None
+) -> dict[str, Any]:
     here = _in_history(inventory)
     resume = None
     if choice.base is not None:
@@ -143,7 +155,9 @@ def _document(inventory: Inventory, choice: Choice) -> dict[str, Any]:
     return {
         "path": str(inventory.path),
         "run": inventory.run,
-        "timelines": _timelines(inventory),
+        "timelines": [
+            {**row, "log": as_json(reaches.get(row["timeline"]))} for row in _timelines(inventory)
+        ],
         "bases": [
             {
                 "timeline": base.id.timeline,
@@ -160,6 +174,7 @@ def _document(inventory: Inventory, choice: Choice) -> dict[str, Any]:
             for base in sorted(inventory.bases, key=lambda base: base.id)
         ],
         "resume": resume,
+        "resume_replay": end and {"timeline": end.timeline, "step": end.step},
         "resume_reason": choice.reason,
         "problems": [
             {"path": str(path), "problem": problem} for path, problem in inventory.problems
@@ -221,17 +236,29 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     return notes
 
 
-def _show(out: Console, run: str, inventory: Inventory, choice: Choice, every: bool) -> None:
+def _show(
+    out: Console,
+    run: str,
+    inventory: Inventory,
+    choice: Choice,
+    reaches: dict[int, Reach],
+    end: BaseId | None,
+    every: bool,
+) -> None:
     size_bytes = sum(base.size_bytes for base in inventory.bases)
     count = count_of(len(inventory.bases), "base")
     out.print(label(f"{run}: {count}, {in_words(size_bytes)}; run {inventory.run or 'unknown'}"))
     _show_timelines(out, inventory, every)
     _show_bases(out, inventory, choice, every)
+    for reach in list(reaches.values())[0 if every else -_ROWS_MAX :]:
+        out.print(label(in_line(reach)), soft_wrap=True)
     problems = [f"{path.name}: {problem}" for path, problem in inventory.problems]
     if inventory.run is None:
         problems.append("no record tells the id of the run")
     for base in inventory.bases:
         problems += [f"{base.id}: {note}" for note in _notes(base, choice)]
+    for reach in reaches.values():
+        problems += [segment.problem for segment in reach.segments if segment.problem is not None]
     prefix = f"{inventory.path}{os.sep}"  # names of files are clear without it
     for problem in problems[:_PROBLEMS_MAX]:
         line = f"problem: {problem.replace(prefix, '')}"
@@ -239,7 +266,8 @@ def _show(out: Console, run: str, inventory: Inventory, choice: Choice, every: b
     if len(problems) > _PROBLEMS_MAX:
         out.print(f"... and {count_of(len(problems) - _PROBLEMS_MAX, 'more problem')}")
     if choice.base is not None:
-        out.print(f"resume() would choose {choice.base.id} (if its data verify)")
+        further = "" if end is None else f", and replay the log up to {end}"
+        out.print(f"resume() would choose {choice.base.id} (if its data verify){further}")
     else:
         out.print(label(f"resume(): {choice.reason}"))
 

@@ -18,9 +18,11 @@ from everstep.cli._common import (
     label,
     open_run,
     plain,
+    reading,
     select_bases,
     table,
 )
+from everstep.cli._log import run_log, steps_in_words
 from everstep.cli.ls import STATUS_WORDS
 from everstep.cli.verify import check_base
 from everstep.errors import OptionError, StorageError
@@ -66,14 +68,15 @@ def rm(
         bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Even the last good base, or an unfinished one.")
+        bool, typer.Option("--force", help="Even what is still needed, or unfinished.")
     ] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Deletes one base, in two steps that any crash survives.
 
     Refuses, unless forced, to delete the newest base of the current history that is good: to
-    know which one that is, bases are read back, newest first, until one verifies.
+    know which one that is, bases are read back, newest first, until one verifies. Refuses
+    likewise where steps of the log can be restored from this base only.
     """
     from everstep.seams import PosixFileSystem
 
@@ -143,7 +146,20 @@ def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> s
         return f"no base of the run is good: {base.id} may be all there is to save"
     if good.id == base.id:
         return f"{base.id} is the newest good base: resume() needs it"
-    return None
+    return _log_lost(filesystem, inventory, base)
+
+
+def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> str | None:
+    """Which steps only the log behind ``base`` leads to; None if there are none."""
+    log = run_log(filesystem, inventory)
+    if log is None or base.id not in log.usable:
+        return None
+    with reading(inventory.path):
+        lost = log.replayable() - log.replayable(without=(base.id,))
+    if not lost:
+        return None
+    steps = steps_in_words(sorted({step for _, step in lost}))
+    return f"the log leads to {steps} only from {base.id}: without it they cannot be restored"
 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from everstep.cli._audit import audit_as_json, check_replay, check_segments, show_audits
 from everstep.cli._common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
@@ -25,13 +26,16 @@ from everstep.cli._common import (
     select_bases,
     table,
 )
+from everstep.cli._log import run_log, segment_as_json
 from everstep.cli.ls import STATUS_WORDS
 from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.format.writer import ChunkRing
+    from everstep.recover.audit import Audit
     from everstep.recover.scan import BaseFound, Inventory
+    from everstep.recover.segments import SegmentFound
     from everstep.recover.verify import Damage
     from everstep.seams.filesystem import FileSystem
     from everstep.seams.progress import ProgressSink
@@ -72,13 +76,24 @@ def verify(
     every: Annotated[
         bool, typer.Option("--all", help="With --step: in all timelines, not just the newest.")
     ] = False,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay", help="Also compute each base anew, from the one before and the log."
+        ),
+    ] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Reads back every byte and names each damage.
 
-    Checks every record, header and entry of all bases, or of one, against its digest. Exit
-    status 1 if anything is damaged, or if the base that was asked for cannot be used. An
-    unfinished base that a crash has left is reported, but is no damage. Writes nothing.
+    Checks every record, header and entry of all bases, or of one, and all segments of the log
+    against their digests. Exit status 1 if anything is damaged, or if the base that was asked
+    for cannot be used. An unfinished base that a crash has left is reported, but is no damage.
+    Writes nothing.
+
+    With --replay the log between two consecutive bases is replayed on the first, and every
+    entry compared with the second, bit for bit: that finds what was wrong already when it was
+    digested. Exit status 1 also if any differs.
     """
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
@@ -91,20 +106,34 @@ def verify(
     bases = select_bases(inventory, step=step, timeline=timeline)
     if step is not None and not every:
         bases = bases[:1]
+    log = run_log(filesystem, inventory)
     ring = ChunkRing(CHUNKS, WRITERS)
+    segments: list[SegmentFound] = []
+    audits: list[Audit] = []
     try:
         with progress("verify", sum(map(_bytes_to_read, bases))) as bar:
             checked = [check_base(filesystem, inventory, base, ring, bar) for base in bases]
+        if log is not None and step is None:
+            segments = check_segments(filesystem, log, ring, timeline)
+        if replay:
+            audits = check_replay(filesystem, inventory, log, ring, {base.id for base in bases})
     finally:
         ring.close()
     if step is not None:
         _refuse_unusable(checked)
     ok = not inventory.problems and all(item.ok for item in checked)
+    ok = ok and all(segment.problem is None for segment in segments)
+    ok = ok and all(found.verdict != "different" for found in audits)
     seconds = time.monotonic() - start_s
     if json_output:
-        emit(_document(inventory, checked, ok, seconds))
+        more: dict[str, Any] = {"segments": [segment_as_json(segment) for segment in segments]}
+        if replay:
+            more["replay"] = [audit_as_json(found) for found in audits]
+        emit({**_document(inventory, checked, ok, seconds), **more})
     else:
-        _show(console(), inventory, checked, ok, seconds)
+        _show(console(), inventory, checked, segments, ok, seconds)
+        if replay:
+            show_audits(console(), audits)
     raise typer.Exit(ExitCode.OK if ok else ExitCode.DIFFERENT)
 
 
@@ -277,7 +306,12 @@ def _as_json(damage: Damage) -> Mapping[str, Any]:
 
 
 def _show(
-    out: Console, inventory: Inventory, checked: list[Checked], ok: bool, seconds: float
+    out: Console,
+    inventory: Inventory,
+    checked: list[Checked],
+    segments: list[SegmentFound],
+    ok: bool,
+    seconds: float,
 ) -> None:
     columns = ("step", "timeline", "status", "entries", "size", "verdict")
     made = table(*columns, right=("step", "timeline", "entries", "size"))
@@ -300,16 +334,23 @@ def _show(
             out.print(label(f"note: {item.base.id}: {item.note}", "yellow"))
     lines = [_sentence(damage.path, damage.problem) for item in checked for damage in item.damages]
     lines += [_sentence(str(path), problem) for path, problem in inventory.problems]
+    broken = [segment for segment in segments if segment.problem is not None]
+    lines += [_sentence(str(segment.path), segment.problem or "") for segment in broken]
     for line in lines[:_DAMAGES_MAX]:
         out.print(label(f"damage: {line}", "red", LINE_CHARS_MAX), soft_wrap=True)
     if len(lines) > _DAMAGES_MAX:
         out.print(f"... and {len(lines) - _DAMAGES_MAX:,} more; --json has them all")
     read = [item for item in checked if item.read]
     size_bytes = sum(item.size_bytes for item in read)
+    size_bytes += sum(segment.size_bytes for segment in segments)
     good = sum(item.ok for item in read)
+    of_log = ""
+    if segments:
+        whole = len(segments) - len(broken)
+        of_log = f" and {whole} of {count_of(len(segments), 'segment')} of the log"
     out.print(
-        f"{good} of {count_of(len(read), 'base')} good, {in_words(size_bytes)} read in "
-        f"{seconds:.1f} s" + ("" if ok else f"; {count_of(len(lines), 'damage')}")
+        f"{good} of {count_of(len(read), 'base')}{of_log} good, {in_words(size_bytes)} read in "
+        f"{seconds:.1f} s" + (f"; {count_of(len(lines), 'damage')}" if lines else "")
     )
 
 

@@ -139,7 +139,7 @@ class DDPCompression:
         self._bound = 1 if kind == "topk" else 2  # of what sampled_threshold may keep
         self._dense_below = dense_below
         self._loss_scale = loss_scale
-        self._scale: float | None = None
+        self._scale = 1.0
 
     def form_of(self, parameter: torch.Tensor) -> Sparse | None:
         """The form of ``parameter.grad`` as it is now, where the last exchange left it sparse.
@@ -208,10 +208,8 @@ class DDPCompression:
         return future
 
     def _follow_scale(self) -> None:
-        if self._loss_scale is None:
-            return
-        scale = self._loss_scale()
-        if self._scale is not None and scale != self._scale:
+        scale = self._loss_scale() if self._loss_scale is not None else 1.0
+        if scale != self._scale:
             for residual in self._feedback.residuals.values():
                 residual.mul_(scale / self._scale)
         self._scale = scale
@@ -232,7 +230,13 @@ class DDPCompression:
                 capacity = None
                 if is_sparse:
                     size = capacity = min(size, self._bound * kept_count(size, self._ratio))
-                name = self._names[id(parameter)]
+                name = self._names.get(id(parameter))
+                if name is None:
+                    raise StateError(
+                        f"a parameter {list(parameter.shape)} is not of the model that the state "
+                        "was made for",
+                        hint="make DDPCompression(model) for the model that it is registered on",
+                    )
                 parts.append(_Part(name, parameter, grad, capacity, begin, begin + size))
                 begin += size
         return parts

@@ -163,7 +163,7 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
 def _quantize(rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
     divisors = torch.where(scales > 0, scales, torch.inf)
     values.copy_((rows / divisors[:, None]).round_())
-    unusable = scales.isnan()
+    unusable = scales.isnan()  # and which integer NaN becomes is the processor's affair
     if scales.device.type != "cpu" or bool(unusable.any()):  # no waiting for a device
         values.masked_fill_(unusable[:, None], 0)
 

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             linger_s=options.linger_s,
             writers=options.threads,
             found=lambda: registration.is_current,
+            leave=registration.release,
         )
         signal.signal(signal.SIGTERM, lambda *_: server.end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's

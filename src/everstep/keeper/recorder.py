@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -250,7 +251,14 @@ class Recorder:
             pool.populate(room)
             block = self._block[room.offset : room.offset + room.size_bytes]
             self._lane.mark(plan_batches(layout, named, named.keys()), block)
-            self._lane.run(lambda: self._tell(head, layout, room, survey.objects))
+            told = self._lane.run(lambda: self._tell(head, layout, room, survey.objects))
+            # Or more than the step in flight could be lost. Behind it on the lane is nothing but
+            # the updates of this step: no update begins while a base is being copied.
+            try:
+                told.result(self._options.progress_timeout_s)
+            except FutureTimeout:
+                self._hole("the keeper takes no records")
+                self._channel.post(DeadlineError("recording a step hangs", step=step))
         self.stats.stall_s += self._clock.monotonic_s() - start_s
 
     def base_taken(self, save: Save) -> None:
@@ -317,6 +325,9 @@ class Recorder:
         batches = plan_batches(layout, named, named.keys())
         transfer = self._lane.submit(batches, block, lambda end: None)
         head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact)
+        if any(name in named for name in _SCALER):
+            # A fused kernel divides the gradients in place: it must not begin before the copy ends.
+            transfer.gate(layout.size_bytes, self._options.progress_timeout_s)
         about = {"optimizer": key, "kind": kind_name(type(optimizer)), "groups": groups}
 
         def objects() -> dict[str, bytes]:

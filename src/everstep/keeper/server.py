@@ -62,6 +62,8 @@ class Server:
         run: the run folder.
         linger_s: it ends by itself after so long without a trainer.
         found: whether others can still find this keeper; when not, it ends.
+        leave: called at the end, before those who said goodbye are let go: what they find then
+            is a run without a keeper.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class Server:
         linger_s: float,
         writers: int = WRITERS,
         found: Callable[[], bool] = lambda: True,
+        leave: Callable[[], None] = lambda: None,
         seams: Seams | None = None,
     ) -> None:
         self._listener = listener
         self._found = found
+        self._leave = leave
         self._run = run
         self._version = version
         self._linger_s = linger_s
@@ -111,6 +115,7 @@ class Server:
             self._logs.flush()
             self._logs.close(self._timeout_s)
             self._ring.close()
+            self._leave()
             self._hang_up_farewells()
 
     def _turn(self, timeout_s: float) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.commit.lineage import BaseId, Branch, history
+from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
+from everstep.format.records import TimelineRecord
 
 __all__ = ["Chain", "LogIndex", "chains", "path_of"]
 
@@ -56,7 +57,7 @@ class LogIndex:
         Args:
             lsn: of the base.
         shape: of the base; None: whatever the first mark says, to be compared later.
-            path: a history, youngest first (see :func:`everstep.commit.lineage.history`).
+            path: a history, youngest first (see :func:`path_of`).
         """
         steps: list[tuple[int, int]] = []
         step = base.step
@@ -80,9 +81,24 @@ class LogIndex:
             steps.append((timeline, step))
 
 
-def path_of(timeline: int, branches: Mapping[int, Branch]) -> list[tuple[int, int | None]]:
-    """The history of a timeline, youngest first, with the last step of each that counts."""
-    return history(timeline, branches)
+def path_of(
+    timeline: int, records: Mapping[int, TimelineRecord | None]
+) -> list[tuple[int, int | None]]:
+    """The history of a timeline as its records tell it, youngest first, with the last step of
+    each that counts. It ends where a record cannot be read: what lies before has no known end.
+
+    Args:
+        records: of all timelines, by number.
+    """
+    path: list[tuple[int, int | None]] = [(timeline, None)]
+    limit: int | None = None
+    while (record := records.get(timeline)) is not None and record.parent is not None:
+        if record.parent >= timeline:
+            break
+        limit = record.fork_step if limit is None else min(limit, record.fork_step)
+        timeline = record.parent
+        path.append((timeline, limit))
+    return path
 
 
 def chains(
@@ -103,7 +119,7 @@ def chains(
             for timeline, limit in path
         ):
             found.append(index.follow(base, lsn, shape, path))
-    found.sort(key=lambda chain: (chain.end[1], chain.base), reverse=True)
+    found.sort(key=lambda chain: (chain.end, chain.base), reverse=True)
     return found
 
 

@@ -45,14 +45,15 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
     if step is None:
         here = {base.id for base in everything.ordered}
         known = {key: value for key, value in lsns.items() if key in here}
-        found = chains(known, index, path_of(max(branches), branches)) if branches else []
-        missing = [Chain(key, (), "") for key in known if key not in {c.base for c in found}]
-        return Reachable(
-            tuple((usable[chain.base], chain) for chain in [*found, *missing]), everything
-        )
+        found = chains(known, index, path_of(max(branches), inventory.timelines)) if known else []
+        there = {chain.base for chain in found}
+        # In no history that its records tell, but not to be hidden either.
+        found += [Chain(key, (), "") for key in known if key not in there]
+        found.sort(key=lambda chain: (chain.end, chain.base), reverse=True)
+        return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
     ordered: dict[BaseId, Chain] = {}
     for timeline in sorted(branches, reverse=True):
-        path = path_of(timeline, branches)
+        path = path_of(timeline, inventory.timelines)
         early = {key: value for key, value in lsns.items() if key.step <= step}
         cut = [_cut(chain, step) for chain in chains(early, index, path)]
         for chain in sorted(cut, key=lambda chain: chain.base, reverse=True):
@@ -80,7 +81,7 @@ def _listed(
 ) -> str:
     spans = set()
     for timeline in inventory.branches:
-        for chain in chains(lsns, index, path_of(timeline, inventory.branches)):
+        for chain in chains(lsns, index, path_of(timeline, inventory.timelines)):
             first, last = chain.base.step, chain.end[1]
             spans.add((first, last))
     return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in sorted(spans)[:20])

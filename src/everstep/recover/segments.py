@@ -145,7 +145,7 @@ def _scan(
         ):
             return bad(f"{path / name} is of another segment")
         heads = _heads(filesystem, path, marker)
-    except (NewerFormatError, FileNotFoundError):
+    except NewerFormatError:
         raise
     except EverstepError as error:
         return bad(error.message)

@@ -3,8 +3,10 @@
 ``updates``    what one ``step()`` call consumed: the redo record as tensors
 ``exactness``  which optimizers can be replayed, and where the result is bit-for-bit training's
 ``engine``     ``Replayer``: applies updates of one optimizer to named tensors, in place
+``checks``     what is refused: order, names, shapes
 ``own``        the optimizer's own ``step()``, on whole tensors and without hooks
 ``blocked``    SGD, Adam and AdamW on the CPU: several updates at once, a block at a time
+``forms``, ``cuts``   torch's functional forms that it calls; where tensors are cut
 ``proof``      the self-test without which ``blocked`` is not used
 
 State at LSN v = base + the records up to v (LowDiff, Algorithm 1, lines 13-19; the paper's

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
+from torch.optim import Optimizer
 
+from everstep.replay.cuts import Block, Scratch, cut, flat, memory_order
+from everstep.replay.forms import Tensors, form_of, options_of
 from everstep.replay.own import writes_gradients
 from everstep.replay.updates import Update
 
-__all__ = ["BLOCK_ELEMENTS", "KINDS", "Blocked", "flat"]
+__all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
 
 BLOCK_ELEMENTS = 256 * 1024
 """Elements of a block: small enough for the cache, large enough for Python's part not to show."""
@@ -35,146 +34,9 @@ ALIGNMENT_ELEMENTS = 64
 """Blocks are multiples of this. torch's CPU loops take two vectors at a time: 32 fp32 or 64
 bf16 elements with AVX-512; fused kernels share work out in cache lines."""
 
-MAX_TENSORS = 256
-"""Small tensors go together until they fill a block, but not more of them than this, or there
-is nothing to share out among threads."""
-
-Tensors = list[torch.Tensor]
-Call = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any], Update], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a functional form of torch wants.
-
-    Attributes:
-        moments: names of the state tensors of a parameter's shape.
-        counts: whether there is a ``step``.
-        call: the functional form: parameters, gradients, moments, steps, options, update.
-    """
-
-    moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    counts: bool
-    call: Call
-
-
-def _adam_moments(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ()))
-
-
-def _call_adam(
-    parameters: Tensors,
-    gradients: Tensors,
-    moments: Mapping[str, Tensors],
-    steps: Tensors,
-    options: Mapping[str, Any],
-    update: Update,
-) -> None:
-    beta1, beta2 = options["betas"]
-    decoupled = options["decoupled_weight_decay"]
-    if options["fused"] and len(parameters) == 1 and isinstance(beta1, float):
-        # As torch.optim.adam._fused_adam does it, but for the sorting by device and dtype,
-        # which takes Python several times as long.
-        torch._foreach_add_(steps, 1)
-        operator: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        operator(
-            parameters,
-            gradients,
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            moments.get("max_exp_avg_sq", []),
-            steps,
-            amsgrad=options["amsgrad"],
-            lr=options["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            maximize=options["maximize"],
-            grad_scale=update.grad_scale,
-            found_inf=update.found_inf,
-        )
-        if update.found_inf is not None:
-            torch._foreach_sub_(steps, [update.found_inf])
-        return
-    function: Any = adamw if decoupled else adam
-    function(
-        parameters,
-        gradients,
-        moments["exp_avg"],
-        moments["exp_avg_sq"],
-        moments.get("max_exp_avg_sq", []),
-        steps,
-        foreach=options["foreach"],
-        fused=options["fused"],
-        grad_scale=update.grad_scale,
-        found_inf=update.found_inf,
-        has_complex=any(parameter.is_complex() for parameter in parameters),
-        amsgrad=options["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
-        lr=options["lr"],
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        maximize=options["maximize"],
-    )
-
-
-def _sgd_moments(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("momentum_buffer",) if options["momentum"] != 0 else ()
-
-
-def _call_sgd(
-    parameters: Tensors,
-    gradients: Tensors,
-    moments: Mapping[str, Tensors],
-    steps: Tensors,
-    options: Mapping[str, Any],
-    update: Update,
-) -> None:
-    function: Any = sgd
-    function(
-        parameters,
-        gradients,
-        moments.get("momentum_buffer", []),
-        has_sparse_grad=False,
-        foreach=options["foreach"],
-        fused=options["fused"],
-        grad_scale=update.grad_scale,
-        found_inf=update.found_inf,
-        weight_decay=options["weight_decay"],
-        momentum=options["momentum"],
-        lr=options["lr"],
-        dampening=options["dampening"],
-        nesterov=options["nesterov"],
-        maximize=options["maximize"],
-    )
-
-
-_FAMILIES: dict[type[Optimizer], _Family] = {
-    SGD: _Family(_sgd_moments, False, _call_sgd),
-    Adam: _Family(_adam_moments, True, _call_adam),
-    AdamW: _Family(_adam_moments, True, _call_adam),
-}
-KINDS = tuple(_FAMILIES)
-"""The classes that can be updated block by block."""
-
-_FLAGS = {"foreach": None, "fused": None, "maximize": False, "amsgrad": False, "nesterov": False}
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Part of one large tensor, or several whole small ones, of one parameter group.
-
-    Attributes:
-        group: number of the parameter group.
-        names: of the parameters.
-        elements: half-open range in the memory order of the one large tensor; None: whole.
-    """
-
-    group: int
-    names: tuple[str, ...]
-    elements: slice | None = None
+SINGLE, SINGLE_SHARED = 64, 8
+"""Blocks are so many times larger where nothing is to be kept in the cache: for one thread, for
+several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +95,7 @@ class Blocked:
         assert block_elements % ALIGNMENT_ELEMENTS == 0
         self._optimizer = optimizer
         self._kind = type(optimizer)
-        self._family = _FAMILIES[self._kind]
+        self._form = form_of(self._kind)
         self._names = names
         self._parameters = {
             name: parameter
@@ -249,8 +111,8 @@ class Blocked:
         Not where the optimizer would create state, nor where a gradient lies elsewhere, or a
         large one in another memory order than its parameter: the optimizer's own step does those.
         """
-        for members, options in zip(self._names, self._options(update), strict=True):
-            keys = self._family.moments(options)
+        for members, options in zip(self._names, options_of(self._kind, update), strict=True):
+            keys = self._form.moments(options)
             for name in members:
                 if name in update.gradients and not self._ready(name, keys, update.gradients[name]):
                     return False
@@ -261,7 +123,7 @@ class Blocked:
         moments = [state.get(key) for key in keys]
         if gradient.device != parameter.device:
             return False
-        if self._family.counts and not isinstance(state.get("step"), torch.Tensor):
+        if self._form.counts and not isinstance(state.get("step"), torch.Tensor):
             return False
         if not all(
             isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
@@ -270,16 +132,17 @@ class Blocked:
             return False
         if parameter.numel() <= self._block_elements:
             return True
-        order = _memory_order(parameter)
+        order = memory_order(parameter)
         return all(flat(tensor, order) is not None for tensor in (parameter, gradient, *moments))
 
     def run(self, updates: Sequence[Update]) -> None:
         """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
-        batch = self._prepare(updates)
-        blocks = deque(self._blocks())
+        elements = self._elements_for(updates)
+        batch = self._prepare(updates, elements)
+        blocks = deque(cut(self._names, self._parameters, elements))
 
         def work() -> None:
-            scratch = _Scratch(self._block_elements)
+            scratch = Scratch(self._block_elements)
             while True:
                 try:
                     block = blocks.popleft()
@@ -291,41 +154,53 @@ class Blocked:
         for name, step in batch.counted.items():
             self._state(name)["step"].copy_(step)
 
-    def _prepare(self, updates: Sequence[Update]) -> _Batch:
-        options = [self._options(update) for update in updates]
-        keys = [[self._family.moments(own) for own in every] for every in options]
+    def _elements_for(self, updates: Sequence[Update]) -> int:
+        """Of a block. One fused update passes over the state once: cutting gains nothing then,
+        but for sharing out."""
+        update = updates[0]
+        if len(updates) > 1 or update.grad_scale is not None:
+            return self._block_elements
+        if not all(options.get("fused") for options in update.groups):
+            return self._block_elements
+        if any(g.dtype != self._parameters[n].dtype for n, g in update.gradients.items()):
+            return self._block_elements
+        return self._block_elements * (SINGLE if self._threads == 1 else SINGLE_SHARED)
+
+    def _prepare(self, updates: Sequence[Update], elements: int) -> _Batch:
+        options = [options_of(self._kind, update) for update in updates]
+        keys = [[self._form.moments(own) for own in every] for every in options]
         wanted = sorted({key for every in keys for own in every for key in own})
         states = {name: self._state(name) for name in self._parameters}
         moments: dict[str, Mapping[str, torch.Tensor]] = {}
         for key in wanted:
             there = {n: state[key] for n, state in states.items() if state.get(key) is not None}
-            moments[key] = self._lines(there)
+            moments[key] = self._lines(there, elements)
         return _Batch(
             updates=updates,
             options=options,
             keys=keys,
-            parameters=self._lines(self._parameters),
+            parameters=self._lines(self._parameters, elements),
             moments=moments,
-            gradients=[self._lines(update.gradients) for update in updates],
+            gradients=[self._lines(update.gradients, elements) for update in updates],
             steps={n: state["step"] for n, state in states.items() if self._counted(state)},
             counted={},
         )
 
     def _counted(self, state: Mapping[str, Any]) -> bool:
-        return self._family.counts and "step" in state
+        return self._form.counts and "step" in state
 
-    def _lines(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _lines(self, tensors: Mapping[str, torch.Tensor], elements: int) -> dict[str, torch.Tensor]:
         """Large ones as flat views, in the memory order of their parameters."""
         found = {}
         for name, tensor in tensors.items():
             found[name] = tensor.detach()
-            if tensor.numel() > self._block_elements:
-                line = flat(found[name], _memory_order(self._parameters[name]))
+            if tensor.numel() > elements:
+                line = flat(found[name], memory_order(self._parameters[name]))
                 # Of a parameter that has no gradient in these updates, it may have gaps.
                 found[name] = found[name] if line is None else line
         return found
 
-    def _run_block(self, block: _Block, batch: _Batch, scratch: _Scratch) -> None:
+    def _run_block(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
         def parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Tensors:
             if block.elements is None:
                 return [tensors[name] for name in names]
@@ -345,7 +220,7 @@ class Blocked:
             copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
             scratch.clear()
             logged = parts(gradients, names)
-            self._family.call(
+            self._form.call(
                 list(parameters),
                 [
                     scratch.gradient(gradient, parameter.dtype, copies)
@@ -359,85 +234,10 @@ class Blocked:
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(steps)
 
-    def _blocks(self) -> Iterator[_Block]:
-        """All parameters, in blocks."""
-        for number, members in enumerate(self._names):
-            small: list[str] = []
-            elements = 0
-            for name in members:
-                numel = self._parameters[name].numel()
-                if numel > self._block_elements:
-                    for start in range(0, numel, self._block_elements):
-                        stop = min(start + self._block_elements, numel)
-                        yield _Block(number, (name,), slice(start, stop))
-                    continue
-                if small and (elements + numel > self._block_elements or len(small) == MAX_TENSORS):
-                    yield _Block(number, tuple(small))
-                    small, elements = [], 0
-                small.append(name)
-                elements += numel
-            if small:
-                yield _Block(number, tuple(small))
-
-    def _options(self, update: Update) -> list[Mapping[str, Any]]:
-        """Hyperparameters, with torch's defaults for flags that older versions did not have."""
-        decoupled = {"decoupled_weight_decay": self._kind is AdamW}
-        return [{**_FLAGS, **decoupled, **options} for options in update.groups]
-
     def _state(self, name: str) -> dict[str, Any]:
         # Not by index: that would create an entry.
         found: dict[str, Any] = self._optimizer.state.get(self._parameters[name], {})
         return found
-
-
-class _Scratch:
-    """Memory for the gradients of one block, where they must be converted or may be written to.
-
-    Args:
-        elements: of a block.
-    """
-
-    def __init__(self, elements: int) -> None:
-        self._elements = elements
-        self._lines: dict[torch.dtype, torch.Tensor] = {}
-        self._used = 0
-
-    def clear(self) -> None:
-        """Forgets the gradients of the last update."""
-        self._used = 0
-
-    def gradient(self, logged: torch.Tensor, dtype: torch.dtype, copies: bool) -> torch.Tensor:
-        """``logged`` in ``dtype``; another tensor than that if ``copies``."""
-        if logged.dtype == dtype and not copies:
-            return logged
-        if not logged.is_contiguous():
-            return logged.to(dtype, copy=True)  # keeps the strides
-        line = self._lines.get(dtype)
-        if line is None:
-            line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype)
-        # Fresh memory would be several times slower to write to.
-        own = line[self._used : self._used + logged.numel()].view(logged.shape)
-        self._used += logged.numel()
-        return own.copy_(logged)
-
-
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the one with the longest stride to the one with the shortest."""
-    dims = range(tensor.dim())
-    return tuple(sorted(dims, key=lambda d: (tensor.stride(d), tensor.shape[d] > 1), reverse=True))
-
-
-def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor | None:
-    """The elements in the order in which they lie in memory, shape ``[n]``, without a copy.
-
-    Args:
-        order: of dimensions, outermost first.
-
-    Returns:
-        None if the tensor has gaps or overlaps, or lies in another order.
-    """
-    turned = tensor.permute(tuple(order))
-    return turned.reshape(-1) if turned.is_contiguous() else None
 
 
 def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]) -> None:

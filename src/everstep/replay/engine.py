@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from everstep.errors import ReplayError, UnsupportedStateError
-from everstep.replay.blocked import KINDS, Blocked
+from everstep.replay.blocked import Blocked
+from everstep.replay.checks import Checks, check_order
 from everstep.replay.exactness import (
     Exactness,
     exactness,
@@ -22,6 +23,7 @@ from everstep.replay.exactness import (
     thread_dependence,
     variant_of,
 )
+from everstep.replay.forms import KINDS
 from everstep.replay.own import build, set_options, step_over
 from everstep.replay.proof import blocked_is_exact
 from everstep.replay.updates import Update
@@ -303,99 +305,16 @@ class Replayer:
                     self.exact = Exactness(False, f"{why}, and those of training are not known")
                     return
 
-    # --- What is refused ----------------------------------------------------------------
-
     def _check(self, updates: Sequence[Update]) -> None:
         members = [p for group in self._optimizer.param_groups for p in group["params"]]
         if list(map(id, members)) != list(map(id, self._parameters.values())):
             raise ReplayError("the optimizer's parameters are not those that it had")
-        key, lsn, momentum = self._key, self._lsn, self._with_momentum()
-        for update in updates:
-            if lsn is not None and update.lsn <= lsn:
-                raise ReplayError(f"update {update.lsn} cannot follow update {lsn}")
-            if key is not None and update.optimizer != key:
-                raise ReplayError(
-                    f"update {update.lsn} is one of {update.optimizer!r}, not of {key!r}"
-                )
-            key, lsn = update.optimizer, update.lsn
-            self._check_groups(update)
-            self._check_scaler(update, momentum)
-            for name, gradient in update.gradients.items():
-                if why := self._misfit(name, gradient):
-                    raise ReplayError(f"update {update.lsn} of {update.optimizer!r}: {why}")
-
-    def _check_groups(self, update: Update) -> None:
-        where = f"update {update.lsn} of {update.optimizer!r}"
-        if len(update.groups) != len(self._members):
-            raise ReplayError(
-                f"{where} has {len(update.groups)} parameter groups, the base {len(self._members)}",
-                hint="groups that are added in mid-run need a new base",
-            )
-        defaults = self._optimizer.defaults
-        # Flags came with newer versions of torch, and have its defaults.
-        needed = {k for k, v in defaults.items() if v is not None and not isinstance(v, bool)}
-        for number, (options, members) in enumerate(zip(update.groups, self._members, strict=True)):
-            if lacking := sorted(needed.difference(options)):
-                raise ReplayError(f"{where}: group {number} has no {', '.join(lacking)}")
-            if why := options_refusal(self._kind, options, members):
-                raise ReplayError(f"{where}: group {number}: {why}")
-
-    def _check_scaler(self, update: Update, momentum: set[str]) -> None:
-        """Whether a scaler's tensors fit; ``momentum`` names what has a momentum by now."""
-        where = f"update {update.lsn} of {update.optimizer!r}"
-        scaler = {"grad_scale": update.grad_scale, "found_inf": update.found_inf}
-        given = {name: tensor for name, tensor in scaler.items() if tensor is not None}
-        for name, tensor in given.items():
-            if tensor.numel() != 1:
-                raise ReplayError(f"{where}: {name} has {tensor.numel()} elements, not 1")
-        for names, options in zip(self._names, update.groups, strict=True):
-            concerned = [name for name in names if name in update.gradients]
-            if given and concerned and not options.get("fused"):
-                raise ReplayError(f"{where}: {' and '.join(given)} of a group that is not fused")
-            if self._kind is not SGD or not options.get("momentum"):
-                continue
-            lost = [name for name in concerned if name not in momentum]
-            if lost and update.skipped:
-                raise ReplayError(
-                    f"{where}: a scaler skipped the first step of fused SGD, after which torch "
-                    f"leaves the momentum uninitialised: {', '.join(lost)}",
-                    hint="start a new base after it",
-                )
-            momentum.update(concerned)
-
-    def _with_momentum(self) -> set[str]:
+        check_order(updates, after=self._lsn, key=self._key)
+        checks = Checks(self._kind, self._optimizer.defaults, self._names, self._parameters)
         states = self.state.items()
-        return {name for name, values in states if values.get("momentum_buffer") is not None}
-
-    def _misfit(self, name: str, gradient: torch.Tensor) -> str | None:
-        """Why this cannot be the gradient of that parameter, or None."""
-        parameter = self._parameters.get(name)
-        if parameter is None:
-            return f"gradient of {name!r}, which is none of its parameters"
-        if gradient.shape != parameter.shape:
-            return (
-                f"gradient of {name!r} has shape {list(gradient.shape)}, "
-                f"the parameter {list(parameter.shape)}"
-            )
-        if not _widens(gradient.dtype, parameter.dtype):
-            return f"gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}"
-        wanted = torch.sparse_coo if self._kind is SparseAdam else torch.strided
-        if gradient.layout != wanted:
-            return f"gradient of {name!r} is {gradient.layout}; only {wanted} can be replayed here"
-        return None
-
-
-def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether every value of ``narrow`` is one of ``wide``: a log may leave out low bits that
-    are zero."""
-    if narrow == wide:
-        return True
-    if narrow.is_complex != wide.is_complex or narrow.is_floating_point != wide.is_floating_point:
-        return False
-    try:
-        return torch.promote_types(narrow, wide) == wide
-    except RuntimeError:  # fp8 and the like have no promotion
-        return False
+        momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
+        for update in updates:
+            checks.check(update, momentum)
 
 
 def _unsupported(kind: type[Optimizer], why: str) -> UnsupportedStateError:

@@ -109,7 +109,12 @@ def writes_gradients(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]])
     if kind in (Adam, AdamW):
         return False
     if kind is SGD:
-        return any(options.get("nesterov") and options.get("foreach") for options in groups)
+        return any(
+            options.get("nesterov")
+            and options.get("foreach") is not False  # None: foreach on accelerators
+            and not options.get("fused")
+            for options in groups
+        )
     return True
 
 

@@ -40,7 +40,7 @@ def blocked_is_exact(
     """Whether the blocked path gives the bits of ``kind.step()`` for updates like this one.
 
     Args:
-        kind: one of :data:`~everstep.replay.blocked.KINDS`.
+        kind: one of :data:`~everstep.replay.forms.KINDS`.
         update: says which hyperparameters and which of a scaler's tensors there are; that they
             are zero or not matters, not their values.
         number: of the parameter group.

@@ -1,0 +1,244 @@
+"""``everstep restore``: writes the state of any logged step into a run folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from everstep.cli._common import (
+    RUN_ARGUMENT,
+    ExitCode,
+    JsonFlag,
+    console,
+    count_of,
+    emit,
+    in_words,
+    label,
+    open_run,
+    plain,
+    reading,
+)
+from everstep.errors import OptionError, StorageError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    from everstep.format.writer import ChunkRing
+    from everstep.recover.rebuild import Rebuilder, Rebuilt
+    from everstep.recover.scan import Inventory
+    from everstep.seams.filesystem import FileSystem
+
+__all__ = ["check_out", "infeasible", "rebuilding", "restore", "write_run"]
+
+_TIMEOUT_S = 120.0
+
+
+def restore(
+    run: Annotated[str, RUN_ARGUMENT],
+    step: Annotated[int, typer.Option(help="The step to restore.", show_default=False)],
+    out: Annotated[
+        str,
+        typer.Option(metavar="DIR", help="Folder of the new run; not there yet, or empty."),
+    ],
+    timeline: Annotated[
+        int | None, typer.Option(help="Its timeline, where several have the step.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Writes the state of a step into a new run folder, from base and log.
+
+    The new run holds one base, which Checkpointer(DIR).resume() loads. Every byte that is read
+    is verified, and what was written is read back. DIR appears whole or not at all. The program
+    that trained is not needed, but its optimizer must be one of torch's.
+    """
+    from everstep.seams import PosixFileSystem
+
+    filesystem = PosixFileSystem()
+    start_s = time.monotonic()
+    inventory = open_run(filesystem, run)
+    folder = check_out(out, inventory)
+    with infeasible(json_output), rebuilding(filesystem, inventory) as (rebuilder, ring):
+        rebuilt = rebuilder.state_at(step, timeline)
+        written = write_run(filesystem, folder, rebuilt, ring)
+    found: dict[str, Any] = {
+        "path": str(inventory.path),
+        "run": inventory.run,
+        "out": str(folder),
+        "out_run": written,
+        "step": rebuilt.step,
+        "timeline": rebuilt.timeline,
+        "lsn": rebuilt.state.lsn,
+        "base": {"timeline": rebuilt.base.timeline, "step": rebuilt.base.step},
+        "replayed": rebuilt.replayed,
+        "exact": rebuilt.exact,
+        "why": rebuilt.why,
+        "entries": len(rebuilt.state.entries) + len(rebuilt.state.objects),
+        "size_bytes": rebuilt.state.size_bytes,
+        "skipped": [
+            {"timeline": one.timeline, "step": one.step, "reason": one.reason}
+            for one in rebuilt.skipped
+        ],
+        "seconds": time.monotonic() - start_s,
+    }
+    if json_output:
+        emit(found)
+        return
+    show = console()
+    for one in rebuilt.skipped:
+        line = f"passed over step {one.step} of timeline {one.timeline}: {one.reason}"
+        show.print(label(line, "yellow", 4000), soft_wrap=True)
+    replayed = f" and {count_of(rebuilt.replayed, 'step')} of the log" if rebuilt.replayed else ""
+    show.print(
+        label(
+            f"step {rebuilt.step} of timeline {rebuilt.timeline}, from base "
+            f"{rebuilt.base.step}{replayed}: {found['entries']} entries, "
+            f"{in_words(found['size_bytes'])}, " + ("exact" if rebuilt.exact else "not exact")
+        )
+    )
+    if rebuilt.why:
+        show.print(label(f"not exact: {rebuilt.why}", "yellow"), soft_wrap=True)
+    show.print(label(f"written to {folder}: resume() there goes on from it"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def infeasible(json_output: bool) -> Iterator[None]:
+    """An optimizer that cannot be replayed here is no damage: exit status 3."""
+    try:
+        yield
+    except UnsupportedStateError as error:
+        if json_output:
+            emit({**error.fields(), "exit_code": int(ExitCode.INFEASIBLE)})
+        else:
+            for line in f"error: {error}".split("\n"):
+                typer.echo(plain(line, 4000), err=True)
+        raise typer.Exit(ExitCode.INFEASIBLE) from None
+
+
+@contextlib.contextmanager
+def rebuilding(
+    filesystem: FileSystem, inventory: Inventory
+) -> Iterator[tuple[Rebuilder, ChunkRing]]:
+    """What builds states of a run, with all cores of this process."""
+    from everstep.format.writer import ChunkRing
+    from everstep.keeper.local import CHUNKS, WRITERS
+    from everstep.recover.logged import RunLog
+    from everstep.recover.rebuild import Rebuilder
+
+    with reading(inventory.path):
+        log = RunLog.of(filesystem, inventory)
+    ring = ChunkRing(CHUNKS, WRITERS)
+    try:
+        threads = len(os.sched_getaffinity(0))
+        yield Rebuilder(filesystem, log, ring, timeout_s=_TIMEOUT_S, threads=threads), ring
+    finally:
+        ring.close()
+
+
+def check_out(out: str, inventory: Inventory) -> PurePath:
+    """The folder of the new run.
+
+    Raises:
+        OptionError: it holds something already, or is no place for a run.
+    """
+    if not out or "://" in out:
+        raise OptionError(f"--out {out!r} is no folder", hint="a directory on this machine")
+    folder = PurePath(os.path.realpath(out))
+    run = PurePath(os.path.realpath(inventory.path))
+    if run == folder or run in folder.parents:
+        raise OptionError(f"{folder} lies in the run itself", path=folder)
+    if os.path.lexists(folder):
+        if not os.path.isdir(folder):
+            raise OptionError(f"{folder} is no folder", path=folder)
+        with reading(folder):
+            held = os.listdir(folder)
+        if held:
+            raise OptionError(
+                f"{folder} is not empty: it holds {held[0]!r}"
+                + (f" and {len(held) - 1} more" if len(held) > 1 else ""),
+                path=folder,
+                hint="choose a folder that is not there yet; nothing is written over",
+            )
+    return folder
+
+
+def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
+    """Writes a run whose one base is ``rebuilt``; returns its id.
+
+    It is made beside ``out`` and renamed at the end, so that there is never half a run, which
+    resume() would take for one to begin afresh.
+
+    Raises:
+        StorageError: with what the file system said; nothing is left behind.
+    """
+    from everstep.tiers.disk import ensure_dirs, storage_errors
+
+    staged = out.with_name(f"{out.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    try:
+        with storage_errors("write the restored run", out, step=rebuilt.step):
+            ensure_dirs(filesystem, staged.parent)
+            run = _write(filesystem, staged, rebuilt, ring)
+            filesystem.rename(staged, out)
+            filesystem.sync_dir(out.parent)
+        return run
+    finally:
+        shutil.rmtree(Path(staged), ignore_errors=True)
+
+
+def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
+    from everstep.capture.base import LiveBody
+    from everstep.capture.lane import CpuLane
+    from everstep.commit.lineage import BaseId
+    from everstep.format.header import ShardIdentity
+    from everstep.format.names import SLOTS_DIR, timeline_dir
+    from everstep.format.plan import BasePlan, plan_files
+    from everstep.keeper.persist import Persister
+    from everstep.recover.folder import open_run_folder
+    from everstep.recover.load import contents
+    from everstep.recover.resume import open_timeline
+    from everstep.recover.scan import scan_base
+    from everstep.recover.verify import verify_base
+    from everstep.seams import Seams
+    from everstep.seams.progress import progress
+    from everstep.tiers.slots import SlotStore
+
+    state = rebuilt.state
+    inventory = open_run_folder(filesystem, run)
+    assert inventory.run is not None
+    number = open_timeline(
+        Seams(filesystem=filesystem), run, inventory, parent=None, exact=rebuilt.exact
+    )
+    identity = ShardIdentity(inventory.run, number, state.step, state.lsn, 0, 1, rebuilt.exact)
+    sizes = {name: len(data) for name, data in state.objects.items()}
+    shards = plan_files(identity, list(state.entries.values()), state.aliases, sizes)
+    plan = BasePlan(identity, shards)
+    slots = SlotStore(filesystem, timeline_dir(run, number) / SLOTS_DIR)
+    lane = CpuLane()
+    try:
+        bodies = [
+            LiveBody(
+                shard.layout, state.tensors, state.objects if shard is shards[-1] else {}, lane
+            )
+            for shard in shards
+        ]
+        with progress("write", plan.size_bytes) as bar:
+            Persister(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S).persist(plan, bodies, bar)
+    finally:
+        lane.close()
+    base = scan_base(filesystem, run, BaseId(number, state.step))
+    with progress("verify", plan.size_bytes) as bar:
+        verdict = verify_base(
+            filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=bar, contents=contents
+        )
+    if verdict.damages:
+        raise StorageError(
+            f"what was written reads back damaged: {verdict.damages[0].problem}",
+            path=run,
+            hint="the disk or memory of this machine may be failing",
+        )
+    return inventory.run

@@ -1,0 +1,204 @@
+"""Base A + log = base B, bit for bit: the proof of exactness, and a check for silent corruption.
+
+A bit that flips in memory before it is digested is vouched for by every digest from then on.
+Replay does not believe the later base but computes it again from the earlier one, from what was
+consumed at each step; where the two differ, one of them is wrong (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
+from everstep.recover.chain import Chain, path_of
+from everstep.recover.offline import OfflineState
+from everstep.recover.opened import OpenBase
+from everstep.recover.rebuild import Played, Rebuilder
+from everstep.recover.scan import BaseFound
+from everstep.seams.filesystem import FileSystem
+from everstep.state.entries import Entry
+
+__all__ = ["Audit", "Pair", "audit", "pairs"]
+
+Verdict = Literal["equal", "different", "unchecked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two consecutive bases of a history.
+
+    Attributes:
+        chain: the steps of the log between them, if it has all; otherwise as far as it goes.
+    """
+
+    before: BaseFound
+    after: BaseFound
+    chain: Chain
+
+    @property
+    def whole(self) -> bool:
+        """Whether the log leads from one to the other."""
+        return self.chain.end == (self.after.id.timeline, self.after.id.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What replay says about a base.
+
+    Attributes:
+        verdict: ``"equal"``: each of ``entries`` has the digest that replay gives.
+            ``"different"``: ``differing`` have not. ``"unchecked"``: for ``reason``.
+        reason: also where they are equal, or differ in what need not be equal, of how much
+            worth that is; may be ``""``.
+        differing: names of entries, in the order of the base's files.
+    """
+
+    before: BaseId
+    after: BaseId
+    verdict: Verdict
+    reason: str = ""
+    steps: int = 0
+    updates: int = 0
+    entries: int = 0
+    differing: tuple[str, ...] = ()
+
+
+def pairs(rebuilder: Rebuilder) -> list[Pair]:
+    """Consecutive bases of all histories, each pair once, in order."""
+    log = rebuilder.log
+    branches, usable = log.inventory.branches, log.usable
+    found: dict[tuple[BaseId, BaseId], Pair] = {}
+    for number in sorted(branches):
+        path = path_of(number, branches)
+        limits = dict(path)
+        there = [
+            key
+            for key in sorted(usable, key=lambda key: (key.step, key.timeline))
+            if key.timeline in limits
+            and ((limit := limits[key.timeline]) is None or key.step <= limit)
+        ]
+        for before, after in pairwise(there):
+            if (before, after) in found:
+                continue
+            chain = log.chain(usable[before], path)
+            steps = tuple(item for item in chain.steps if item[1] <= after.step)
+            cut = Chain(before, steps, chain.stopped)
+            found[before, after] = Pair(usable[before], usable[after], cut)
+    return [found[key] for key in sorted(found, key=lambda key: (key[1], key[0]))]
+
+
+def audit(
+    rebuilder: Rebuilder, pair: Pair, on_step: Callable[[int], None] = lambda step: None
+) -> Audit:
+    """Replays the log from one base to the next, and compares the digest of every entry.
+
+    The later base's digests are those that its header vouches for; whether its bytes are what
+    the digests say is for :func:`everstep.recover.verify.verify_base`.
+
+    Raises:
+        NewerFormatError, UnavailableError, DeadlineError: nothing can be said at all.
+    """
+    before, after, chain = pair.before.id, pair.after.id, pair.chain
+
+    def unchecked(why: str) -> Audit:
+        return Audit(before, after, "unchecked", why)
+
+    if before.step == after.step:
+        return unchecked("both are of the same step")
+    if not pair.whole:
+        if len(chain.steps) == after.step - before.step:
+            return unchecked("it is the first of its timeline: the log was of another")
+        return unchecked(f"{chain.stopped} in the log on disk")
+    try:
+        expected = _digests(rebuilder.filesystem, pair.after)
+    except NewerFormatError:
+        raise
+    except (DamageError, FormatError, OSError) as error:
+        return unchecked(f"{after} cannot be read: {_words(error)}")
+    marks = rebuilder.log.log.index.marks
+    assert pair.before.manifest is not None
+    updates = marks[chain.steps[-1]].lsn - pair.before.manifest.markers[0].lsn
+    try:
+        state = rebuilder.load(pair.before, chain)
+    except NewerFormatError:
+        raise
+    except (DamageError, FormatError, OSError) as error:
+        return unchecked(f"{before} cannot be read: {_words(error)}")
+    try:
+        played = rebuilder.play(chain, state, on_step=on_step)
+    except (NewerFormatError, MemoryError):
+        raise
+    except EverstepError as error:
+        if not _of_the_log(error):
+            raise
+        return unchecked(f"the log cannot be replayed: {error.message}")
+    return _compared(pair, state, expected, played, updates)
+
+
+def _compared(
+    pair: Pair,
+    state: OfflineState,
+    expected: dict[str, tuple[str, Entry]],
+    played: Played,
+    updates: int,
+) -> Audit:
+    found = state.digests()
+    differing = [name for name, (wanted, _) in expected.items() if found.get(name) != wanted]
+    differing += [name for name in found if name not in expected]
+    for name, (_, entry) in expected.items():
+        mine = state.entries.get(name)
+        if mine is not None and _form(mine) != _form(entry) and name not in differing:
+            differing.append(name)
+    # What an optimizer has computed here may differ where replay is not exact; nothing else may.
+    excused = state.replayed | state.unlogged if played.replay else set()
+    firm = [name for name in differing if name not in excused]
+    wrong = bool(firm or (played.surprise and not excused))
+    verdict: Verdict = "different" if wrong else "equal"
+    reason = played.surprise if wrong else ""
+    if excused:
+        reason = f"replay is not exact here: {played.replay}"
+        if not wrong and differing:
+            verdict = "unchecked"
+            reason += f"; {len(differing)} replayed entries differ, as they may"
+    return Audit(
+        pair.before.id,
+        pair.after.id,
+        verdict,
+        reason,
+        steps=len(pair.chain.steps),
+        updates=updates,
+        entries=len(expected),
+        differing=tuple(firm or differing),
+    )
+
+
+def _digests(filesystem: FileSystem, base: BaseFound) -> dict[str, tuple[str, Entry]]:
+    opened = OpenBase.open(filesystem, base, rank=0)
+    opened.close()
+    return {
+        place.entry.name: (hex_, place.entry)
+        for _, _, header, _ in opened.shards
+        for place, hex_ in zip(header.placed, header.digests, strict=True)
+    }
+
+
+def _form(entry: Entry) -> tuple[object, ...]:
+    return entry.dtype, entry.shape, entry.logical_dtype
+
+
+def _of_the_log(error: EverstepError) -> bool:
+    """Whether it says that a record cannot be used, and not that this machine cannot go on."""
+    from everstep.errors import ReplayError, StorageError, UnsupportedStateError
+
+    kinds = (DamageError, FormatError, ReplayError, UnsupportedStateError)
+    return isinstance(error, kinds) or type(error) is StorageError
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, EverstepError):
+        return error.message
+    return str(getattr(error, "strerror", None) or error)

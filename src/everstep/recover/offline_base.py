@@ -1,0 +1,122 @@
+"""Reads a base into host memory: the beginning of a state without the program that trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from everstep.errors import FormatError, RecoveryError, UnavailableError
+from everstep.format.reader import read_body
+from everstep.format.writer import ChunkRing
+from everstep.recover.load import contents
+from everstep.recover.offline import OfflineState
+from everstep.recover.opened import OpenBase
+from everstep.recover.scan import BaseFound
+from everstep.recover.shape import shape_of_base
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.progress import ProgressSink, silent
+from everstep.state.entries import Entry
+from everstep.state.image import OBJECT_PREFIX
+from everstep.state.layout import Placed, overlaps
+from everstep.state.tensors import empty_like_entry, host_bytes
+
+__all__ = ["load_offline"]
+
+
+def load_offline(
+    filesystem: FileSystem,
+    base: BaseFound,
+    run: str | None,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+    progress: ProgressSink = silent,
+    threads: int = 1,
+    training_threads: int | None = None,
+) -> OfflineState:
+    """Reads a base into host memory, every byte verified.
+
+    Args:
+        run: id of the run that it must belong to.
+        threads, training_threads: see :class:`OfflineState`.
+
+    Raises:
+        DamageError, FormatError: with what is wrong.
+        RecoveryError: it was saved by several ranks.
+        UnavailableError: there is not enough memory.
+        OSError: it cannot be read.
+    """
+    if base.manifest is None:
+        raise FormatError(f"{base.id} is {base.status}: {base.problem}", path=base.path)
+    marker = base.manifest.markers[0]
+    if marker.run != run:
+        raise FormatError(f"{base.path} belongs to another run", path=base.path)
+    if marker.world != 1:
+        raise RecoveryError(
+            f"it was saved by {marker.world} ranks", step=marker.step, path=base.path
+        )
+    opened = OpenBase.open(filesystem, base, rank=0)
+    try:
+        free_bytes = memory_available_bytes()
+        if opened.size_bytes > free_bytes:
+            raise UnavailableError(
+                f"{base.id} takes {opened.size_bytes} bytes of memory; {free_bytes} are left",
+                path=base.path,
+            )
+        trees, _ = contents(opened)
+        tensors: dict[str, torch.Tensor] = {}
+        entries: dict[str, Entry] = {}
+        objects: dict[str, bytearray] = {}
+        aliases: dict[str, str] = {}
+        for file, record, header, path in opened.shards:
+            aliases.update(header.aliases)
+            targets: dict[str, memoryview] = {}
+            for place in header.placed:
+                name = place.entry.name
+                if name.startswith(OBJECT_PREFIX):
+                    objects[name] = bytearray(place.end - place.begin)
+                    targets[name] = memoryview(objects[name])
+                    continue
+                entries[name], tensors[name] = place.entry, empty_like_entry(place.entry)
+                targets[name] = host_bytes(tensors[name])
+            read_body(
+                file,
+                header,
+                record,
+                path,
+                ring,
+                timeout_s=timeout_s,
+                progress=progress,
+                sink=_into(header.placed, targets),
+            )
+        shape = shape_of_base(opened.placed(), aliases, trees)
+    finally:
+        opened.close()
+    return OfflineState(
+        marker,
+        entries,
+        tensors,
+        aliases,
+        {name: bytes(data) for name, data in objects.items()},
+        trees,
+        shape,
+        threads=threads,
+        training_threads=training_threads,
+    )
+
+
+def _into(
+    entries: Sequence[Placed], targets: Mapping[str, memoryview]
+) -> Callable[[int, memoryview], None]:
+    """Puts the bytes of a body where they belong."""
+    placed = [place for place in entries if place.end > place.begin]
+    ends = [place.end for place in placed]
+
+    def put(begin: int, piece: memoryview) -> None:
+        for place, start, stop in overlaps(placed, ends, begin, piece.nbytes):
+            target = targets[place.entry.name]
+            target[start - place.begin : stop - place.begin] = piece[start - begin : stop - begin]
+
+    return put

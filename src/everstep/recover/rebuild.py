@@ -1,0 +1,353 @@
+"""Builds the state of any logged step from files alone; also of a history that was not.
+
+The state of a step comes from the base that needs least replay; where base or log are damaged,
+from the next older base. A *counterfactual* state leaves out the updates of some steps: the
+other gradients are those that training computed with these updates in place, so it is never
+what training would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import (
+    DamageError,
+    EverstepError,
+    FormatError,
+    NewerFormatError,
+    OptionError,
+    RecoveryError,
+    ReplayError,
+    StorageError,
+)
+from everstep.format.records import TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.recover.chain import Chain
+from everstep.recover.decide import Skipped
+from everstep.recover.logged import RunLog, spans
+from everstep.recover.offline import OfflineState
+from everstep.recover.offline_base import load_offline
+from everstep.recover.scan import BaseFound
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.fingerprint import fingerprint
+from everstep.seams.progress import progress
+
+__all__ = [
+    "Change",
+    "Played",
+    "Rebuilder",
+    "Rebuilt",
+    "changes",
+    "conditions",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A state that was built from files.
+
+    Attributes:
+        base: that it was built on.
+        timeline: of the step.
+        replayed: steps of the log.
+        exact: bit for bit the state that training had (I9).
+        why: why not; ``""`` if it is.
+        skipped: bases that were tried first, and why they would not do.
+    """
+
+    state: OfflineState
+    base: BaseId
+    timeline: int
+    replayed: int
+    exact: bool
+    why: str
+    skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How exact a replay was; all ``""`` if it was.
+
+    Attributes:
+        lineage: why the state was not exact in training already.
+        replay: why replay need not give the bits that training had.
+        surprise: what replay gave otherwise than the log's last mark says.
+    """
+
+    lineage: str
+    replay: str
+    surprise: str
+
+    @property
+    def why(self) -> str:
+        """The first reason."""
+        return self.lineage or self.replay or self.surprise
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How an entry differs between two states.
+
+    Attributes:
+        max_abs: largest absolute difference; None for what is no number, or of other form.
+        relative: norm of the difference by the norm of the first.
+    """
+
+    entry: str
+    max_abs: float | None
+    relative: float | None
+
+
+@dataclass(slots=True)
+class Rebuilder:
+    """Builds states of one run.
+
+    Args:
+        timeout_s: a transfer that takes longer counts as hung.
+        threads: Python threads that share the work of replay.
+    """
+
+    filesystem: FileSystem
+    log: RunLog
+    ring: ChunkRing
+    timeout_s: float = 120.0
+    threads: int = field(default=1)
+
+    def state_at(self, step: int, timeline: int | None = None) -> Rebuilt:
+        """The state at the end of ``step``, as training had it.
+
+        Args:
+            timeline: of the state; None: that of the newest history that has it.
+
+        Raises:
+            OptionError: neither a base nor the log has the step.
+            RecoveryError: they have, but none can be used; with all reasons.
+            UnsupportedStateError: it takes the program that trained it to replay its updates.
+        """
+        return self._first(self._ways(step, timeline), step, frozenset(), twice=False)[0]
+
+    def without(
+        self, step: int, drop: Collection[int], begin: int | None, timeline: int | None = None
+    ) -> tuple[Rebuilt, Rebuilt]:
+        """The state at the end of ``step`` as training had it, and the one without the updates
+        of the steps ``drop``; on the same base.
+
+        Args:
+            begin: replay begins at the newest base that is no later than this step; None: than
+                the first step to drop.
+
+        Raises:
+            OptionError: steps that are not replayed cannot be dropped; otherwise as
+                :meth:`state_at`.
+        """
+        latest = min([step, *(number - 1 for number in drop)])
+        if begin is not None and begin > latest:
+            what = f"step {latest + 1}" if latest < step else "the state"
+            raise OptionError(f"replay from step {begin} on comes too late for {what}", step=step)
+        latest = latest if begin is None else begin
+        late = [number for number in drop if number > step]
+        if late:
+            raise OptionError(f"step {late[0]} comes after step {step}: it has no part in it")
+        ways = [way for way in self._ways(step, timeline) if way[0].id.step <= latest]
+        if not ways:
+            raise OptionError(
+                f"no base at or before step {latest} leads to step {step}",
+                step=step,
+                path=self.log.inventory.path,
+                hint=self._hint(),
+            )
+        logged, other = self._first(ways, step, frozenset(drop), twice=True)
+        assert other is not None
+        return logged, other
+
+    def load(self, base: BaseFound, chain: Chain) -> OfflineState:
+        """A base, ready for the updates of a chain."""
+        records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
+        with progress(f"read {base.id}", base.size_bytes) as bar:
+            return load_offline(
+                self.filesystem,
+                base,
+                self.log.inventory.run,
+                self.ring,
+                timeout_s=self.timeout_s,
+                progress=bar,
+                threads=self.threads,
+                training_threads=conditions(records)[0],
+            )
+
+    def play(
+        self,
+        chain: Chain,
+        logged: OfflineState,
+        other: OfflineState | None = None,
+        drop: Collection[int] = (),
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> Played:
+        """Redoes a chain.
+
+        Args:
+            logged: gets all updates.
+            other: gets all but those of the steps ``drop``.
+
+        Raises:
+            DamageError, FormatError, ReplayError, StorageError: where the log cannot go on; both
+                states are of no use then.
+        """
+        first = self.log.log.index.marks[chain.steps[0]] if chain.steps else None
+        if first is not None and logged.shape != first.shape:
+            raise ReplayError("the log behind it is of a state that consists of something else")
+        updates_seen = 0
+        lineage = "" if logged.marker.exact else "the base is not exact"
+        with progress("replay", len(chain.steps), "items") as bar:
+            for updates, mark in self.log.log.steps(
+                chain, logged.lsn, self.filesystem, self.ring, self.timeout_s
+            ):
+                if isinstance(mark, EverstepError):
+                    raise mark
+                logged.advance(updates, mark)
+                if other is not None:
+                    other.advance([] if mark.head.step in drop else updates, mark)
+                if not mark.head.exact:
+                    lineage = lineage or "the log is of a state that was not exact"
+                updates_seen += len(updates)
+                on_step(mark.head.step)
+                bar.advance(1)
+        logged.finish()
+        if other is not None:
+            other.finish(counterfactual=True)
+        replay = logged.exactness.why
+        if updates_seen:
+            records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
+            replay = conditions(records)[1] or replay
+        return Played(lineage, replay, logged.surprises[0] if logged.surprises else "")
+
+    def _ways(self, step: int, timeline: int | None) -> list[tuple[BaseFound, Chain]]:
+        found = self.log.ways(step, timeline)
+        if not found:
+            where = "" if timeline is None else f" of timeline {timeline}"
+            raise OptionError(
+                f"neither a base nor the log on disk has step {step}{where}",
+                step=step,
+                path=self.log.inventory.path,
+                hint=self._hint(),
+            )
+        return found
+
+    def _hint(self) -> str:
+        there = {key.step for key in self.log.usable}
+        there |= {step for _, step in self.log.replayable()}
+        listed = ", ".join(
+            f"{a}" if a == b else f"{a} to {b}" for a, b in spans(sorted(there))[-20:]
+        )
+        bad = [segment.problem for segment in self.log.segments if segment.problem is not None]
+        return f"steps there are: {listed or 'none'}" + (f"; {bad[0]}" if bad else "")
+
+    def _first(
+        self,
+        ways: Iterable[tuple[BaseFound, Chain]],
+        step: int,
+        drop: frozenset[int],
+        *,
+        twice: bool,
+    ) -> tuple[Rebuilt, Rebuilt | None]:
+        """The first of several ways that can be gone to its end."""
+        skipped: list[Skipped] = []
+        for base, chain in ways:
+            try:
+                logged = self.load(base, chain)
+                other = self.load(base, chain) if twice else None
+                why = self.play(chain, logged, other, drop).why
+            except NewerFormatError:
+                raise
+            except (DamageError, FormatError, ReplayError) as error:
+                skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+                continue
+            except OSError as error:
+                reason = f"{error.filename or base.path}: {error.strerror or error}"
+                skipped.append(Skipped(base.id.timeline, base.id.step, reason))
+                continue
+            except StorageError as error:
+                if type(error) is not StorageError:  # no memory, no space: not this base's fault
+                    raise
+                skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+                continue
+            timeline, count, tried = chain.end[0], len(chain.steps), tuple(skipped)
+            found = Rebuilt(logged, base.id, timeline, count, not why, why, tried)
+            if other is None:
+                return found, None
+            listed = ", ".join(map(str, sorted(drop)[:5])) + (", ..." if len(drop) > 5 else "")
+            left = f"the updates of step {listed} were left out" if drop else "a counterfactual"
+            return found, Rebuilt(other, base.id, timeline, count, False, left, tried)
+        reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
+        raise RecoveryError(
+            f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
+            step=step,
+            path=self.log.inventory.path,
+            hint="everstep verify names what is damaged",
+        )
+
+
+def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
+    """What the bits of updates depend on besides the optimizer (I9).
+
+    Args:
+        records: of the timelines whose updates are replayed.
+
+    Returns:
+        The number of torch's threads in training, None if it is not known or not always the
+        same; and why replay on this machine need not give the same bits, ``""`` if it must.
+    """
+    mine, threads = fingerprint(), set()
+    for record in {id(record): record for record in records}.values():
+        if record is None:
+            return None, "the record that says where it was trained is damaged"
+        theirs = record.fingerprint
+        for key, what in (("torch", "torch"), ("machine", "machine"), ("system", "system")):
+            if theirs.get(key) != mine[key]:
+                found = theirs.get(key, "unknown")
+                return None, f"trained with {what} {found}, replayed with {mine[key]}"
+        if "cuda" in theirs or "device" in theirs:
+            device = theirs.get("device", "a GPU")
+            return None, f"trained on {device}, replayed on the CPU"
+        threads.add(theirs.get("threads", ""))
+    (only,) = threads if len(threads) == 1 else ("",)
+    return (int(only) if only.isdigit() and int(only) else None), ""
+
+
+def changes(before: OfflineState, after: OfflineState) -> list[Change]:
+    """Entries in which two states differ, in the order of the first."""
+    found = []
+    theirs = after.digests()
+    for name, mine in before.digests().items():
+        if theirs.get(name) == mine:
+            continue
+        max_abs = relative = None
+        if name in before.tensors and name in after.tensors:
+            max_abs, relative = _distance(before.tensors[name], after.tensors[name])
+        found.append(Change(name, max_abs, relative))
+    known = {*before.entries, *before.objects}
+    found += [Change(name, None, None) for name in theirs if name not in known]
+    return found
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float | None, float | None]:
+    """Largest absolute difference, and the norm of the difference by the norm of the first."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
+        return None, None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    try:
+        first = one.to(wide)
+        apart = other.to(wide) - first
+    except RuntimeError:  # no conversion of this dtype
+        return None, None
+    norm = float(torch.linalg.vector_norm(first))
+    size = float(torch.linalg.vector_norm(apart))
+    return float(apart.abs().max()), size / norm if norm else (0.0 if not size else float("inf"))

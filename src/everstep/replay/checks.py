@@ -1,0 +1,140 @@
+"""What replay refuses: updates that are out of order, or do not fit the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer, SparseAdam
+
+from everstep.errors import ReplayError
+from everstep.replay.exactness import options_refusal
+from everstep.replay.updates import Update
+
+__all__ = ["Checks", "check_order"]
+
+
+def check_order(updates: Sequence[Update], *, after: int | None, key: str | None) -> None:
+    """Refuses updates that are not of one optimizer, each with a higher LSN than the last.
+
+    Args:
+        updates: to be applied.
+        after: LSN of the update that was applied last; None: of none.
+        key: of the optimizer; None: not known yet.
+
+    Raises:
+        ReplayError: names the first that is out of order.
+    """
+    for update in updates:
+        if after is not None and update.lsn <= after:
+            raise ReplayError(f"update {update.lsn} cannot follow update {after}")
+        if key is not None and update.optimizer != key:
+            raise ReplayError(f"update {update.lsn} is one of {update.optimizer!r}, not of {key!r}")
+        key, after = update.optimizer, update.lsn
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Whether updates fit an optimizer and its parameters.
+
+    Attributes:
+        kind: class of the optimizer.
+        defaults: its default hyperparameters.
+        names: of parameters, for each group.
+        parameters: by name.
+    """
+
+    kind: type[Optimizer]
+    defaults: Mapping[str, Any]
+    names: Sequence[Sequence[str]]
+    parameters: Mapping[str, torch.Tensor]
+
+    def check(self, update: Update, momentum: set[str]) -> None:
+        """Refuses an update that does not fit.
+
+        Args:
+            update: to be applied.
+            momentum: names of the parameters that have a momentum by then; what this update
+                gives one is added.
+
+        Raises:
+            ReplayError: says what does not fit.
+        """
+        where = f"update {update.lsn} of {update.optimizer!r}"
+        self._check_groups(where, update)
+        self._check_scaler(where, update, momentum)
+        for name, gradient in update.gradients.items():
+            if why := self._misfit(name, gradient):
+                raise ReplayError(f"{where}: {why}")
+
+    def _check_groups(self, where: str, update: Update) -> None:
+        if len(update.groups) != len(self.names):
+            raise ReplayError(
+                f"{where} has {len(update.groups)} parameter groups, the base {len(self.names)}",
+                hint="groups that are added in mid-run need a new base",
+            )
+        # Flags came with newer versions of torch, and have its defaults.
+        needed = {
+            key
+            for key, value in self.defaults.items()
+            if value is not None and not isinstance(value, bool)
+        }
+        for number, (options, names) in enumerate(zip(update.groups, self.names, strict=True)):
+            if lacking := sorted(needed.difference(options)):
+                raise ReplayError(f"{where}: group {number} has no {', '.join(lacking)}")
+            members = [self.parameters[name] for name in names]
+            if why := options_refusal(self.kind, options, members):
+                raise ReplayError(f"{where}: group {number}: {why}")
+
+    def _check_scaler(self, where: str, update: Update, momentum: set[str]) -> None:
+        scaler = {"grad_scale": update.grad_scale, "found_inf": update.found_inf}
+        given = {name: tensor for name, tensor in scaler.items() if tensor is not None}
+        for name, tensor in given.items():
+            if tensor.numel() != 1:
+                raise ReplayError(f"{where}: {name} has {tensor.numel()} elements, not 1")
+        for names, options in zip(self.names, update.groups, strict=True):
+            concerned = [name for name in names if name in update.gradients]
+            if given and concerned and not options.get("fused"):
+                raise ReplayError(f"{where}: {' and '.join(given)} of a group that is not fused")
+            if self.kind is not SGD or not options.get("momentum"):
+                continue
+            lost = [name for name in concerned if name not in momentum]
+            if lost and update.skipped:
+                raise ReplayError(
+                    f"{where}: a scaler skipped the first step of fused SGD, after which torch "
+                    f"leaves the momentum uninitialised: {', '.join(lost)}",
+                    hint="start a new base after it",
+                )
+            momentum.update(concerned)
+
+    def _misfit(self, name: str, gradient: torch.Tensor) -> str | None:
+        """Why this cannot be the gradient of that parameter, or None."""
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            return f"gradient of {name!r}, which is none of its parameters"
+        if gradient.shape != parameter.shape:
+            return (
+                f"gradient of {name!r} has shape {list(gradient.shape)}, "
+                f"the parameter {list(parameter.shape)}"
+            )
+        if not _widens(gradient.dtype, parameter.dtype):
+            return f"gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}"
+        wanted = torch.sparse_coo if self.kind is SparseAdam else torch.strided
+        if gradient.layout != wanted:
+            return f"gradient of {name!r} is {gradient.layout}; only {wanted} can be replayed here"
+        return None
+
+
+def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``: a log may leave out low bits that
+    are zero."""
+    if narrow == wide:
+        return True
+    if narrow.is_complex != wide.is_complex or narrow.is_floating_point != wide.is_floating_point:
+        return False
+    try:
+        return torch.promote_types(narrow, wide) == wide
+    except RuntimeError:  # fp8 and the like have no promotion
+        return False

@@ -1,0 +1,107 @@
+"""Where tensors are cut into blocks, and the blocks as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Block", "Scratch", "cut", "flat", "memory_order"]
+
+MAX_TENSORS = 256
+"""Small tensors go together until they fill a block, but not more of them than this, or there
+is nothing to share out among threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Part of one large tensor, or several whole small ones, of one parameter group.
+
+    Attributes:
+        group: number of the parameter group.
+        names: of the parameters.
+        elements: half-open range in the memory order of the one large tensor; None: whole.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    elements: slice | None = None
+
+
+def cut(
+    groups: Sequence[Sequence[str]], tensors: Mapping[str, torch.Tensor], elements: int
+) -> Iterator[Block]:
+    """Everything in blocks.
+
+    Args:
+        groups: names of tensors.
+        tensors: by name.
+        elements: of a block, at most.
+    """
+    for number, members in enumerate(groups):
+        small: list[str] = []
+        filled = 0
+        for name in members:
+            numel = tensors[name].numel()
+            if numel > elements:
+                for start in range(0, numel, elements):
+                    yield Block(number, (name,), slice(start, min(start + elements, numel)))
+                continue
+            if small and (filled + numel > elements or len(small) == MAX_TENSORS):
+                yield Block(number, tuple(small))
+                small, filled = [], 0
+            small.append(name)
+            filled += numel
+        if small:
+            yield Block(number, tuple(small))
+
+
+class Scratch:
+    """Memory for the gradients of one block, where they must be converted or may be written to.
+
+    Args:
+        elements: of a block.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
+        self._lines: dict[torch.dtype, torch.Tensor] = {}
+        self._used = 0
+
+    def clear(self) -> None:
+        """Forgets the gradients of the last update."""
+        self._used = 0
+
+    def gradient(self, logged: torch.Tensor, dtype: torch.dtype, copies: bool) -> torch.Tensor:
+        """``logged`` in ``dtype``; another tensor than that if ``copies``."""
+        if logged.dtype == dtype and not copies:
+            return logged
+        if not logged.is_contiguous():
+            return logged.to(dtype, copy=True)  # keeps the strides
+        line = self._lines.get(dtype)
+        if line is None:
+            line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype)
+        # Fresh memory would be several times slower to write to.
+        own = line[self._used : self._used + logged.numel()].view(logged.shape)
+        self._used += logged.numel()
+        return own.copy_(logged)
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the one with the longest stride to the one with the shortest."""
+    dims = range(tensor.dim())
+    return tuple(sorted(dims, key=lambda d: (tensor.stride(d), tensor.shape[d] > 1), reverse=True))
+
+
+def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor | None:
+    """The elements in the order in which they lie in memory, shape ``[n]``, without a copy.
+
+    Args:
+        order: of dimensions, outermost first.
+
+    Returns:
+        None if the tensor has gaps or overlaps, or lies in another order.
+    """
+    turned = tensor.permute(tuple(order))
+    return turned.reshape(-1) if turned.is_contiguous() else None

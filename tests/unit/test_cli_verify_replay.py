@@ -1,0 +1,201 @@
+"""``everstep verify --replay``: base A and the log give base B, bit for bit, or it is said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.recover.offline import OfflineState
+from everstep.state.objects import decode, encode
+from everstep.state.tensors import byte_view
+from tests.unit.logged import (
+    World,
+    document,
+    edit_base,
+    invoke,
+    opened,
+    segments_of,
+    train,
+)
+from tests.unit.world import flip, forget
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bases 1, 4, 8, 10, and all of the log."""
+    run = tmp_path_factory.mktemp("audit") / "run"
+    train(run, World(), 10)
+    return run
+
+
+@pytest.fixture
+def run(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "run"))
+
+
+def verdicts(found: dict[str, Any]) -> list[tuple[int, int, str]]:
+    return [
+        (one["before"]["step"], one["after"]["step"], one["verdict"]) for one in found["replay"]
+    ]
+
+
+def test_all_is_as_it_should_be(run: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    found = document("verify", run, "--replay")
+    assert found["ok"]
+    assert verdicts(found) == [(1, 4, "equal"), (4, 8, "equal"), (8, 10, "equal")]
+    assert [one["updates"] for one in found["replay"]] == [3, 4, 2]
+    assert {one["entries"] for one in found["replay"]} == {len(document("inspect", run)["entries"])}
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+    text = invoke("verify", run, "--replay").stdout
+    assert "3 of 3 bases equal what replay gives" in text
+    assert "4 of 4 bases and 5 of 5 segments of the log good" in text
+    assert "replay" not in document("verify", run)
+
+
+def flip_tensor(name: str) -> Callable[[OfflineState], None]:
+    def change(state: OfflineState) -> None:
+        byte_view(state.tensors[name])[-1] ^= 1
+
+    return change
+
+
+def shift_schedule(state: OfflineState) -> None:
+    name = "everstep/objects/scheduler"
+    tree: Any = decode(state.objects[name])
+    tree["last_epoch"] += 1
+    state.objects[name] = encode(tree)
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[OfflineState], None], str]] = {
+    "a parameter": (flip_tensor("model/0.weight"), "model/0.weight"),
+    "a moment": (
+        flip_tensor("optimizer/state/model.4.bias/exp_avg_sq"),
+        "optimizer/state/model.4.bias/exp_avg_sq",
+    ),
+    "a buffer": (flip_tensor("model/1.running_var"), "model/1.running_var"),
+    "a random generator": (flip_tensor("everstep/rng/torch"), "everstep/rng/torch"),
+    "an object": (shift_schedule, "everstep/objects/scheduler"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_one_bit_that_every_digest_vouches_for(name: str, run: Path) -> None:
+    """Wrong state, consistently written: no digest shows it, replay does."""
+    change, entry = CORRUPTIONS[name]
+    edit_base(run, 8, change)
+    assert document("verify", run)["ok"]
+    found = document("verify", run, "--replay", status=1)
+    assert not found["ok"]
+    first, wrong, after = found["replay"]
+    assert first["verdict"] == "equal"
+    assert (wrong["verdict"], wrong["differing"]) == ("different", [entry])
+    assert (wrong["before"]["step"], wrong["after"]["step"], wrong["steps"]) == (4, 8, 4)
+    if "running" in entry or "objects" in entry or "rng" in entry:  # the log has them in full
+        assert after["verdict"] == "equal"
+    else:
+        assert after["verdict"] == "different"
+    text = invoke("verify", run, "--replay")
+    assert text.exit_code == 1
+    told = f"steps 5 to 8: base 4 and the log do not give base 8 in 1 entry: '{entry}'"
+    assert told in text.stdout
+
+
+def test_only_the_base_that_was_asked_for(run: Path) -> None:
+    edit_base(run, 8, flip_tensor("model/0.weight"))
+    assert verdicts(document("verify", run, "--replay", "--step", 4)) == [(1, 4, "equal")]
+    found = document("verify", run, "--replay", "--step", 8, status=1)
+    assert verdicts(found) == [(4, 8, "different")]
+
+
+def test_a_damaged_segment_is_damage_and_nothing_is_checked_over_it(run: Path) -> None:
+    path = Path(segments_of(run)[2].path) / "rank-00000.safetensors"
+    flip(path, path.stat().st_size // 2)
+    found = document("verify", run, "--replay", status=1)
+    assert verdicts(found) == [(1, 4, "equal"), (4, 8, "unchecked"), (8, 10, "equal")]
+    (bad,) = [one for one in found["segments"] if one["problem"] is not None]
+    assert (bad["first"], bad["last"]) == (5, 6)
+    assert "the log cannot be replayed" in found["replay"][1]["reason"]
+    text = invoke("verify", run).stdout
+    assert "4 of 5 segments of the log good" in text
+    assert "damage: " in text
+    assert path.parent.name in text
+
+
+def test_a_base_before_that_cannot_be_read(run: Path) -> None:
+    flip(run / "timeline-00001/base/000000000004/rank-00000.safetensors", -9)
+    found = document("verify", run, "--replay", status=1)
+    # Its digests are as they were, and replay gives what they vouch for.
+    assert verdicts(found) == [(1, 4, "equal"), (4, 8, "unchecked"), (8, 10, "equal")]
+    assert "step 4 of timeline 1 cannot be read" in found["replay"][1]["reason"]
+
+
+def test_without_the_log(run: Path) -> None:
+    shutil.rmtree(run / "timeline-00001" / "log" / "000000000004-000000000006")
+    found = document("verify", run, "--replay")
+    assert verdicts(found) == [(1, 4, "equal"), (4, 8, "unchecked"), (8, 10, "equal")]
+    assert found["replay"][1]["reason"] == "there is no record of step 5 in the log on disk"
+    shutil.rmtree(run / "timeline-00001" / "log")
+    found = document("verify", run, "--replay")
+    assert [one["verdict"] for one in found["replay"]] == ["unchecked"] * 3
+    text = invoke("verify", run, "--replay").stdout
+    assert "0 of 3 bases equal what replay gives, 3 not checked" in text
+    assert "there is no record of step 2 in the log on disk" in text
+
+
+def test_another_shape(run_folder: Path) -> None:
+    world = World()
+    with opened(run_folder, world, every=3) as ckpt:
+        ckpt.resume()
+        for step in range(6):
+            if step == 4:
+                world.state["plain"]["more"] = torch.ones(3)
+            world.train()
+            ckpt.step()
+    forget(run_folder)
+    found = document("verify", run_folder, "--replay")
+    by_step = {one["after"]["step"]: one for one in found["replay"]}
+    assert by_step[3]["verdict"] == "equal"
+    assert by_step[5]["verdict"] == "unchecked"
+    assert "state consists of something else" in by_step[5]["reason"]
+    assert by_step[6]["verdict"] == "equal"
+
+
+def test_an_optimizer_that_is_not_in_the_matrix(run_folder: Path) -> None:
+    """What it computes may differ; nothing else may."""
+    train(run_folder, World(lambda p: torch.optim.Adafactor(p, lr=0.01)), 4, every=2)
+    found = document("verify", run_folder, "--replay")
+    assert found["replay"]
+    for one in found["replay"]:
+        assert one["verdict"] in ("equal", "unchecked")
+        assert "not exact here" in one["reason"]
+        assert "Adafactor" in one["reason"]
+    edit_base(run_folder, 4, flip_tensor("model/0.weight"))
+    last = document("verify", run_folder, "--replay")["replay"][-1]
+    assert last["verdict"] == "unchecked"
+    assert "as they may" in last["reason"]
+    edit_base(run_folder, 4, flip_tensor("model/1.running_mean"))
+    last = document("verify", run_folder, "--replay", status=1)["replay"][-1]
+    assert (last["verdict"], last["differing"]) == ("different", ["model/1.running_mean"])
+
+
+def test_the_first_base_of_a_timeline_is_not_checked_by_the_log_of_another(run: Path) -> None:
+    train(run, World(seed=9), 4, at=6, every=1000)
+    found = document("verify", run, "--replay")
+    assert found["ok"]
+    table = {(one["after"]["timeline"], one["after"]["step"]): one for one in found["replay"]}
+    assert table[1, 8]["verdict"] == "equal"
+    assert table[2, 10]["verdict"] == "equal"
+    assert found["replay"]
+
+
+def test_a_run_without_a_second_base(run_folder: Path) -> None:
+    train(run_folder, World(), 1)
+    text = invoke("verify", run_folder, "--replay")
+    assert text.exit_code == 0
+    assert "nothing to replay" in text.stdout

@@ -1,0 +1,146 @@
+"""What ``ls``, ``inspect``, ``du`` and ``rm`` say and do about the log."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from everstep.cli._log import steps_in_words
+from tests.unit.logged import World, document, invoke, segments_of, train
+from tests.unit.world import base_folder, flip
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Timeline 1: bases 1, 4, 8, 9, steps 1 to 9 logged; timeline 2, from its step 6, up to 8."""
+    run = tmp_path_factory.mktemp("verbs") / "run"
+    train(run, World(), 9)
+    train(run, World(seed=2), 2, at=6, every=1000)
+    return run
+
+
+@pytest.fixture
+def run(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "run"))
+
+
+def test_ls(run: Path) -> None:
+    found = document("ls", run)
+    first, second = (row["log"] for row in found["timelines"])
+    assert (first["steps"], first["segments"], first["records"]) == ([[2, 9]], 5, 18)
+    assert first["size_bytes"] == sum(one.size_bytes for one in segments_of(run))
+    assert second["steps"] == [[8, 8]]  # step 7 has a base, and is reached by none before it
+    text = invoke("ls", run).stdout
+    assert "log of timeline 1: steps 2 to 9 by replay (5 segments, 18 records, " in text
+
+
+def test_ls_says_how_far_resume_would_replay(run: Path) -> None:
+    assert document("ls", run)["resume_replay"] is None
+    shutil.rmtree(base_folder(run, 8, timeline=2))
+    found = document("ls", run)
+    assert found["resume"] == {"timeline": 2, "step": 7}
+    assert found["resume_replay"] == {"timeline": 2, "step": 8}
+    text = invoke("ls", run).stdout
+    assert "step 7 of timeline 2 (if its data verify), and replay the log up to step 8" in text
+
+
+def test_ls_names_what_is_damaged(run: Path) -> None:
+    path = Path(segments_of(run)[1].path) / "rank-00000.done"
+    flip(path, 20)
+    row = document("ls", run)["timelines"][0]["log"]
+    assert row["steps"] == [[2, 2], [5, 9]]
+    assert len(row["problems"]) == 1
+    text = invoke("ls", run).stdout
+    assert "steps 2, 5 to 9 by replay" in text
+    assert "problem: " in text
+    assert path.parent.name in text
+
+
+def test_ls_without_a_log(run: Path) -> None:
+    for number in (1, 2):
+        shutil.rmtree(run / f"timeline-{number:05d}" / "log")
+    found = document("ls", run)
+    assert [row["log"] for row in found["timelines"]] == [None, None]
+    assert "log of" not in invoke("ls", run).stdout
+
+
+def test_inspect(run: Path) -> None:
+    found = document("inspect", run, "--timeline", 1)
+    assert [(one["first"], one["last"]) for one in found["segments"]][:2] == [(1, 2), (3, 4)]
+    assert {one["records"] for one in found["segments"]} == {2, 4}
+    assert "steps 3 to 4" in invoke("inspect", run).stdout
+    file = Path(segments_of(run)[1].path) / "rank-00000.safetensors"
+    found = document("inspect", file)
+    assert [(one["kind"], one["step"]) for one in found["records"]] == [
+        ("update", 3),
+        ("mark", 3),
+        ("update", 4),
+        ("mark", 4),
+    ]
+    assert found["vouched"]
+    kinds = {one["name"]: one["kind"] for one in found["entries"]}
+    assert (kinds["everstep/log"], kinds["000000/F32"]) == ("object", "tensor")
+    text = invoke("inspect", file).stdout
+    assert "update" in text
+    flip(file, -1)
+    assert invoke("inspect", file).exit_code == 1
+
+
+def test_du(run: Path) -> None:
+    found = document("du", run)
+    first = found["timelines"][0]
+    assert first["log"]["segments"] == 5
+    assert first["log"]["size_bytes"] == sum(one.size_bytes for one in segments_of(run))
+    assert first["other"]["files"] == 0
+    held = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+    assert found["size_bytes"] == held
+    (run / "timeline-00001/log/mine.txt").write_text("not ours")
+    segment = Path(segments_of(run)[0].path)
+    (segment / "rank-00000.safetensors.tmp").write_text("half")
+    (segment / "notes.txt").write_text("not ours")
+    (segment / "rank-00000.done").unlink()
+    first = document("du", run)["timelines"][0]
+    assert (first["log"]["segments"], first["other"]["files"]) == (4, 2)
+    assert first["temporary"]["files"] == 1
+    assert "log, 4 segments" in invoke("du", run).stdout
+
+
+def test_rm_keeps_the_base_that_the_log_stands_on(run: Path) -> None:
+    refused = invoke("rm", run, "--step", 1)
+    assert refused.exit_code == 2
+    assert "the log leads to steps 2 to 4 only from step 1 of timeline 1" in refused.stderr
+    assert base_folder(run, 1).exists()
+    told = document("rm", run, "--step", 1, "--dry-run")
+    assert "only from step 1" in told["refusal"]
+    assert invoke("rm", run, "--step", 4).exit_code == 0  # step 1 leads to all of it
+    assert "to steps 2 to 8 only" in invoke("rm", run, "--step", 1).stderr
+    assert invoke("rm", run, "--step", 1, "--force").exit_code == 0
+    assert not base_folder(run, 1).exists()
+    assert document("ls", run)["timelines"][0]["log"]["steps"] == [[9, 9]]
+
+
+def test_rm_where_the_log_is_of_another_shape(run: Path) -> None:
+    """No log stands on a base that it does not fit."""
+    from tests.unit.logged import record, rewrite_segment
+
+    for segment in segments_of(run)[4:]:
+        rewrite_segment(
+            run, segment, lambda records: [record(one, shape="other") for one in records]
+        )
+    assert invoke("rm", run, "--step", 8, "--timeline", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([], "no step"),
+        ([3], "step 3"),
+        ([3, 4], "steps 3 to 4"),
+        ([1, 3], "steps 1, 3"),
+        (range(0, 40, 2), "steps 0, 2, 4, ..., 34, 36, 38"),
+    ],
+)
+def test_steps_in_words(steps: list[int], words: str) -> None:
+    assert steps_in_words(steps) == words
