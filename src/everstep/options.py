@@ -171,12 +171,17 @@ class LogOptions:
             ``"all"``.
         watch: look for NaN and infinity in the gradients that are recorded, behind training; found
             ones are reported as :class:`~everstep.errors.NonFiniteError`.
+        lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each
+            step is on disk before the next begins, so that a lost machine costs no more than
+            the step in flight. None: it does not wait; what is in memory survives anything but
+            the keeper's death.
     """
 
     to: str = "memory"
     batch_steps: int = 10
     history: str = "last"
     watch: bool = False
+    lag_steps: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("place for the log", self.to, ("memory", "disk"))
@@ -185,6 +190,18 @@ class LogOptions:
             raise OptionError(
                 f"LogOptions.batch_steps must be 1 to 100000, not {self.batch_steps!r}"
             )
+
+        if self.lag_steps is not None:
+            if not _is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
+                raise OptionError(
+                    f"LogOptions.lag_steps={self.lag_steps!r} is for a log to disk, and from 0"
+                )
+            if self.batch_steps > self.lag_steps + 1:
+                raise OptionError(
+                    f"a log that may be {self.lag_steps} step(s) behind cannot be written "
+                    f"{self.batch_steps} steps at a time",
+                    hint=f"LogOptions(batch_steps={self.lag_steps + 1})",
+                )
 
     @property
     def on_disk(self) -> bool:

@@ -36,10 +36,12 @@ def test_the_change_is_the_update_that_was_left_out(
     changes = {change["entry"]: change for change in found["changes"]}
     gradients = template[1].gradients[5]
     for (key, _), gradient in zip(template[1].model.named_parameters(), gradients, strict=True):
-        name = next(n for n in (f"model/{key}", "model/tied") if n in changes)
         assert gradient is not None
         rate = 0.125 * 0.5  # StepLR has halved it at step 3, and again at 6, behind the update
         wanted = rate * float(gradient.abs().max())
+        if wanted < 1e-6:  # in front of batch norm a bias has none
+            continue
+        name = f"model/{key}" if key != "3.weight" else "model/tied"
         assert changes[name]["max_abs"] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
         assert 0 < changes[name]["relative"] < 1
     assert not [name for name in changes if "running" in name or "objects" in name]

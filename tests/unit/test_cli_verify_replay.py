@@ -120,7 +120,7 @@ def test_a_damaged_segment_is_damage_and_nothing_is_checked_over_it(run: Path) -
     assert verdicts(found) == [(1, 4, "equal"), (4, 8, "unchecked"), (8, 10, "equal")]
     (bad,) = [one for one in found["segments"] if one["problem"] is not None]
     assert (bad["first"], bad["last"]) == (5, 6)
-    assert "the log cannot be replayed" in found["replay"][1]["reason"]
+    assert path.parent.name in found["replay"][1]["reason"]
     text = invoke("verify", run).stdout
     assert "4 of 5 segments of the log good" in text
     assert "damage: " in text
@@ -139,13 +139,13 @@ def test_without_the_log(run: Path) -> None:
     shutil.rmtree(run / "timeline-00001" / "log" / "000000000004-000000000006")
     found = document("verify", run, "--replay")
     assert verdicts(found) == [(1, 4, "equal"), (4, 8, "unchecked"), (8, 10, "equal")]
-    assert found["replay"][1]["reason"] == "there is no record of step 5 in the log on disk"
+    assert found["replay"][1]["reason"] == "there is no record of step 5"
     shutil.rmtree(run / "timeline-00001" / "log")
     found = document("verify", run, "--replay")
     assert [one["verdict"] for one in found["replay"]] == ["unchecked"] * 3
     text = invoke("verify", run, "--replay").stdout
     assert "0 of 3 bases equal what replay gives, 3 not checked" in text
-    assert "there is no record of step 2 in the log on disk" in text
+    assert "there is no record of step 2" in text
 
 
 def test_another_shape(run_folder: Path) -> None:

@@ -445,6 +445,24 @@ def test_a_log_without_room_takes_bases_instead(served: Bench) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("history", ["last", "all"])
+def test_segments_that_no_base_needs_go(run_folder: Path, history: str) -> None:
+    world = World()
+    log = LogOptions(to="disk", batch_steps=2, history=history)
+    with opened(run_folder, world, log=log, every=4, keep=2) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 18)
+    directory = run_folder / "timeline-00001"
+    bases = sorted(int(path.name) for path in (directory / "base").iterdir())
+    segments = sorted(int(path.name.split("-")[1]) for path in (directory / "log").iterdir())
+    assert bases == [16, 18]
+    assert (min(segments) > 10) is (history == "last")
+    other = World(seed=9)
+    with opened(run_folder, other, log=log, keep=2) as ckpt:
+        assert ckpt.resume(step=17).step == 17
+        assert other.snapshot() == states[17]
+
+
 # --- Kills ------------------------------------------------------------------------------
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from everstep.cli._log import steps_in_words
-from tests.unit.logged import World, document, invoke, segments_of, train
+from tests.unit.logged import (
+    World,
+    document,
+    invoke,
+    record,
+    rewrite_segment,
+    segments_of,
+    train,
+)
 from tests.unit.world import base_folder, flip
 
 
@@ -31,7 +39,7 @@ def test_ls(run: Path) -> None:
     first, second = (row["log"] for row in found["timelines"])
     assert (first["steps"], first["segments"], first["records"]) == ([[2, 9]], 5, 18)
     assert first["size_bytes"] == sum(one.size_bytes for one in segments_of(run))
-    assert second["steps"] == [[8, 8]]  # step 7 has a base, and is reached by none before it
+    assert second["steps"] == [[7, 8]]  # also from base 4, over the fork
     text = invoke("ls", run).stdout
     assert "log of timeline 1: steps 2 to 9 by replay (5 segments, 18 records, " in text
 
@@ -123,13 +131,12 @@ def test_rm_keeps_the_base_that_the_log_stands_on(run: Path) -> None:
 
 def test_rm_where_the_log_is_of_another_shape(run: Path) -> None:
     """No log stands on a base that it does not fit."""
-    from tests.unit.logged import record, rewrite_segment
-
+    shutil.rmtree(run / "timeline-00002")
     for segment in segments_of(run)[4:]:
         rewrite_segment(
             run, segment, lambda records: [record(one, shape="other") for one in records]
         )
-    assert invoke("rm", run, "--step", 8, "--timeline", 1).exit_code == 0
+    assert invoke("rm", run, "--step", 8).exit_code == 0
 
 
 @pytest.mark.parametrize(

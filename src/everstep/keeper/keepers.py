@@ -148,6 +148,7 @@ class Keepers:
                 keep=self._options.keep,
                 verified=verified,
                 log=self._log_message(timeline),
+                history=self._options.log.history,
             )
             self.current = self._remote
             return self._remote
@@ -163,6 +164,7 @@ class Keepers:
             keep=self._options.keep,
             verified=verified,
             timeout_s=self._options.progress_timeout_s,
+            history=self._options.log.history,
         )
         keeper.sweep()
         if self._options.logs and self.pool is not None:

@@ -91,6 +91,7 @@ class LocalKeeper:
         verified: a base that was read and found whole, if any.
         on_done: called after the retention that follows a base.
         timeout_s: a transfer that takes longer counts as hung.
+        history: which segments of the log stay (see :class:`.retain.Retention`).
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class LocalKeeper:
         keep: int,
         verified: BaseId | None = None,
         timeout_s: float,
+        history: str = "last",
         on_done: Callable[[Capture], None] = lambda capture: None,
     ) -> None:
         self._filesystem = filesystem = seams.filesystem
@@ -117,7 +119,14 @@ class LocalKeeper:
         self._slots = slots = SlotStore(filesystem, directory)
         self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s)
         self._retention = Retention(
-            filesystem, run, timeline, ring, slots, keep=keep, timeout_s=timeout_s
+            filesystem,
+            run,
+            timeline,
+            ring,
+            slots,
+            keep=keep,
+            timeout_s=timeout_s,
+            history=history,
         )
         if verified is not None:
             self._retention.verified.add(verified)

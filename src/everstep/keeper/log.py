@@ -44,6 +44,9 @@ from everstep.tiers.disk import (
 __all__ = ["LogStore", "SegmentWriter", "records_from_wire"]
 
 
+_ALL = 1 << 62
+
+
 @dataclass(slots=True, eq=False)
 class _Item:
     number: int
@@ -262,11 +265,17 @@ class LogStore:
             if self._writer is not None and not self._failed:
                 self._collect(item)
         except EverstepError as error:
-            self._failed = True  # a hole: what comes behind it would be of no use
-            self._post(error)
+            self._fail(error)
         except Exception as error:
-            self._failed = True
-            self._post(EverstepError(f"internal error in the log: {error!r}", step=item.head.step))
+            step = item.head.step
+            self._fail(EverstepError(f"internal error in the log: {error!r}", step=step))
+
+    def _fail(self, error: EverstepError) -> None:
+        """No more segments: behind a hole they would be of no use. Nobody waits for them."""
+        self._failed = True
+        self._pending.clear()
+        self._post(error)
+        self._on_disk(_ALL)
 
     def _collect(self, item: _Item) -> None:
         assert self._writer is not None
@@ -295,11 +304,9 @@ class LogStore:
         try:
             self._write()
         except EverstepError as error:
-            self._failed = True
-            self._post(error)
+            self._fail(error)
         except Exception as error:
-            self._failed = True
-            self._post(EverstepError(f"internal error in the log: {error!r}"))
+            self._fail(EverstepError(f"internal error in the log: {error!r}"))
 
 
 def records_from_wire(fields: Mapping[str, Any], arena: Arena) -> list[LogRecord]:

@@ -9,6 +9,7 @@ keeper (LowDiff sections IV and V; I2, I8).
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -157,6 +158,8 @@ class Recorder:
         self._block: torch.Tensor | None = None
         self._timeline, self._exact = 0, True
         self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._numbers: deque[int] = deque()  # of the last marks
         self._kept: list[_Kept] = []
         self._number = 0
         self._on_disk = 0
@@ -189,6 +192,7 @@ class Recorder:
                     self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
             self._durable_step = -1
             self._on_disk = 0
+            self._numbers.clear()
         self.base_due = self.base_due or "a new timeline"
 
     def consumed(self, key: str, lsn: int, step: int) -> None:
@@ -259,7 +263,29 @@ class Recorder:
             except FutureTimeout:
                 self._hole("the keeper takes no records")
                 self._channel.post(DeadlineError("recording a step hangs", step=step))
+            self._wait_for_disk(step)
         self.stats.stall_s += self._clock.monotonic_s() - start_s
+
+    def _wait_for_disk(self, step: int) -> None:
+        """Until the log on disk is no further behind than it may be."""
+        lag = self._options.log.lag_steps
+        if lag is None:
+            return
+        self._numbers.append(self._number)
+        if len(self._numbers) <= lag:
+            return
+        wanted = self._numbers.popleft()
+        timeout_s = self._options.progress_timeout_s
+        with self._written:
+            there = self._written.wait_for(lambda: self._on_disk >= wanted, timeout_s)
+        if not there:
+            self._channel.post(
+                DeadlineError(
+                    f"the log was not written within {timeout_s:g} s: the storage hangs",
+                    step=step,
+                    hint="look at the disk or the network file system (dmesg, df, iostat)",
+                )
+            )
 
     def base_taken(self, save: Save) -> None:
         """A base of this very step is being captured."""
@@ -280,8 +306,9 @@ class Recorder:
 
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk; in any thread."""
-        with self._lock:
+        with self._written:
             self._on_disk = max(self._on_disk, number)
+            self._written.notify_all()
         self._release()
 
     def _copy(self, key: str, lsn: int, step: int) -> _Under | None:
@@ -321,7 +348,8 @@ class Recorder:
             tensor = named[place.entry.name]
             if tensor.numel() * tensor.element_size() != place.end - place.begin:
                 raise EverstepError(f"{place.entry.name} has changed its shape or dtype")
-        self._lane.run(lambda: pool.populate(room))
+        if not any(tensor.is_cuda for tensor in named.values()):  # pinning takes the pages
+            self._lane.run(lambda: pool.populate(room))
         batches = plan_batches(layout, named, named.keys())
         transfer = self._lane.submit(batches, block, lambda end: None)
         head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact)

@@ -101,16 +101,25 @@ class RemoteKeeper:
         keep: int,
         verified: BaseId | None,
         log: Mapping[str, Any] | None = None,
+        history: str = "last",
     ) -> None:
         """From now on bases are of this timeline.
 
         Args:
-            log: how the log is put on disk (see :func:`.server.Server`); None if it is not.
+            log: how the log is put on disk (see :class:`.logs.Logs`); None if it is not.
+            history: which of its segments stay.
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline, self.stats = timeline, KeeperStats()
         self._send(
-            {"kind": "serve", "timeline": timeline, "keep": keep, "verified": known, "log": log}
+            {
+                "kind": "serve",
+                "timeline": timeline,
+                "keep": keep,
+                "verified": known,
+                "log": log,
+                "history": history,
+            }
         )
 
     def settle(self, timeout_s: float) -> None:

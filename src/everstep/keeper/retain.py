@@ -26,6 +26,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
+from everstep.keeper.retain_log import delete_segments, needed_by
 from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
 from everstep.recover.verify import Verdict, verify_base
 from everstep.seams.failpoints import failpoint
@@ -36,12 +37,15 @@ from everstep.tiers.slots import SlotStore
 
 __all__ = ["Retention", "delete_base", "delete_files"]
 
+_MAY_BE_NEEDED = ("committed", "complete", "damaged")
+
 
 class Retention:
     """Retention of one process, for the timeline that it writes.
 
     Args:
         keep: bases to keep, at least 1.
+        history: ``"last"``: segments of the log that no base needs go; ``"all"``: none does.
         slots: where data files of deleted bases are parked.
     """
 
@@ -55,7 +59,9 @@ class Retention:
         *,
         keep: int,
         timeout_s: float,
+        history: str = "last",
     ) -> None:
+        self._history = history
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -79,6 +85,7 @@ class Retention:
         with storage_errors("clean up old bases", self._run):
             inventory = scan_run(self._filesystem, self._run)
             self._retain(inventory, post)
+            self._retain_log()
             self.sweep(inventory, in_flight=())
 
     def sweep(self, inventory: Inventory, *, in_flight: Collection[BaseId]) -> None:
@@ -145,6 +152,22 @@ class Retention:
             self.verified.discard(victim)
             self.damaged.discard(victim)
             self.deleted += 1
+
+    def _retain_log(self) -> None:
+        """Segments that lead nowhere from any base that is left."""
+        if self._history == "all":
+            return
+        inventory = scan_run(self._filesystem, self._run)
+        left = [base.id for base in inventory.bases if base.status in _MAY_BE_NEEDED]
+        mine = [number for number in inventory.timelines if number <= self._timeline]
+        delete_segments(
+            self._filesystem,
+            self._run,
+            mine,
+            lambda segment: not needed_by(segment, left),
+            self._check_fence,
+            own=self._timeline,
+        )
 
     def _read_back(self, base: BaseFound) -> Verdict:
         return verify_base(

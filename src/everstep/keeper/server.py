@@ -345,6 +345,7 @@ class Server:
             keep=message["keep"],
             verified=None if verified is None else BaseId(*verified),
             timeout_s=self._timeout_s,
+            history=message.get("history", "last"),
             on_done=lambda capture: self._on_done(trainer, channel, capture),
         )
         self._timeline = message["timeline"]

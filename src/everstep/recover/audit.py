@@ -73,7 +73,7 @@ def pairs(rebuilder: Rebuilder) -> list[Pair]:
     branches, usable = log.inventory.branches, log.usable
     found: dict[tuple[BaseId, BaseId], Pair] = {}
     for number in sorted(branches):
-        path = path_of(number, branches)
+        path = path_of(number, log.inventory.timelines)
         limits = dict(path)
         there = [
             key
@@ -112,7 +112,7 @@ def audit(
     if not pair.whole:
         if len(chain.steps) == after.step - before.step:
             return unchecked("it is the first of its timeline: the log was of another")
-        return unchecked(f"{chain.stopped} in the log on disk")
+        return unchecked(chain.stopped)
     try:
         expected = _digests(rebuilder.filesystem, pair.after)
     except NewerFormatError:

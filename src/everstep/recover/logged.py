@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
@@ -63,6 +63,7 @@ class RunLog:
         self.segments = [vetted(segment, inventory.run) for segment in segments]
         self.log = LogFound((), self.segments)
         self._shapes: dict[BaseId, str] = {}
+        self._unreadable: dict[BaseId, str] = {}
 
     @classmethod
     def of(cls, filesystem: FileSystem, inventory: Inventory) -> RunLog:
@@ -106,33 +107,61 @@ class RunLog:
         assert base.manifest is not None
         lsn = base.manifest.markers[0].lsn
         chain = self.log.index.follow(base.id, lsn, None, path)
-        if look and chain.steps and self.shape(base) != self.log.index.marks[chain.steps[0]].shape:
-            return Chain(base.id, (), "the log behind it is of a state of another shape")
-        return chain
+        if look and chain.steps:
+            shape = self.shape(base)
+            if shape == _UNKNOWN:
+                return Chain(base.id, (), f"{base.id} cannot be read: {self._unreadable[base.id]}")
+            if shape != self.log.index.marks[chain.steps[0]].shape:
+                return Chain(base.id, (), "the log behind it is of a state of another shape")
+        damaged = self.damage_at(chain.end[1] + 1, {timeline for timeline, _ in path})
+        return chain if damaged is None else replace(chain, stopped=damaged)
 
-    def ways(self, step: int, timeline: int | None = None) -> list[tuple[BaseFound, Chain]]:
+    def damage_at(self, step: int, timelines: Collection[int]) -> str | None:
+        """What is wrong with a segment that should hold a step; None: there is no such one."""
+        for segment in self.segments:
+            covers = segment.after < step <= segment.last and segment.timeline in timelines
+            if covers and segment.problem is not None:
+                return segment.problem
+        return None
+
+    def why_not(self, step: int, timeline: int | None) -> str | None:
+        """Why the log does not lead to a step that it has or had; None: it has never had it."""
+        branches, usable = self.inventory.branches, self.usable
+        chosen = [number for number in branches if timeline in (None, number)]
+        if damaged := self.damage_at(step, chosen):
+            return damaged
+        for number in sorted(chosen, reverse=True):
+            if (number, step) not in self.log.index.marks:
+                continue
+            path = path_of(number, self.inventory.timelines)
+            before = [key for key in _on(path, usable) if key.step < step]
+            if not before:
+                return "no base before it is left"
+            return self.chain(usable[max(before)], path).stopped
+        return None
+
+    def ways(self, step: int, timeline: int | None = None) -> Iterator[tuple[BaseFound, Chain]]:
         """Bases from which ``step`` may be reached, and the steps to redo on each: those of the
         newest timeline's history first, and of these the base that needs least replay.
 
         Args:
             timeline: only states of this one.
         """
-        branches, usable = self.inventory.branches, self.usable
-        found: dict[tuple[BaseId, tuple[tuple[int, int], ...]], Chain] = {}
-        for number in sorted(branches, reverse=True):
-            path = path_of(number, branches)
+        usable = self.usable
+        told: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
+        for number in sorted(self.inventory.branches, reverse=True):
+            path = path_of(number, self.inventory.timelines)
             for key in sorted(_on(path, usable), reverse=True):
                 if key.step > step:
                     continue
-                chain = self.chain(usable[key], path, look=False)
-                steps = tuple(item for item in chain.steps if item[1] <= step)
-                cut = replace(chain, steps=steps)
-                if cut.end[1] == step and timeline in (None, cut.end[0]):
-                    found.setdefault((key, steps), cut)
+                chain = self.chain(usable[key], _until(path, step), look=False)
+                fits = chain.end[1] == step and timeline in (None, chain.end[0])
+                if fits and (key, chain.steps) not in told:
+                    told.add((key, chain.steps))
+                    yield usable[key], chain
         for key in sorted(usable, reverse=True):  # also where it is in no history
-            if key.step == step and timeline in (None, key.timeline):
-                found.setdefault((key, ()), Chain(key, (), ""))
-        return [(usable[key], chain) for (key, _), chain in found.items()]
+            if key.step == step and timeline in (None, key.timeline) and (key, ()) not in told:
+                yield usable[key], Chain(key, (), "")
 
     def replayable(self, without: Collection[BaseId] = ()) -> set[tuple[int, int]]:
         """``(timeline, step)`` of every state that replay reaches.
@@ -145,7 +174,7 @@ class RunLog:
     def newest_end(self, base: BaseFound) -> BaseId | None:
         """How far replay goes from a base along the newest history; None: not a step."""
         branches = self.inventory.branches
-        chain = self.chain(base, path_of(max(branches), branches))
+        chain = self.chain(base, path_of(max(branches), self.inventory.timelines))
         return BaseId(*chain.end) if chain.steps else None
 
     def reaches(self) -> dict[int, Reach]:
@@ -163,14 +192,38 @@ class RunLog:
             found[timeline] = Reach(timeline, reached, mine, stopped.get(timeline, ""))
         return found
 
-    def _chains(self, without: Collection[BaseId]) -> Iterable[tuple[int, Chain]]:
+    def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
         """Chains along the history of each timeline, by its number; older bases first."""
         branches, usable = self.inventory.branches, self.usable
         for number in sorted(branches) if self.log.index.marks else ():
-            path = path_of(number, branches)
-            for key in sorted(_on(path, usable)):
+            path = path_of(number, self.inventory.timelines)
+            after: tuple[BaseFound, Chain] | None = None
+            found = []
+            for key in sorted(_on(path, usable), key=lambda key: key.step, reverse=True):
                 if key not in without:
-                    yield number, self.chain(usable[key], path)
+                    after = usable[key], self._onto(usable[key], path, after)
+                    found.append((number, after[1]))
+            yield from reversed(found)
+
+    def _onto(
+        self,
+        base: BaseFound,
+        path: Sequence[tuple[int, int | None]],
+        after: tuple[BaseFound, Chain] | None,
+    ) -> Chain:
+        """The chain of a base, given that of the next one in its history: where the first leads
+        to the state of the next base, it goes on as that does."""
+        if after is None or after[0].id.step <= base.id.step:
+            return self.chain(base, path)
+        later, rest = after
+        chain = self.chain(base, _until(path, later.id.step))
+        if chain.end != (later.id.timeline, later.id.step):
+            return self.chain(base, path)
+        mark = self.log.index.marks[chain.end]
+        assert later.manifest is not None
+        if (mark.lsn, mark.shape) != (later.manifest.markers[0].lsn, self.shape(later)):
+            return self.chain(base, path)
+        return Chain(base.id, (*chain.steps, *rest.steps), rest.stopped)
 
     def _shape(self, base: BaseFound) -> str:
         try:
@@ -181,8 +234,11 @@ class RunLog:
                 return shape_of_base(opened.placed(), aliases, trees)
             finally:
                 opened.close()
-        except (DamageError, FormatError, OSError):
-            return _UNKNOWN
+        except (DamageError, FormatError) as error:
+            self._unreadable[base.id] = error.message
+        except OSError as error:
+            self._unreadable[base.id] = error.strerror or str(error)
+        return _UNKNOWN
 
 
 def vetted(segment: SegmentFound, run: str | None) -> SegmentFound:
@@ -228,6 +284,11 @@ def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | No
     if not heads or heads[-1].kind != "mark" or heads[-1].step != last:
         return f"it does not end with the mark of step {last}"
     return None
+
+
+def _until(path: Sequence[tuple[int, int | None]], step: int) -> list[tuple[int, int | None]]:
+    """A history that ends with a step."""
+    return [(timeline, step if limit is None else min(limit, step)) for timeline, limit in path]
 
 
 def _on(path: Sequence[tuple[int, int | None]], bases: Iterable[BaseId]) -> list[BaseId]:

@@ -8,7 +8,9 @@ what training would have given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +46,9 @@ __all__ = [
     "changes",
     "conditions",
 ]
+
+
+_Way = tuple[BaseFound, Chain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,8 @@ class Change:
     """How an entry differs between two states.
 
     Attributes:
-        max_abs: largest absolute difference; None for what is no number, or of other form.
-        relative: norm of the difference by the norm of the first.
+        max_abs: largest absolute difference; None for what is no number, or not finite.
+        relative: norm of the difference by the norm of the first; None where that is zero.
     """
 
     entry: str
@@ -129,7 +134,7 @@ class Rebuilder:
 
         Raises:
             OptionError: neither a base nor the log has the step.
-            RecoveryError: they have, but none can be used; with all reasons.
+            RecoveryError: they have, or had, but it cannot be reached; with all reasons.
             UnsupportedStateError: it takes the program that trained it to replay its updates.
         """
         return self._first(self._ways(step, timeline), step, frozenset(), twice=False)[0]
@@ -156,8 +161,9 @@ class Rebuilder:
         late = [number for number in drop if number > step]
         if late:
             raise OptionError(f"step {late[0]} comes after step {step}: it has no part in it")
-        ways = [way for way in self._ways(step, timeline) if way[0].id.step <= latest]
-        if not ways:
+        begin_early = (way for way in self._ways(step, timeline) if way[0].id.step <= latest)
+        ways = _unless_empty(begin_early)
+        if ways is None:
             raise OptionError(
                 f"no base at or before step {latest} leads to step {step}",
                 step=step,
@@ -229,10 +235,17 @@ class Rebuilder:
             replay = conditions(records)[1] or replay
         return Played(lineage, replay, logged.surprises[0] if logged.surprises else "")
 
-    def _ways(self, step: int, timeline: int | None) -> list[tuple[BaseFound, Chain]]:
-        found = self.log.ways(step, timeline)
-        if not found:
+    def _ways(self, step: int, timeline: int | None) -> Iterator[tuple[BaseFound, Chain]]:
+        found = _unless_empty(self.log.ways(step, timeline))
+        if found is None:
             where = "" if timeline is None else f" of timeline {timeline}"
+            if why := self.log.why_not(step, timeline):
+                raise RecoveryError(
+                    f"the log does not lead to step {step}{where}: {why}",
+                    step=step,
+                    path=self.log.inventory.path,
+                    hint=self._hint(),
+                )
             raise OptionError(
                 f"neither a base nor the log on disk has step {step}{where}",
                 step=step,
@@ -247,8 +260,7 @@ class Rebuilder:
         listed = ", ".join(
             f"{a}" if a == b else f"{a} to {b}" for a, b in spans(sorted(there))[-20:]
         )
-        bad = [segment.problem for segment in self.log.segments if segment.problem is not None]
-        return f"steps there are: {listed or 'none'}" + (f"; {bad[0]}" if bad else "")
+        return f"steps there are: {listed or 'none'}"
 
     def _first(
         self,
@@ -293,6 +305,12 @@ class Rebuilder:
             path=self.log.inventory.path,
             hint="everstep verify names what is damaged",
         )
+
+
+def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:
+    """The same, found one by one; None if there is none."""
+    first = next(ways, None)
+    return None if first is None else itertools.chain([first], ways)
 
 
 def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
@@ -350,4 +368,5 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float | None, flo
         return None, None
     norm = float(torch.linalg.vector_norm(first))
     size = float(torch.linalg.vector_norm(apart))
-    return float(apart.abs().max()), size / norm if norm else (0.0 if not size else float("inf"))
+    largest, share = float(apart.abs().max()), size / norm if norm else math.inf
+    return largest if math.isfinite(largest) else None, share if math.isfinite(share) else None

@@ -40,6 +40,8 @@ class Replayer:
     - SGD, Adam and AdamW on the CPU, once their state exists: torch's functional forms of
       the same variant, block by block, over all updates of a call (``blocked``).
 
+    To be used by one thread at a time.
+
     Args:
         kind: class of the optimizer.
         params: parameter names of each group, in order.

@@ -24,6 +24,7 @@ FAILPOINTS: dict[str, str] = {
     "save.after_manifest": "the base is committed, retention has not run",
     "retain.after_condemn": "retention has condemned a base but deleted no data file",
     "retain.before_unlink": "retention is about to delete (or park) a data file",
+    "retain.before_segment": "retention is about to delete a segment of the log",
     "capture.before_mark": "trainer: the keeper knows of a capture, nothing is copied",
     "capture.before_captured": "trainer: all tensors are in the arena, the keeper is not told",
     "capture.after_captured": "trainer: the keeper has been told that a capture is whole",

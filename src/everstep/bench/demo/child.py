@@ -63,7 +63,7 @@ def _train(options: argparse.Namespace, training: Training, journal: JournalWrit
         every=options.every or None,
         keep=options.keep,
         keeper=everstep.KeeperOptions(process=options.keeper == "process", linger_s=_LINGER_S),
-        log=LogOptions(to="disk", batch_steps=1),  # of use only to methods with a log
+        log=LogOptions(to="disk", batch_steps=1, lag_steps=0),  # of use only to methods with a log
     ) as checkpointer:
         recovery = checkpointer.resume()
         if training.progress["steps"] != recovery.step:

@@ -1,0 +1,88 @@
+"""Retention of the log on disk: segments that no base needs any more go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.format.names import (
+    LOG_DIR,
+    TEMPORARY_SUFFIX,
+    parse_marker,
+    parse_segment,
+    parse_shard,
+    timeline_dir,
+)
+from everstep.seams.failpoints import failpoint
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.disk import remove_if_there
+
+__all__ = ["delete_segments", "needed_by"]
+
+
+def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
+    """Whether a base that is kept may be brought further by a segment.
+
+    Args:
+        segment: timeline, and its steps ``(after, last]``.
+    """
+    timeline, _, last = segment
+    return any(base.step < last and base.timeline <= timeline for base in bases)
+
+
+def delete_segments(
+    filesystem: FileSystem,
+    run: PurePath,
+    timelines: Collection[int],
+    unneeded: Callable[[tuple[int, int, int]], bool],
+    check_fence: Callable[[], None],
+    *,
+    own: int,
+) -> int:
+    """Deletes segments, each with its marker first: without it nobody reads the rest.
+
+    Args:
+        timelines: whose segments are looked at.
+        unneeded: which of them go.
+        own: timeline of this process: there, what has no marker is being written.
+
+    Returns:
+        How many went.
+
+    Raises:
+        FencedError: a newer timeline has begun; nothing more is deleted.
+    """
+    deleted = 0
+    for timeline in sorted(timelines):
+        directory = timeline_dir(run, timeline) / LOG_DIR
+        try:
+            entries = filesystem.scan(directory)
+        except FileNotFoundError:
+            continue
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            steps = parse_segment(entry.name)
+            if steps is None or entry.kind != "dir" or not unneeded((timeline, *steps)):
+                continue
+            check_fence()
+            failpoint("retain.before_segment")
+            with contextlib.suppress(FileNotFoundError):  # somebody else does the same
+                deleted += _delete(filesystem, directory / entry.name, whole=timeline == own)
+    return deleted
+
+
+def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool) -> bool:
+    names = sorted(entry.name for entry in filesystem.scan(path) if entry.kind == "file")
+    if whole and not any(parse_marker(name) is not None for name in names):
+        return False
+    for name in names:
+        if parse_marker(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
+            remove_if_there(filesystem, path / name)
+    filesystem.sync_dir(path)
+    for name in names:
+        if parse_shard(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
+            remove_if_there(filesystem, path / name)
+    with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
+        filesystem.remove_dir(path)
+    return True
