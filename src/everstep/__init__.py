@@ -6,12 +6,15 @@ What lives where, in the order in which data flows; imports go down this list, n
 ``errors``, ``options``  the exception tree; what a user can choose
 ``seams``               file system, clock, failpoints, progress: everything that tests replace
 ``state``               WHAT is saved: providers, entries, objects, layout
-``capture``             device to host: lanes, base captures
+``capture``             device to host: lanes, base captures, hooks on updates
+``compress``            gradients made small, as training consumes them
 ``arena``               host memory for captured state
+``replay``              redo of an optimizer's own updates
 ``format``              the bytes on disk
 ``tiers``               where bytes live
 ``commit``              markers, manifest, history, retention: decisions without I/O
 ``recover``             what survives, and how it comes back
+``plan``                how often, from measured costs
 ``keeper``              makes captured bases durable; sees every stage
 ``checkpointer``        the trainer's side; sees every stage
 ``bench``, ``cli``      measurements and the demo; the ``everstep`` command
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from everstep.errors import EverstepError
     from everstep.keeper.save import Save
     from everstep.keeper.stats import Stats
-    from everstep.options import Budget, KeeperOptions, Method, presets
+    from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.recover.report import Recovery
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "Checkpointer",
     "EverstepError",
     "KeeperOptions",
+    "LogOptions",
     "Method",
     "Recovery",
     "Save",
@@ -55,6 +59,7 @@ _WHERE = {
     "Checkpointer": "checkpointer",
     "EverstepError": "errors",
     "KeeperOptions": "options",
+    "LogOptions": "options",
     "Method": "options",
     "Recovery": "recover.report",
     "Save": "keeper.save",

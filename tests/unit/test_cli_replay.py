@@ -80,6 +80,23 @@ def test_the_result_as_a_run(run: Path, tmp_path: Path) -> None:
     assert float(apart.abs().max()) == wanted
 
 
+def test_numbers_that_are_none(run_folder: Path) -> None:
+    """NaN and infinity are no JSON."""
+    world = World(lambda p: torch.optim.SGD(p, lr=0.1))
+    with opened(run_folder, world, every=1000) as ckpt:
+        ckpt.resume()
+        for step in range(4):
+            for parameter in world.model.parameters():
+                parameter.grad = torch.full_like(parameter, float("nan") if step == 2 else 1.0)
+            world.optimizer.step()
+            ckpt.step()
+    result = invoke("replay", run_folder, "--to", 3, "--drop", 3, "--json")
+    found = json.loads(result.stdout, parse_constant=lambda text: pytest.fail(text))
+    assert found["changes"]
+    assert {one["max_abs"] for one in found["changes"]} == {None}
+    assert "-" in invoke("replay", run_folder, "--to", 3, "--drop", 3).stdout
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [

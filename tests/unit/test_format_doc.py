@@ -61,6 +61,8 @@ def test_files() -> None:
         base / names.marker_name(0),
         base / names.MANIFEST,
         base / names.CONDEMNED,
+        names.segment_dir(run, 2, 1200, 1205) / names.shard_name(0),
+        names.segment_dir(run, 2, 1200, 1205) / names.marker_name(0),
         names.timeline_dir(run, 2) / names.SLOTS_DIR / "slot-00000",
     }
     assert paths == {str(path) for path in expected} | {"*" + names.TEMPORARY_SUFFIX}
@@ -77,6 +79,10 @@ def test_fields_of_records() -> None:
         "marker": marker.encode(),
         "manifest": manifest.encode(),
     }
+    forked = TimelineRecord("r", 2, 1, 5, True, 1, {}, 0.0, base=(1, 4)).encode()
+    extra = set(json.loads(forked)) - set(json.loads(encoded["timeline"]))
+    assert extra == {"base"}
+    assert "also has\n`base`: timeline and step" in DOCUMENT
     for kind, listed in table("record"):
         fields = set(json.loads(encoded.pop(kind))) - {"kind", "format", "digest"}
         assert fields == set(listed.split(", ")), kind

@@ -125,7 +125,7 @@ def test_a_flipped_bit_at_every_byte_is_noticed_and_named(tmpfs_folder: Path) ->
     assert unnoticed == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_stops_replay_before_it(
     data: st.DataObject, template: Path, tmp_path_factory: pytest.TempPathFactory
@@ -143,7 +143,7 @@ def test_a_flipped_bit_anywhere_stops_replay_before_it(
     assert segment.path.name in result.stdout
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_torn_tail(
     data: st.DataObject, template: Path, tmp_path_factory: pytest.TempPathFactory
@@ -174,7 +174,18 @@ def test_a_missing_marker(run: Path) -> None:
         assert rebuilder.log.reaches()[1].stopped == "there is no record of step 5"
         with pytest.raises(OptionError) as caught:
             rebuilder.state_at(5)
-    assert caught.value.hint == "steps there are: 1 to 4"
+        assert caught.value.hint == "steps there are: 1 to 4"
+        with pytest.raises(RecoveryError, match="not lead to step 7: there is no record of step 5"):
+            rebuilder.state_at(7)
+
+
+def test_without_a_base_before_it(run: Path) -> None:
+    shutil.rmtree(run / "timeline-00001" / "base" / "000000000001")
+    with (
+        rebuilder_of(run) as rebuilder,
+        pytest.raises(RecoveryError, match="does not lead to step 5: no base before it is left"),
+    ):
+        rebuilder.state_at(5)
 
 
 def test_a_missing_file(run: Path) -> None:

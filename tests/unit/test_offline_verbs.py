@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from everstep.cli._log import steps_in_words
+from everstep.recover.chain import path_of
 from tests.unit.logged import (
     World,
     document,
+    edit_base,
     invoke,
+    rebuilder_of,
     record,
     rewrite_segment,
     segments_of,
@@ -42,6 +46,32 @@ def test_ls(run: Path) -> None:
     assert second["steps"] == [[7, 8]]  # also from base 4, over the fork
     text = invoke("ls", run).stdout
     assert "log of timeline 1: steps 2 to 9 by replay (5 segments, 18 records, " in text
+
+
+@pytest.mark.parametrize("lost", [None, "damaged", "gap", "other update", "other shape"])
+def test_chains_of_all_bases_are_those_of_each_on_its_own(lost: str | None, run: Path) -> None:
+    """They are found from the newest to the oldest, each going on where the next begins."""
+    shutil.rmtree(run / "timeline-00002")
+    if lost == "damaged":
+        flip(base_folder(run, 4) / "rank-00000.safetensors", 5)
+    if lost == "gap":
+        shutil.rmtree(Path(segments_of(run)[2].path))
+    if lost == "other update":
+        marker = lambda state: replace(state.marker, lsn=77)  # noqa: E731
+        edit_base(run, 4, lambda state: setattr(state, "marker", marker(state)))
+    if lost == "other shape":
+        edit_base(run, 4, lambda state: state.aliases.update({"an/alias": "model/0.weight"}))
+    with rebuilder_of(run) as rebuilder:
+        log = rebuilder.log
+        path = path_of(1, log.inventory.timelines)
+        one_by_one = [log.chain(log.usable[key], path) for key in sorted(log.usable)]
+        together = [chain for _, chain in log._chains(())]
+    assert together == one_by_one
+    ends = {chain.base.step: chain.end[1] for chain in together}
+    wanted = {1: 9, 4: 9, 8: 9, 9: 9}
+    wanted |= {1: 4, 4: 4} if lost == "gap" else {}
+    wanted |= {4: 4} if lost in ("damaged", "other update", "other shape") else {}
+    assert ends == wanted
 
 
 def test_ls_says_how_far_resume_would_replay(run: Path) -> None:

@@ -60,6 +60,10 @@ class Hits(NamedTuple):
 
     def where(self, keep: torch.Tensor) -> Hits:
         """Those for which ``keep`` (bool) is true, or in the order ``keep`` (int64) names them."""
+        if keep.device.type == "cpu":  # numpy picks four times as fast
+            chosen = keep.numpy()
+            picked = (part.numpy()[chosen] for part in self)
+            return Hits(*(torch.from_numpy(part) for part in picked))
         return Hits(self.positions[keep], self.patterns[keep])
 
 
@@ -170,6 +174,9 @@ class HostScan(DeviceScan):
         return prefix
 
     def kth_of(self, keys: torch.Tensor, count: int) -> int:
+        if keys.element_size() == 2:
+            from_top = np.cumsum(np.bincount(keys.numpy())[::-1])
+            return from_top.size - 1 - int(np.searchsorted(from_top, count))
         place = keys.numel() - count
         return int(np.partition(keys.numpy(), place)[place])
 
