@@ -37,7 +37,8 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.lifetime import check_platform, close_earlier, finish_at_exit
 from everstep.keeper.local import CHUNKS, WRITERS
-from everstep.keeper.recorder import Recorder, refuse_optimizers
+from everstep.keeper.recordable import refuse_optimizers
+from everstep.keeper.recorder import Recorder
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.stats import Stats, stats_of
@@ -172,7 +173,7 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._updates = UpdateHooks(self._saver.gate)
         if self._options.logs:
-            refuse_optimizers(self._state.optimizers)
+            refuse_optimizers(self._state, self._options.method.log)
             self._recorder = Recorder(
                 self._options,
                 self._state,

@@ -69,6 +69,8 @@ class Method:
             base at a time (CheckFreq, as the papers describe it).
         log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
             each optimizer update consumed is recorded, so that every step can be recovered.
+            ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
+            an :class:`everstep.compress.Compressor` in the state, whose forms are recorded.
         apply: when logged gradients are applied; ``"recovery"``.
         tiers: where bytes live; ``("disk",)``.
     """
@@ -80,7 +82,7 @@ class Method:
 
     def __post_init__(self) -> None:
         _one_of("base", self.base, ("sync", "async", "lazy", "checkfreq"))
-        _one_of("log", self.log, ("none", "dense"))
+        _one_of("log", self.log, ("none", "dense", "topk"))
         _one_of("apply", self.apply, ("recovery",))
         for tier in self.tiers:
             _one_of("tier", tier, ("disk",))
@@ -101,6 +103,7 @@ presets: Mapping[str, Method] = MappingProxyType(
         "datastates": Method(base="lazy"),
         "checkfreq": Method(base="checkfreq"),
         "logged": Method(base="lazy", log="dense"),
+        "lowdiff": Method(base="lazy", log="topk"),
     }
 )
 """Named methods: what ``method="name"`` stands for."""

@@ -76,6 +76,12 @@ def test_chunks_of_host_memory_do_not_show(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(whole.dense(), parts.dense())
 
 
+def test_a_part_reads_back_as_a_part() -> None:
+    form = int8(torch.randn(1000))
+    for begin, end in ((0, 1000), (256, 512), (512, 700), (768, 1000), (256, 256)):
+        assert torch.equal(form.part(begin, end).dense(), form.dense()[begin:end])
+
+
 def test_zeros_and_numbers_too_small_read_back_as_zeros() -> None:
     flat = torch.zeros(3 * BLOCK_NUMEL)
     flat[BLOCK_NUMEL] = 126 * TINY

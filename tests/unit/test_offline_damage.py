@@ -25,6 +25,7 @@ from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
 from tests.unit.logged import (
     World,
+    edit_base,
     invoke,
     rebuilder_of,
     record,
@@ -339,6 +340,17 @@ def test_a_damaged_base_is_passed_over_for_an_older_one(tmp_path: Path) -> None:
     assert bytes(rebuilt.state.bytes_of("model/0.weight")) == states[6]["0.weight"]
     (skipped,) = rebuilt.skipped
     assert (skipped.step, "its digest does not match" in skipped.reason) == (4, True)
+
+
+def test_a_base_of_another_shape_is_passed_over(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    states = train(run, World(), 8, every=4)
+    edit_base(run, 4, lambda state: state.aliases.update({"an/alias": "model/0.weight"}))
+    with rebuilder_of(run) as rebuilder:
+        rebuilt = rebuilder.state_at(6)
+    assert rebuilt.base.step == 1
+    assert bytes(rebuilt.state.bytes_of("model/0.weight")) == states[6]["0.weight"]
+    assert "is of a state that consists of something else" in rebuilt.skipped[0].reason
 
 
 def test_segments_that_vanish_while_they_are_read(run: Path) -> None:

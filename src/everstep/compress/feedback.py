@@ -15,7 +15,7 @@ than 1/256 of the residual would vanish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -25,6 +25,8 @@ from everstep.compress.sparse import Sparse
 from everstep.errors import StateError
 
 __all__ = ["ErrorFeedback", "can_be_compressed", "flat_of", "write_back"]
+
+_HOST_NUMEL = 2**17  # whole blocks of int8 forms
 
 
 class ErrorFeedback:
@@ -56,7 +58,9 @@ class ErrorFeedback:
         """
         if not self.enabled:
             return self._compress(flat)
-        total = self._residual(key, flat).add_(flat)
+        total = self._residual(key, flat)
+        for begin, end in _parts_of(total):
+            total[begin:end].add_(flat[begin:end].to(total.dtype))
         form = self._compress(total)
         if not _is_finite(form):  # the sum of finite numbers: the largest ones saturate
             limit = torch.finfo(total.dtype).max
@@ -68,7 +72,8 @@ class ErrorFeedback:
             left = total[positions] - form.values.to(total.dtype)
             total.index_copy_(0, positions, left)
         else:
-            total.sub_(form.dense())
+            for begin, end in _parts_of(total):
+                total[begin:end].sub_(form.part(begin, end).dense().to(total.dtype))
         return form
 
     def _residual(self, key: Hashable, flat: torch.Tensor) -> torch.Tensor:
@@ -108,6 +113,16 @@ def write_back(form: Form, grad: torch.Tensor, flat: torch.Tensor) -> None:
     form.dense(out=flat)
     if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
         grad.copy_(flat.view(grad.shape))
+
+
+def _parts_of(flat: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges so small in host memory that what is converted stays in the cache; elsewhere one.
+
+    Operators on two dtypes at once are several times slower than converting first.
+    """
+    step = _HOST_NUMEL if flat.device.type == "cpu" else max(1, flat.numel())
+    for begin in range(0, flat.numel(), step):
+        yield begin, min(begin + step, flat.numel())
 
 
 def _is_finite(form: Form) -> bool:

@@ -94,6 +94,12 @@ class Int8:
                 target.copy_(part.to(self.dtype))
         return out
 
+    def part(self, begin: int, end: int) -> Int8:
+        """Elements ``[begin, end)``, views of this form; ``begin`` is where a block begins."""
+        assert begin % BLOCK_NUMEL == 0
+        scales = self.scales[begin // BLOCK_NUMEL : -(-end // BLOCK_NUMEL)]
+        return Int8(self.values[begin:end], scales, self.dtype)
+
     def to(self, dtype: torch.dtype) -> Int8:
         """The same form of a tensor of another dtype; :meth:`dense` rounds to it."""
         return replace(self, dtype=dtype)

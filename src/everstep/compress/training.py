@@ -98,6 +98,11 @@ class Compressor:
         ]
 
     @property
+    def optimizer(self) -> Optimizer:
+        """Whose gradients are compressed."""
+        return self._optimizer
+
+    @property
     def last(self) -> Mapping[int, Form | None]:
         return {key: form for key, (_, form) in self._last.items()}
 

@@ -12,34 +12,43 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
 
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import Lane, Transfer
-from everstep.errors import DeadlineError, EverstepError, NonFiniteError, UnsupportedStateError
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    NonFiniteError,
+    UnsupportedStateError,
+)
 from everstep.format.log import RecordHead
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.recordable import (
+    Layouts,
+    compressors_of,
+    form_entries,
+    look_for_nonfinite,
+)
 from everstep.keeper.save import Save
 from everstep.options import Options
-from everstep.replay.exactness import kind_name, refusal
+from everstep.replay.exactness import kind_name
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
-from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
 from everstep.state.survey import Shape, Survey
-from everstep.state.tensors import stored_form, torch_dtype
 from everstep.state.tree import split
 
-__all__ = ["LogKeeper", "Recorder", "RecorderStats", "refuse_optimizers"]
+__all__ = ["LogKeeper", "Recorder", "RecorderStats"]
 
 _SCALER = ("grad_scale", "found_inf")
 
@@ -106,25 +115,6 @@ class RecorderStats:
     held_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Layouts:
-    """Layouts that were used last, by what they depend on."""
-
-    found: dict[Any, ShardLayout] = field(default_factory=dict)
-
-    def of(self, key: Any, named: Mapping[str, torch.Tensor]) -> ShardLayout:
-        layout = self.found.get(key)
-        if layout is None:
-            entries = [stored_form(name, tensor) for name, tensor in named.items()]
-            # By dtype within a width: each dtype lies in one piece.
-            entries.sort(key=lambda entry: entry.dtype)
-            (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
-            if len(self.found) > 64:
-                self.found.clear()
-            self.found[key] = layout
-        return layout
-
-
 class Recorder:
     """Records the updates of all optimizers of a state, and its step marks.
 
@@ -161,12 +151,13 @@ class Recorder:
         self._written = threading.Condition(self._lock)
         self._numbers: deque[int] = deque()  # of the last marks
         self._kept: list[_Kept] = []
+        self._compressors = compressors_of(state)
         self._number = 0
         self._on_disk = 0
         self._durable_step = -1
         self.base_step = 0
         self._under: _Under | None = None
-        self._layouts = _Layouts()
+        self._layouts = Layouts()
         self._groupings: dict[str, _Grouping] = {}
         self._shape: Shape | None = None
         self._entries: Any = None
@@ -317,8 +308,12 @@ class Recorder:
         grouping = self._grouping(key, parameters)
         gradients = [p.grad for p in parameters]
         named: dict[str, torch.Tensor] = {}
-        for name, gradient in zip(grouping.names, gradients, strict=True):
-            if gradient is not None:
+        forms, compressed = self._forms(key, parameters), {}
+        for name, parameter, gradient in zip(grouping.names, parameters, gradients, strict=True):
+            form = forms.get(id(parameter))
+            if gradient is not None and form is not None:
+                compressed[name] = form_entries(name, gradient, form, named)
+            elif gradient is not None:
                 if gradient.layout != torch.strided or type(gradient) is not torch.Tensor:
                     raise UnsupportedStateError(
                         f"the gradient of {name} is no plain dense tensor; it cannot be logged",
@@ -334,7 +329,8 @@ class Recorder:
             value = getattr(optimizer, name, None)
             if isinstance(value, torch.Tensor):
                 named[name] = value.detach()
-        where = (key, grouping.ids, tuple(g is None for g in gradients), len(named))
+        sizes = tuple(tensor.numel() for tensor in named.values()) if compressed else len(named)
+        where = (key, grouping.ids, tuple(g is None for g in gradients), sizes)
         layout = self._layouts.of(where, named)
         room = self._room(layout.size_bytes)
         if room is None:
@@ -356,13 +352,27 @@ class Recorder:
         if any(name in named for name in _SCALER):
             # A fused kernel divides the gradients in place: it must not begin before the copy ends.
             transfer.gate(layout.size_bytes, self._options.progress_timeout_s)
-        about = {"optimizer": key, "kind": kind_name(type(optimizer)), "groups": groups}
+        about: dict[str, Any] = {
+            "optimizer": key,
+            "kind": kind_name(type(optimizer)),
+            "groups": groups,
+        }
+        if compressed:
+            about["compressed"] = compressed
 
         def objects() -> dict[str, bytes]:
             assert transfer.wait(self._options.progress_timeout_s)
             return {UPDATE_OBJECT: encode(about, checked=True)}
 
         return _Under(transfer, layout.size_bytes, lambda: self._tell(head, layout, room, objects))
+
+    def _forms(self, key: str, parameters: Sequence[torch.Tensor]) -> Mapping[int, Any]:
+        """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""
+        compressor = self._compressors.get(key)
+        if compressor is None:
+            return {}
+        compressor.check()
+        return {key: form for key, form in compressor.last.items() if form is not None}
 
     def _tell(self, head: RecordHead, layout: ShardLayout, room: Room, objects: Any) -> None:
         """In the lane's thread, behind the copies: the record is whole."""
@@ -378,33 +388,14 @@ class Recorder:
             keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
-            if self._options.log.watch and head.kind == "update":
-                self._watch(head, layout, room)
+            if self._options.log.watch and head.kind == "update" and self._block is not None:
+                look_for_nonfinite(head, layout, self._block[room.offset :])
             self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
         except NonFiniteError as error:
             self._channel.post(error)  # the record is there all the same
         except EverstepError as error:
             self._channel.post(error)
             self._hole(error.message)
-
-    def _watch(self, head: RecordHead, layout: ShardLayout, room: Room) -> None:
-        """Looks for NaN and infinity in what an optimizer has consumed."""
-        assert self._block is not None
-        inf = [place for place in layout.placed if place.entry.name == "found_inf"]
-        if inf:
-            return  # a GradScaler looks for them itself
-        for place in layout.placed:
-            dtype = torch_dtype(place.entry.dtype)
-            if not (dtype.is_floating_point or dtype.is_complex) or place.begin == place.end:
-                continue
-            data = self._block[room.offset + place.begin : room.offset + place.end].view(dtype)
-            if not bool(torch.isfinite(data).all()):
-                name = place.entry.name.removeprefix(GRADIENT)
-                raise NonFiniteError(
-                    f"the gradient of {name} that step {head.step} consumed is not finite",
-                    step=head.step,
-                    hint=f"ckpt.rewind({head.step - 1}), skip the batch, train on",
-                )
 
     def _room(self, size_bytes: int) -> Room | None:
         """Memory for a record; None, and a new base is due, if there is none."""
@@ -467,17 +458,3 @@ class Recorder:
             assert isinstance(provider, OptimizerProvider)
             groups[key] = provider.groups()
         return shape_digest(shape.entries, shape.aliases, groups)
-
-
-def refuse_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
-    """Raises:
-    UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
-    """
-    found = [(key, why) for key, o in optimizers.items() if (why := refusal(o)) is not None]
-    if found:
-        listed = "\n".join(f"  {key}: {why}" for key, why in found)
-        raise UnsupportedStateError(
-            f"the updates of {len(found)} optimizer(s) cannot be replayed from a log:\n{listed}",
-            leaves=tuple(found),
-            hint='method="lazy" needs no log',
-        )

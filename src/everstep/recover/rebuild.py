@@ -207,9 +207,6 @@ class Rebuilder:
             DamageError, FormatError, ReplayError, StorageError: where the log cannot go on; both
                 states are of no use then.
         """
-        first = self.log.log.index.marks[chain.steps[0]] if chain.steps else None
-        if first is not None and logged.shape != first.shape:
-            raise ReplayError("the log behind it is of a state that consists of something else")
         updates_seen = 0
         lineage = "" if logged.marker.exact else "the base is not exact"
         with progress("replay", len(chain.steps), "items") as bar:

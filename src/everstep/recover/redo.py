@@ -6,11 +6,14 @@ owns is put back from the last step mark, which holds all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from everstep.compress.quantized import Int8
+from everstep.compress.sparse import Sparse
 from everstep.errors import DamageError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.replay.engine import Replayer
@@ -19,7 +22,7 @@ from everstep.replay.updates import Update
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.layout import Placed
-from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
+from everstep.state.log import GRADIENT, HYPER, INDICES, INT8, SCALES, UPDATE_OBJECT, VALUES
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import stored_form, torch_dtype
@@ -164,15 +167,39 @@ def update_of(record: LogRecord) -> Update:
             optimizer=str(about["optimizer"]),
             groups=tuple(_mapping(join(group, hyper)) for group in about["groups"]),
             gradients={
-                name.removeprefix(GRADIENT): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(GRADIENT)
+                **{
+                    name.removeprefix(GRADIENT): tensor
+                    for name, tensor in tensors.items()
+                    if name.startswith(GRADIENT)
+                },
+                **{
+                    name: _dense(name, fields, tensors)
+                    for name, fields in about.get("compressed", {}).items()
+                },
             },
             grad_scale=tensors.get("grad_scale"),
             found_inf=tensors.get("found_inf"),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
+
+
+def _dense(
+    name: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """A gradient that training consumed compressed, as it consumed it."""
+    form: Sparse | Int8
+    shape, stride = tuple(fields["shape"]), fields["stride"]
+    if "counts" in fields:
+        numel = math.prod(shape)
+        form = Sparse(numel, tensors[INDICES + name], tensors[VALUES + name], fields["counts"])
+    else:
+        form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
+    form.check()
+    dense = form.dense().view(shape)
+    if stride is None:
+        return dense
+    return torch.empty_strided(shape, tuple(stride), dtype=dense.dtype).copy_(dense)
 
 
 def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:

@@ -106,6 +106,11 @@ class State:
         shape = self.survey().shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The user's state dict."""
+        return self._values
+
     def survey(self) -> Survey:
         """The state as it is now: live tensors, their descriptions, and copies of objects.
 

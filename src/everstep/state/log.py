@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["GRADIENT", "HYPER", "UPDATE_OBJECT"]
+__all__ = ["GRADIENT", "HYPER", "INDICES", "INT8", "SCALES", "UPDATE_OBJECT", "VALUES"]
 
 GRADIENT = "gradient/"
 """Entries of an update under this prefix are gradients, by name of the parameter."""
+
+INDICES, VALUES = "indices/", "values/"
+"""Of a gradient that training consumed in a sparse form (:mod:`everstep.compress.sparse`)."""
+
+INT8, SCALES = "int8/", "scales/"
+"""Of a gradient that training consumed in eight bits (:mod:`everstep.compress.quantized`)."""
 
 HYPER = "hyper"
 """Entries of an update under this prefix are hyperparameters that are tensors."""

@@ -1,0 +1,129 @@
+"""What of an update can be recorded, and how: layouts, forms of gradients, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.compress.quantized import Int8
+from everstep.compress.sparse import Sparse
+from everstep.compress.training import Compressor
+from everstep.errors import NonFiniteError, OptionError, UnsupportedStateError
+from everstep.format.log import RecordHead
+from everstep.replay.exactness import refusal
+from everstep.state.image import State
+from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
+from everstep.state.tensors import stored_form, torch_dtype
+
+__all__ = [
+    "Layouts",
+    "compressors_of",
+    "form_entries",
+    "look_for_nonfinite",
+    "refuse_optimizers",
+]
+
+
+@dataclass(slots=True)
+class Layouts:
+    """Layouts that were used last, by what they depend on."""
+
+    found: dict[Any, ShardLayout] = field(default_factory=dict)
+
+    def of(self, key: Any, named: Mapping[str, torch.Tensor]) -> ShardLayout:
+        layout = self.found.get(key)
+        if layout is None:
+            entries = [stored_form(name, tensor) for name, tensor in named.items()]
+            # By dtype within a width: each dtype lies in one piece.
+            entries.sort(key=lambda entry: entry.dtype)
+            (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
+            if len(self.found) > 64:
+                self.found.clear()
+            self.found[key] = layout
+        return layout
+
+
+def compressors_of(state: State) -> dict[str, Compressor]:
+    """The Compressors among the values of a state, by the key of their optimizer.
+
+    Raises:
+        OptionError: one is of an optimizer that is not in the state.
+    """
+    keys = {id(optimizer): key for key, optimizer in state.optimizers.items()}
+    found = {}
+    for name, value in state.values.items():
+        if isinstance(value, Compressor):
+            key = keys.get(id(value.optimizer))
+            if key is None:
+                raise OptionError(
+                    f"{name}: the optimizer of this Compressor is not in the state",
+                    hint="put both into the state dict",
+                )
+            found[key] = value
+    return found
+
+
+def form_entries(
+    name: str, gradient: torch.Tensor, form: Sparse | Int8, named: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Adds the tensors of a form to ``named``; returns the rest of it."""
+    about: dict[str, Any] = {
+        "shape": tuple(gradient.shape),
+        "stride": None if gradient.is_contiguous() else tuple(gradient.stride()),
+    }
+    if isinstance(form, Sparse):
+        named[INDICES + name], named[VALUES + name] = form.indices, form.values
+        return {**about, "counts": form.counts}
+    named[INT8 + name], named[SCALES + name] = form.values, form.scales
+    return {**about, "dtype": form.dtype}
+
+
+def look_for_nonfinite(head: RecordHead, layout: ShardLayout, data: torch.Tensor) -> None:
+    """Looks for NaN and infinity in what an optimizer has consumed; not where a GradScaler does.
+
+    Args:
+        data: the record's block (flat ``uint8``).
+
+    Raises:
+        NonFiniteError: there are some.
+    """
+    if any(place.entry.name == "found_inf" for place in layout.placed):
+        return
+    for place in layout.placed:
+        dtype = torch_dtype(place.entry.dtype)
+        if not (dtype.is_floating_point or dtype.is_complex) or place.begin == place.end:
+            continue
+        if not bool(torch.isfinite(data[place.begin : place.end].view(dtype)).all()):
+            name = place.entry.name.removeprefix(GRADIENT)
+            raise NonFiniteError(
+                f"the gradient of {name} that step {head.step} consumed is not finite",
+                step=head.step,
+                hint=f"ckpt.rewind({head.step - 1}), skip the batch, train on",
+            )
+
+
+def refuse_optimizers(state: State, log: str) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
+    OptionError: ``log="topk"``, and one has no Compressor.
+    """
+    optimizers = state.optimizers
+    found = [(key, why) for key, o in optimizers.items() if (why := refusal(o)) is not None]
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"the updates of {len(found)} optimizer(s) cannot be replayed from a log:\n{listed}",
+            leaves=tuple(found),
+            hint='method="lazy" needs no log',
+        )
+    dense = sorted(optimizers.keys() - compressors_of(state).keys()) if log == "topk" else []
+    if dense:
+        raise OptionError(
+            f'log="topk" records compressed training; there is no Compressor of {dense}',
+            hint='{"compressor": everstep.compress.Compressor(optimizer), ...} in the state, or '
+            'method="logged"',
+        )
