@@ -239,7 +239,7 @@ def test_rewind(run_folder: Path, process: bool, to: str) -> None:
             ckpt.rewind(3)  # and before its fork
             assert world.snapshot() == states[3]
         else:
-            with pytest.raises(RecoveryError, match="of step 3|has step 3"):
+            with pytest.raises(RecoveryError, match=r"of step 3|has step 3"):
                 ckpt.rewind(3)  # that memory is used again
             assert world.snapshot() == states[7]
         then = run_steps(ckpt, world, 8 if to == "disk" else 4)

@@ -354,13 +354,77 @@ def test_several_optimizers(served: Bench) -> None:
     again.close()
 
 
+def test_a_learning_rate_that_is_a_tensor(served: Bench) -> None:
+    """A scheduler changes it in place, and not only in an update."""
+
+    def make(seed: int) -> World:
+        return World(
+            lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False), seed=seed
+        )
+
+    world = make(1)
+    ckpt = opened(served.run, world, every=100)
+    ckpt.resume()
+    run_steps(ckpt, world, 3)  # StepLR(3, 0.5): changed behind the third update
+    wanted = world.snapshot(), world.optimizer.param_groups[0]["lr"].item()
+    assert wanted[1] == pytest.approx(0.005)
+    ckpt._saver.finish_captures()
+    die(ckpt)
+    other = make(9)
+    again = opened(served.run, other)
+    recovery = again.resume()
+    assert (recovery.step, recovery.replayed) == (3, 2)
+    assert (other.snapshot(), other.optimizer.param_groups[0]["lr"].item()) == wanted
+    again.close()
+
+
+class Shared:
+    """A parameter that two optimizers own, and that something else changes between steps."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(4, 4, bias=False)
+        self.one = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        self.two = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
+        self.state: dict[str, Any] = {"model": self.model, "one": self.one, "two": self.two}
+
+    def train(self) -> None:
+        for optimizer in (self.one, self.two):
+            self.model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            self.model.weight.mul_(0.9)  # nobody's: between the update and the mark
+
+    def snapshot(self) -> list[bytes]:
+        return [t.numpy().tobytes() for v in self.state.values() for t in _tensors(v.state_dict())]
+
+
+def test_what_two_optimizers_own_is_put_back_at_every_mark(served: Bench) -> None:
+    """The updates that follow read it (weight decay): what replay makes of it alone is wrong."""
+    shared = Shared(1)
+    ckpt = opened(served.run, shared, every=100)  # type: ignore[arg-type]
+    ckpt.resume()
+    for _ in range(5):
+        shared.train()
+        ckpt.step()
+    ckpt._saver.finish_captures()
+    die(ckpt)
+    other = Shared(2)
+    again = opened(served.run, other)  # type: ignore[arg-type]
+    recovery = again.resume()
+    assert (recovery.step, recovery.replayed) == (5, 4)
+    assert other.snapshot() == shared.snapshot()
+    again.close()
+
+
 def test_a_closure(served: Bench) -> None:
     """Gradients exist only inside it."""
 
     def train(world: World) -> None:
         def closure() -> torch.Tensor:
             world.optimizer.zero_grad()
-            loss = world.model(torch.randn(6, 8)).square().mean()
+            loss: torch.Tensor = world.model(torch.randn(6, 8)).square().mean()
             loss.backward()
             return loss
 

@@ -16,10 +16,10 @@ from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.names import segment_dir
 from everstep.format.writer import ChunkRing
-from everstep.recover.logged import RunLog, _disorder, vetted
+from everstep.recover.logged import RunLog
 from everstep.recover.rebuild import Rebuilder
 from everstep.recover.scan import scan_run
-from everstep.recover.segments import read_segment, scan_log
+from everstep.recover.segments import _disorder, read_segment, scan_log, vetted
 from everstep.seams import PosixFileSystem
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards

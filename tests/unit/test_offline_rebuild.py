@@ -30,6 +30,7 @@ from tests.unit.logged import (
     edit_base,
     opened,
     rebuilder_of,
+    record,
     rewrite_segment,
     segments_of,
     train,
@@ -396,6 +397,18 @@ def test_an_inexact_base_stays_so(run: Path) -> None:
         for step in (4, 6):
             rebuilt = rebuilder.state_at(step)
             assert (rebuilt.exact, rebuilt.why) == (False, "the base is not exact")
+
+
+def test_a_log_of_a_state_that_was_not_exact(run: Path) -> None:
+    (segment,) = [one for one in segments_of(run) if one.last == 6]
+    rewrite_segment(run, segment, lambda records: [*records[:3], record(records[3], exact=False)])
+    with rebuilder_of(run) as rebuilder:
+        assert rebuilder.state_at(5).exact
+        for step in (6, 7):
+            rebuilt = rebuilder.state_at(step)
+            assert (rebuilt.exact, rebuilt.why[:10]) == (False, "the log is")
+        (found,) = [audit(rebuilder, pair) for pair in pairs(rebuilder) if pair.after.id.step == 8]
+    assert found.verdict == "equal"  # bit for bit what it was, exact or not
 
 
 def test_too_little_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

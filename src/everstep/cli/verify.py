@@ -115,6 +115,7 @@ def verify(
             checked = [check_base(filesystem, inventory, base, ring, bar) for base in bases]
         if log is not None and step is None:
             segments = check_segments(filesystem, log, ring, timeline)
+        read_s = time.monotonic() - start_s
         if replay:
             audits = check_replay(filesystem, inventory, log, ring, {base.id for base in bases})
     finally:
@@ -124,14 +125,13 @@ def verify(
     ok = not inventory.problems and all(item.ok for item in checked)
     ok = ok and all(segment.problem is None for segment in segments)
     ok = ok and all(found.verdict != "different" for found in audits)
-    seconds = time.monotonic() - start_s
     if json_output:
         more: dict[str, Any] = {"segments": [segment_as_json(segment) for segment in segments]}
         if replay:
             more["replay"] = [audit_as_json(found) for found in audits]
-        emit({**_document(inventory, checked, ok, seconds), **more})
+        emit({**_document(inventory, checked, ok, time.monotonic() - start_s), **more})
     else:
-        _show(console(), inventory, checked, segments, ok, seconds)
+        _show(console(), inventory, checked, segments, read_s)
         if replay:
             show_audits(console(), audits)
     raise typer.Exit(ExitCode.OK if ok else ExitCode.DIFFERENT)
@@ -310,7 +310,6 @@ def _show(
     inventory: Inventory,
     checked: list[Checked],
     segments: list[SegmentFound],
-    ok: bool,
     seconds: float,
 ) -> None:
     columns = ("step", "timeline", "status", "entries", "size", "verdict")

@@ -13,3 +13,9 @@ A log of compressed gradients restores a training exactly if the training consum
 (LowDiff): ``training`` and ``ddp`` see to that. Compressing only what is logged (TierCheck)
 restores an approximation.
 """
+
+from __future__ import annotations
+
+from everstep.compress.training import Compressor
+
+__all__ = ["Compressor"]

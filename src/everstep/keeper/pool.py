@@ -105,6 +105,12 @@ class CapturePool:
                     self.arena.populate(begin, min(_WARM_BYTES, end - begin))
                     self._touched_to = begin + min(_WARM_BYTES, end - begin)
 
+    def warm_ahead(self, size_bytes: int) -> None:
+        """Takes so much memory beyond what was ever used, before a record needs it."""
+        used_to = self.used_bytes
+        if used_to + size_bytes > self._touched_to:
+            self.warm(used_to + size_bytes)
+
     def keep(self, room: Room, forget: Callable[[], None]) -> None:
         """The block is durable; it stays until a newer one is, or its memory is needed."""
         with self._changed:

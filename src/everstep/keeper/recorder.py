@@ -153,6 +153,7 @@ class Recorder:
         self._kept: list[_Kept] = []
         self._compressors = compressors_of(state)
         self._number = 0
+        self._step_bytes = 0  # of the step under way
         self._on_disk = 0
         self._durable_step = -1
         self.base_step = 0
@@ -254,6 +255,8 @@ class Recorder:
             except FutureTimeout:
                 self._hole("the keeper takes no records")
                 self._channel.post(DeadlineError("recording a step hangs", step=step))
+            step_bytes, self._step_bytes = self._step_bytes, 0
+            self._lane.run(lambda: pool.warm_ahead(2 * step_bytes))  # behind the next backward
             self._wait_for_disk(step)
         self.stats.stall_s += self._clock.monotonic_s() - start_s
 
@@ -407,6 +410,7 @@ class Recorder:
         if held + size_bytes > self._log_bytes_max // 2:
             self.base_due = self.base_due or "the log has half filled its memory"
         room = None
+        self._step_bytes += size_bytes
         if held + size_bytes <= self._log_bytes_max:
             room = pool.acquire_now(max(1, size_bytes))
         if room is None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
-from everstep.format.log import RecordHead
 from everstep.recover.chain import Chain, path_of
 from everstep.recover.load import contents
 from everstep.recover.logs import LogFound
 from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound, Inventory
-from everstep.recover.segments import SegmentFound, scan_log
+from everstep.recover.segments import SegmentFound, scan_log, vetted
 from everstep.recover.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
 
-__all__ = ["Reach", "RunLog", "spans", "vetted"]
+__all__ = ["Reach", "RunLog", "spans"]
 
 _ATTEMPTS = 8
 _UNKNOWN = "?"  # the shape of a base that cannot be read: that of no log
@@ -241,20 +239,6 @@ class RunLog:
         return _UNKNOWN
 
 
-def vetted(segment: SegmentFound, run: str | None) -> SegmentFound:
-    """The segment, or one that says why it cannot be used: what its index lists must be records
-    of this run and timeline, in the order in which they were made (I4)."""
-    if segment.problem is not None or segment.marker is None:
-        return segment
-    if run is not None and segment.marker.run != run:
-        why: str | None = "it belongs to another run"
-    else:
-        why = _disorder(segment.heads, segment.timeline, segment.last)
-    if why is None:
-        return segment
-    return dataclasses.replace(segment, problem=f"{segment.path}: {why}", heads=())
-
-
 def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
     """Ascending steps as ranges, both ends included."""
     found: list[tuple[int, int]] = []
@@ -264,26 +248,6 @@ def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((step, step))
     return found
-
-
-def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | None:
-    step = lsn = marked = -1
-    for number, head in enumerate(heads):
-        numbers = (head.step, head.lsn)
-        if not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(head.shape, str):
-            return f"record {number} has no step or number"
-        if head.timeline != timeline:
-            return f"record {number} is of timeline {head.timeline}"
-        if head.kind not in ("update", "mark"):
-            return f"record {number} is of no kind that is known"
-        newer = head.lsn > lsn if head.kind == "update" else head.lsn >= lsn
-        if not newer or head.step < step or head.step <= marked:
-            return f"record {number} ({head}) is out of order"
-        step, lsn = numbers
-        marked = step if head.kind == "mark" else marked
-    if not heads or heads[-1].kind != "mark" or heads[-1].step != last:
-        return f"it does not end with the mark of step {last}"
-    return None
 
 
 def _until(path: Sequence[tuple[int, int | None]], step: int) -> list[tuple[int, int | None]]:

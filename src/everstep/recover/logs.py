@@ -10,7 +10,7 @@ from everstep.format.writer import ChunkRing
 from everstep.recover.chain import Chain, LogIndex
 from everstep.recover.decide import Skipped
 from everstep.recover.scan import Inventory
-from everstep.recover.segments import SegmentFound, read_segment, scan_log
+from everstep.recover.segments import SegmentFound, read_segment, scan_log, vetted
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["LogFound"]
@@ -51,7 +51,8 @@ class LogFound:
         """
         there = set(inventory.timelines)
         mine = [record for record in records if record.head.timeline in there]
-        return cls(mine, scan_log(filesystem, inventory.path, sorted(there)))
+        found = scan_log(filesystem, inventory.path, sorted(there))
+        return cls(mine, [vetted(segment, inventory.run) for segment in found])
 
     def steps(
         self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float

@@ -7,7 +7,7 @@ owns is put back from the last step mark, which holds all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import DamageError, FormatError, MismatchError
 from everstep.format.log import LogRecord
+from everstep.format.records import TimelineRecord
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
+from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.layout import Placed
@@ -28,7 +30,7 @@ from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import stored_form, torch_dtype
 from everstep.state.tree import join, references, split
 
-__all__ = ["Redo", "tensor_of", "update_of"]
+__all__ = ["Redo", "other_conditions", "tensor_of", "update_of"]
 
 _STEPS_AT_ONCE = 5  # memory-bound by then (LIMITS of the machine, not of the method)
 
@@ -45,6 +47,8 @@ class Redo:
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
         self._waiting = 0
+        self._doubtful: list[str] | None = None  # found at the first mark
+        self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
 
     @property
@@ -69,11 +73,16 @@ class Redo:
         """
         for record in (*updates, mark):
             record.verify()
+        doubtful = self._find_doubtful(mark)
         for update in [update_of(record) for record in updates]:
             self._pending.setdefault(update.optimizer, []).append(update)
+            if doubtful:
+                self._apply()
         self._last = mark
         self._waiting += 1
-        if self._waiting >= _STEPS_AT_ONCE:
+        if doubtful:
+            self._put(mark, doubtful)
+        elif self._waiting >= _STEPS_AT_ONCE:
             self._apply()
 
     def finish(self) -> list[str]:
@@ -129,6 +138,31 @@ class Redo:
             notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
         return notes
 
+    def _find_doubtful(self, mark: LogRecord) -> list[str]:
+        """Logged entries that an optimizer updates, too: what two of them own, or views of one
+        memory. What replay makes of them counts for nothing, and the next update reads them."""
+        if self._doubtful is None:
+            for section, provider in self._state.providers.items():
+                split(provider.collect(), section, self._live)
+            spans = sorted(
+                (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
+                for optimizer in self._state.optimizers.values()
+                for tensor in _owned(optimizer)
+            )
+            names = [place.entry.name for place in mark.layout.placed]
+            self._doubtful = [
+                name
+                for name in names
+                if name in self._live and _inside(self._live[name].data_ptr(), spans)
+            ]
+        return self._doubtful
+
+    def _put(self, mark: LogRecord, names: Sequence[str]) -> None:
+        for place in mark.layout.placed:
+            if place.entry.name in names:
+                with torch.no_grad():
+                    self._live[place.entry.name].copy_(tensor_of(mark, place))
+
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
         nothing: what two of them own is logged."""
@@ -148,6 +182,36 @@ class Redo:
             known = {id(p): name for p, name in zip(parameters, names, strict=True)}
             replayer = self._replayers[key] = Replayer.of(optimizer, known)
         return replayer
+
+
+def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
+    """Why the bits of updates need not be those of training (I9); "" if they must be.
+
+    Args:
+        records: of the timelines whose updates are replayed here.
+    """
+    mine = fingerprint()
+    for record in {id(record): record for record in records}.values():
+        if record is None:
+            return "the record that says where it was trained is damaged"
+        for key in sorted({*mine, *record.fingerprint} - {"python", "threads"}):
+            theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
+            if theirs != here:
+                return f"trained with {key} {theirs}, replayed with {here}"
+    return ""
+
+
+def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+
+def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
+    return bool(address) and any(begin <= address < end for begin, end in spans)
 
 
 def update_of(record: LogRecord) -> Update:

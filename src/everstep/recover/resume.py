@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -304,7 +304,7 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
                 write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
         restored = _Restored(base, loaded, base.id, loaded.marker.lsn, skipped=skipped)
         if chain.steps:
-            _replay(restored, chain, loader, log)
+            _replay(restored, chain, loader, log, inventory.timelines)
             if step is not None and restored.end is not None and restored.end.step != step:
                 continue  # the log is damaged before it; perhaps it is not needed from another base
         return restored
@@ -318,9 +318,15 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
     return _Restored(skipped=skipped)
 
 
-def _replay(restored: _Restored, chain: Chain, loader: _Loader, log: LogFound) -> None:
+def _replay(
+    restored: _Restored,
+    chain: Chain,
+    loader: _Loader,
+    log: LogFound,
+    timelines: Mapping[int, TimelineRecord | None],
+) -> None:
     """Redoes the steps of a chain, as far as its records are whole."""
-    from everstep.recover.redo import Redo  # only now: most runs have no log
+    from everstep.recover.redo import Redo, other_conditions  # only now: most runs have no log
 
     loaded = restored.loaded
     assert loaded is not None
@@ -351,6 +357,8 @@ def _replay(restored: _Restored, chain: Chain, loader: _Loader, log: LogFound) -
                 restored.inexact = "the log is of a state that was not exact"
             bar.advance(1)
     notes = redo.finish()
+    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed]]
+    restored.inexact = restored.inexact or other_conditions(trained)
     if not redo.exactness.exact:
         restored.inexact = restored.inexact or redo.exactness.why
     if notes:

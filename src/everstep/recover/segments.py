@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -27,7 +29,7 @@ from everstep.format.writer import ChunkRing
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink, silent
 
-__all__ = ["SegmentFound", "read_segment", "scan_log"]
+__all__ = ["SegmentFound", "read_segment", "scan_log", "vetted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,40 @@ def read_segment(
     for item in records:
         item.verify()
     return records
+
+
+def vetted(segment: SegmentFound, run: str | None) -> SegmentFound:
+    """The segment, or one that says why it cannot be used: what its index lists must be records
+    of this run and timeline, in the order in which they were made (I4)."""
+    if segment.problem is not None or segment.marker is None:
+        return segment
+    if run is not None and segment.marker.run != run:
+        why: str | None = "it belongs to another run"
+    else:
+        why = _disorder(segment.heads, segment.timeline, segment.last)
+    if why is None:
+        return segment
+    return dataclasses.replace(segment, problem=f"{segment.path}: {why}", heads=())
+
+
+def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | None:
+    step = lsn = marked = -1
+    for number, head in enumerate(heads):
+        numbers = (head.step, head.lsn)
+        if not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(head.shape, str):
+            return f"record {number} has no step or number"
+        if head.timeline != timeline:
+            return f"record {number} is of timeline {head.timeline}"
+        if head.kind not in ("update", "mark"):
+            return f"record {number} is of no kind that is known"
+        newer = head.lsn > lsn if head.kind == "update" else head.lsn >= lsn
+        if not newer or head.step < step or head.step <= marked:
+            return f"record {number} ({head}) is out of order"
+        step, lsn = numbers
+        marked = step if head.kind == "mark" else marked
+    if not heads or heads[-1].kind != "mark" or heads[-1].step != last:
+        return f"it does not end with the mark of step {last}"
+    return None
 
 
 def _scan(

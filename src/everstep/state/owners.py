@@ -4,6 +4,8 @@ Every entry that can change is replayed by the optimizer that owns it, or logged
 each step mark, or covered by a declared update, or static. What an optimizer owns is found by
 memory and not by name: its parameters lie in the modules' part of the state.
 
+Hyperparameters that are tensors are *logged*: a scheduler changes them between updates.
+
 Doubt makes an entry *logged*: that is right whatever changes it, only larger. In doubt is what
 two optimizers own, or one of them twice, and what shares a part of its memory with other
 tensors, because replay on separate copies of them would give something else.
@@ -130,10 +132,15 @@ class Claims:
 
     def __init__(self, holdings: Iterable[Holding]) -> None:
         owned: dict[Memory, list[str]] = defaultdict(list)
+        holdings = tuple(holdings)
         for holding in holdings:
             for memory in (*holding.slots, *set(holding.shared)):
                 owned[memory].append(holding.optimizer)
         self._owned = dict(owned)
+        # Schedulers change options, and not only in an update: no replay knows when.
+        self.options = {m for holding in holdings for m in holding.shared} - {
+            m for holding in holdings for m in holding.slots
+        }
         self._begins: dict[torch.device, list[int]] = defaultdict(list)
         self._ends: dict[torch.device, list[int]] = defaultdict(list)  # the largest so far
         for memory in sorted(owned, key=lambda memory: memory.begin):
@@ -256,7 +263,8 @@ def owners_of(
                 f"{name} is said to be declared and static at once",
                 hint="make one of the patterns narrower",
             )
-        if len(optimizers) == 1 and memory[name] not in overlapping:
+        own = len(optimizers) == 1 and memory[name] not in claims.options
+        if own and memory[name] not in overlapping:
             owners[name] = Owner("replayed", optimizers[0])
         else:
             owners[name] = Owner(kinds.pop() if kinds else "logged")
