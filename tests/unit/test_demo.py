@@ -939,13 +939,13 @@ class TestEndToEnd:
         assert report.verdict.differences == ()
         assert [row.kill for row in report.kills] == list(self.PLAN.kills)
         together, captured, moment = report.kills
-        assert together.recovered == together.kill.step - self.PLAN.every
+        assert together.kill.step - 1 <= together.recovered <= together.reached
         assert together.source == "disk"
-        assert (captured.recovered, captured.source) == (captured.kill.step, "memory")
+        assert (captured.lost, captured.source) == (0, "memory")
         assert captured.left.held == captured.kill.step
         newest = max(moment.left.committed, moment.left.held or 0)
         assert newest <= moment.recovered <= moment.reached
-        assert moment.lost <= 2 * self.PLAN.every
+        assert all(row.lost <= 1 for row in report.kills)
         assert all(row.exact for row in report.kills)
         assert report.loss_last < report.loss_first
         assert sum(event.startswith("killed") for event in display.events) == 3

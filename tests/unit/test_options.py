@@ -93,7 +93,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
     [
         ({"base": "asynch"}, "did you mean 'async'"),
         ({"base": "multistep"}, "there are: sync, async"),
-        ({"log": "dense"}, "there are: none"),
+        ({"log": "adaptive"}, "there are: none"),
         ({"apply": "replica"}, "there are: recovery"),
         ({"tiers": ("disk", "s3")}, "no tier 's3'"),
         ({"tiers": ()}, "tiers must be"),

@@ -40,6 +40,7 @@ __all__ = ["Server"]
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.2
 _SETTLING_TICK_S = 0.02
+_TELL_EVERY_S = 0.05
 _TIMEOUT_S = 120.0
 _NONSENSE = (
     ArithmeticError,
@@ -98,6 +99,7 @@ class Server:
         self._logs = Logs(self._seams.filesystem, run, self._ring)
         self._farewells: list[Connection] = []
         self._settling = False
+        self._told_s = 0.0  # how far the writing is
         self._ending = False
         self._stopping = False
         self._timeout_s = _TIMEOUT_S
@@ -151,7 +153,9 @@ class Server:
         if trainer.gone or (trainer.watch.pid and trainer.watch.gone()):
             self._lose_trainer(trainer)
             return
-        if keeper is not None:
+        # Not at every message that comes: each wakes the training process.
+        if keeper is not None and now_s - self._told_s >= _TELL_EVERY_S:
+            self._told_s = now_s
             message = {"kind": "progress", "written_bytes": keeper.written_bytes}
             hung = self._channel is not None and self._channel.hung()
             trainer.tell({**message, "hung": hung, **self._stats()})

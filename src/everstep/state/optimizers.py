@@ -76,7 +76,7 @@ class OptimizerProvider:
     @staticmethod
     def groups_of(tree: Any) -> list[list[str]] | None:
         """The same from a saved tree; None for what is no optimizer's."""
-        groups = _named_groups(tree)
+        groups = _named_groups(tree) if isinstance(tree, dict) else None
         return None if groups is None else [[name for name, _ in group] for group in groups]
 
     def _still(self, names: Mapping[int, str]) -> bool:

@@ -15,10 +15,12 @@ from everstep.errors import RecoveryError
 from everstep.format.names import (
     BASE_DIR,
     CONDEMNED,
+    LOG_DIR,
     MANIFEST,
     TEMPORARY_SUFFIX,
     marker_name,
     parse_base,
+    parse_segment,
     parse_timeline,
     shard_name,
 )
@@ -37,6 +39,7 @@ class Survey:
         files: names in that base's directory, sorted.
         held: step of the base in the memory of a keeper that was spared; None without one.
             This is promised, too.
+        logged: newest step with a whole segment of the log, 0 if there is none.
     """
 
     committed: int
@@ -44,6 +47,7 @@ class Survey:
     unfinished: int | None
     files: tuple[str, ...]
     held: int | None = None
+    logged: int = 0
 
     def describe(self) -> str:
         """The newest base on disk, what there is of an unfinished one, and what is in memory."""
@@ -119,7 +123,7 @@ def survey(run: Path, *, held: int | None = None) -> Survey:
         unfinished, files = step, names
     if unfinished is not None and unfinished <= committed:
         unfinished, files = None, ()  # given up when a newer one was begun, or being deleted
-    return Survey(committed, complete, unfinished, files, held)
+    return Survey(committed, complete, unfinished, files, held, _logged(run))
 
 
 def final_base(run: Path, step: int) -> Path:
@@ -132,6 +136,15 @@ def final_base(run: Path, step: int) -> Path:
     if not found:
         raise RecoveryError(f"{run} holds no committed base of step {step}", step=step)
     return max(found)
+
+
+def _logged(run: Path) -> int:
+    segments = [
+        steps[1]
+        for folder in run.glob(f"timeline-*/{LOG_DIR}/*")
+        if (steps := parse_segment(folder.name)) is not None and (folder / marker_name(0)).is_file()
+    ]
+    return max(segments, default=0)
 
 
 def _bases(run: Path) -> list[tuple[int, Path]]:

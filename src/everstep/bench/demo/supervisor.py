@@ -119,7 +119,11 @@ class _Run:
             kill = _as_it_fell(kill, left)
             self._display.event(f"killed {kill.died}: {kill.describe()}; left: {left.describe()}")
             following = self._plan.kills[number] if number < len(self._plan.kills) else None
-            starts.append(self._start_victim(number + 1, following, recoverable=left.complete))
+            starts.append(
+                self._start_victim(
+                    number + 1, following, recoverable=max(left.complete, left.logged)
+                )
+            )
             again = starts[-1]
             resumed = functools.partial(_has_resumed, again)
             self._follow(alone, again, until=resumed, kill=following)
@@ -231,9 +235,10 @@ class _Run:
             # The process will go on from the step ``recoverable``; count its saves from there.
             # (After a kill that spares the keeper it may go on from a later one: there the
             # next kill should be none that counts saves.)
-            hit = max(1, (kill.step - recoverable) // self._plan.every)
-            if logs(self._plan.method):  # its log begins with a base of its own
-                hit += 1
+            every = self._plan.every
+            hit = max(1, kill.step // every - recoverable // every)
+            if logs(self._plan.method) and (recoverable + 1) % every:
+                hit += 1  # its log begins with a base of its own, at the next step
             failpoints = f"{kill.where}=kill:{hit}"
         # A keeper that dies with its trainer is a thread of it, and so shares its failpoints.
         keeper = "thread" if kill is not None and kill.keeper == "dies" else "process"
