@@ -278,7 +278,7 @@ class Hand:
     def die(self) -> None:
         """Ends without a word."""
         self.connection.close()
-        self.bench.turn(2)
+        self.bench.turn(20)  # what it said before is read first
 
     def recall(self) -> HeldBase | None:
         """What the keeper has in memory, settled before."""
