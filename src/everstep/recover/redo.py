@@ -194,7 +194,7 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
     for record in {id(record): record for record in records}.values():
         if record is None:
             return "the record that says where it was trained is damaged"
-        for key in sorted({*mine, *record.fingerprint} - {"python", "threads"}):
+        for key in sorted({*mine, *record.fingerprint} - {"python"}):
             theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
             if theirs != here:
                 return f"trained with {key} {theirs}, replayed with {here}"
