@@ -19,6 +19,7 @@ import everstep
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
 from everstep.commit.lineage import BaseId
+from everstep.errors import DeadlineError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.recorder import Recorder
@@ -26,6 +27,7 @@ from everstep.options import Budget, LogOptions
 from everstep.recover.chain import LogIndex, path_of
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start
+from tests.unit.test_keeper_takeover import until
 from tests.unit.test_log import DENSE, ON_DISK, World, opened, run_steps
 from tests.unit.world import TIMEOUT_S, Gate
 
@@ -155,6 +157,23 @@ def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str
         if part != "no marker":  # that one was never finished
             assert recovery.skipped
         ckpt._recorder.base_step = 100  # type: ignore[union-attr]
+
+
+def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
+    """Within the stated time, as an error for people, on every version of Python."""
+    world = World()
+    ckpt = opened(served.run, world)
+    ckpt.resume()
+    until(lambda: served.server._logs._current is not None)
+    log = served.server._logs._current
+    assert log is not None
+    gate = Gate()
+    log._threads.submit(gate.wait_at)
+    with pytest.raises(DeadlineError, match=r"the log was not written within 0.05 s"):
+        log.settle(0.05)
+    gate.open()
+    log.settle(TIMEOUT_S)
+    ckpt.close()
 
 
 # --- What is recorded is what was consumed ----------------------------------------------

@@ -266,8 +266,10 @@ class LocalKeeper:
         """Ends the thread; what is queued is persisted first."""
         if self.records is not None:
             self.records.flush()
-            with contextlib.suppress(TimeoutError):
+            try:
                 self.records.settle(self._timeout_s)
+            except DeadlineError as error:
+                self._channel.post(error)
             self.records.close()
         thread, self._thread = self._thread, None
         if thread is not None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from everstep.arena.memory import Arena
-from everstep.errors import EverstepError, FencedError
+from everstep.errors import DeadlineError, EverstepError, FencedError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import (
     LogRecord,
@@ -221,9 +222,15 @@ class LogStore:
         """Returns when all that has arrived is digested, and written if it will be.
 
         Raises:
-            TimeoutError: not within ``timeout_s``.
+            DeadlineError: not within ``timeout_s``.
         """
-        self._threads.submit(lambda: None).result(timeout_s)
+        try:
+            self._threads.submit(lambda: None).result(timeout_s)
+        except FutureTimeout as error:
+            raise DeadlineError(
+                f"the log was not written within {timeout_s:g} s: the storage hangs",
+                hint="look at the disk or the network file system (dmesg, df, iostat)",
+            ) from error
 
     def to_wire(self) -> dict[str, Any]:
         """Records for another training process; after :meth:`settle`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from everstep.arena.memory import Arena
-from everstep.errors import KeeperError
+from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead, layout_from_index
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attached import Attached
@@ -20,6 +20,8 @@ from everstep.keeper.messages import identity_from_wire
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["Logs"]
+
+_log = logging.getLogger("everstep.keeper")
 
 
 class Logs:
@@ -110,8 +112,10 @@ class Logs:
     def close(self, timeout_s: float) -> None:
         """Ends all threads, behind what they have to do."""
         for log in self._all():
-            with contextlib.suppress(TimeoutError):
+            try:
                 log.settle(timeout_s)
+            except DeadlineError as error:
+                _log.error("%s", error)
             log.close()
 
     def _all(self) -> list[LogStore]:
