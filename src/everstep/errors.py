@@ -22,6 +22,7 @@
     |-- KeeperError                   the keeper process: lost, refused, of another version
     |   `-- KeeperTimeoutError        it did not answer in time; a DeadlineError too
     |-- DeadlineError                 something took longer than its stated time
+    |-- InfeasibleError               no choice reaches the goal; says what would
     `-- UnavailableError              this machine or build lacks what was asked for
 
 Operating errors carry fields (``step``, ``rank``, ``tier``, ``path``, ``hint``) and say
@@ -41,6 +42,7 @@ __all__ = [
     "FencedError",
     "ForeignDirectoryError",
     "FormatError",
+    "InfeasibleError",
     "KeeperError",
     "KeeperTimeoutError",
     "MismatchError",
@@ -216,6 +218,24 @@ class KeeperError(EverstepError):
 
 class KeeperTimeoutError(KeeperError, DeadlineError):
     """The keeper process did not answer, or did not come up, within the stated time."""
+
+
+class InfeasibleError(EverstepError):
+    """No choice helps with these costs; says which one would have to be what.
+
+    Attributes:
+        quantity: the cost that stands in the way.
+        needed: the bound on whose other side it would have to be, in the quantity's unit.
+    """
+
+    def __init__(self, message: str, *, quantity: str, needed: float, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.quantity = quantity
+        self.needed = needed
+
+    def fields(self) -> dict[str, Any]:
+        """The error as plain data, for ``--json`` outputs."""
+        return {**super().fields(), "quantity": self.quantity, "needed": self.needed}
 
 
 class UnavailableError(EverstepError):

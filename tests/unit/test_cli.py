@@ -27,6 +27,9 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     FormatError,
+    InfeasibleError,
+    KeeperError,
+    KeeperTimeoutError,
     NewerFormatError,
     OptionError,
     OutOfSpaceError,
@@ -765,6 +768,9 @@ def test_version_and_help() -> None:
         (PermissionDeniedError("x"), 4),
         (UnavailableError("x"), 4),
         (DeadlineError("x"), 4),
+        (KeeperError("x"), 4),
+        (KeeperTimeoutError("x"), 4),
+        (InfeasibleError("x", quantity="mtbf_s", needed=1.0), 3),
     ],
 )
 def test_exit_status_of_errors(error: EverstepError, status: int) -> None:

@@ -238,7 +238,9 @@ def test_hostile_text_steers_no_terminal() -> None:
 
 
 def test_help_names_every_option() -> None:
-    text = invoke("plan", "interval", "--help", columns=200).stdout
+    text = "".join(
+        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep")
+    )
     for option in (*GIVEN, "load-bw", "diff-write-s", "batch-max", "summed", "json"):
         assert f"--{option}" in text
     assert "interval" in invoke("plan", "--help").stdout
@@ -323,7 +325,7 @@ BLOCKS = re.findall(r"^```console\n(.*?)^```$", DOCUMENT, re.M | re.S)
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -338,7 +340,9 @@ def test_documented_output_is_what_comes_out(block: str) -> None:
 
 
 def test_documented_options_exist() -> None:
-    text = invoke("plan", "interval", "--help", columns=200).stdout
+    text = "".join(
+        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep")
+    )
     options = set(re.findall(r"`(--[a-z-]+)`", DOCUMENT))
     assert len(options) >= 12
     for option in options:

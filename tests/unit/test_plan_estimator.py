@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import OptionError
-from everstep.plan.costs import Costs, InfeasibleError, waste
+from everstep.errors import InfeasibleError, OptionError
+from everstep.plan.costs import Costs, waste
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import best_choice, interval_steps_min
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from everstep.errors import EverstepError, OptionError
-from everstep.plan.costs import Costs, InfeasibleError, Waste, waste
+from everstep.errors import EverstepError, InfeasibleError, OptionError
+from everstep.plan.costs import Costs, Waste, waste
 from everstep.plan.interval import (
     Choice,
     best_choice,

@@ -27,6 +27,8 @@ from everstep.errors import (
     DeadlineError,
     EverstepError,
     ForeignDirectoryError,
+    InfeasibleError,
+    KeeperError,
     NewerFormatError,
     OptionError,
     OutOfSpaceError,
@@ -85,7 +87,10 @@ def status_of(error: EverstepError) -> ExitCode:
     """The exit status that an error ends the command with."""
     if isinstance(error, (OptionError, ForeignDirectoryError)):
         return ExitCode.USAGE
+    if isinstance(error, InfeasibleError):
+        return ExitCode.INFEASIBLE
     environment = (
+        KeeperError,
         NewerFormatError,
         OutOfSpaceError,
         PermissionDeniedError,

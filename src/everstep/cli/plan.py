@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from everstep.cli._common import LINE_CHARS_MAX, ExitCode, JsonFlag, console, emit, plain, table
+from everstep.cli._common import JsonFlag, console, emit, table
 from everstep.cli._units import (
     parse_bytes,
     parse_bytes_per_s,
     parse_seconds,
     seconds_in_words,
 )
+from everstep.cli.multistep import multistep
 
 if TYPE_CHECKING:
-    from everstep.plan.costs import Costs, InfeasibleError, Waste
+    from everstep.plan.costs import Costs, Waste
     from everstep.plan.interval import Choice, Optimum, Point
 
 __all__ = ["app", "interval"]
@@ -35,6 +36,9 @@ _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1 / 2**0.5, 1, 2**0.5, 2, 4, 8)
 @app.callback()
 def _group() -> None:
     pass
+
+
+app.command()(multistep)
 
 
 @app.command()
@@ -72,7 +76,7 @@ def interval(
     durations like 30s, 5min, 4h; bare numbers are bytes, bytes/s, seconds. Exit status 3 when
     no choice helps, with the number that would be needed.
     """
-    from everstep.plan.costs import Costs, InfeasibleError
+    from everstep.plan.costs import Costs
     from everstep.plan.interval import curve, optimum
 
     costs = Costs(
@@ -89,10 +93,7 @@ def interval(
     )
     if summed:
         costs = costs.summed()
-    try:
-        found = optimum(costs, batch_max=batch_max)
-    except InfeasibleError as error:
-        _infeasible(error, json_output)
+    found = optimum(costs, batch_max=batch_max)
     intervals = [round(found.choice.interval_steps * factor) for factor in _FACTORS]
     rows = curve(costs, intervals, batch_max=batch_max)
     if json_output:
@@ -103,15 +104,6 @@ def interval(
 
 def _or_nothing(name: str, text: str) -> float:
     return 0.0 if text.strip() in ("0", "0s") else parse_seconds(name, text)
-
-
-def _infeasible(error: InfeasibleError, json_output: bool) -> NoReturn:
-    if json_output:
-        emit({**error.fields(), "exit_code": int(ExitCode.INFEASIBLE)})
-    else:
-        for line in f"error: {error}".split("\n"):
-            typer.echo(plain(line, LINE_CHARS_MAX), err=True)
-    raise typer.Exit(ExitCode.INFEASIBLE)
 
 
 # --- Output -----------------------------------------------------------------------------

@@ -32,14 +32,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
-from everstep.errors import EverstepError, OptionError
+from everstep.errors import InfeasibleError, OptionError
 
 __all__ = [
     "EQUAL",
     "Costs",
-    "InfeasibleError",
     "Waste",
     "check_batches",
     "check_transfers",
@@ -55,24 +53,6 @@ EQUAL = 1e-12
 _LEAST, _MOST, _SECONDS_MOST = 1e-9, 1e18, 1e12
 _SECONDS = ("replay_s", "step_s", "merge_s", "batch_write_s", "base_cost_s")
 _MAY_BE_ZERO = ("replay_s", "merge_s", "batch_write_s")
-
-
-class InfeasibleError(EverstepError):
-    """No choice helps with these costs; says which one would have to be what.
-
-    Attributes:
-        quantity: the field of :class:`Costs` that stands in the way.
-        needed: the bound on whose other side it would have to be, in the field's unit.
-    """
-
-    def __init__(self, message: str, *, quantity: str, needed: float, **where: Any) -> None:
-        super().__init__(message, **where)
-        self.quantity = quantity
-        self.needed = needed
-
-    def fields(self) -> dict[str, Any]:
-        """The error as plain data, for ``--json`` outputs."""
-        return {**super().fields(), "quantity": self.quantity, "needed": self.needed}
 
 
 @dataclass(frozen=True, slots=True)

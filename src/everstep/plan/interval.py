@@ -12,11 +12,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from everstep.errors import OptionError
+from everstep.errors import InfeasibleError, OptionError
 from everstep.plan.costs import (
     EQUAL,
     Costs,
-    InfeasibleError,
     Waste,
     check_batches,
     check_transfers,

@@ -1,0 +1,143 @@
+"""``everstep plan multistep``: a base over several steps, in how many parts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from everstep.cli._common import JsonFlag, console, emit, in_words, table
+from everstep.cli._units import parse_bytes, parse_bytes_per_s, parse_seconds
+from everstep.errors import OptionError
+
+if TYPE_CHECKING:
+    from everstep.plan.multistep import Overlap, Pipeline
+
+__all__ = ["multistep"]
+
+_PARTS_MAX = 1000
+
+
+def multistep(
+    state_bytes: Annotated[str, typer.Option(help="Size of a base, like 14GB.")],
+    grad_bytes: Annotated[str, typer.Option(help="Size of all gradients, like 2GB.")],
+    link: Annotated[str, typer.Option(help="Bandwidth from device to host, like 25GB/s.")],
+    step_ms: Annotated[float, typer.Option(help="Milliseconds of a training step.")],
+    update_ms: Annotated[float, typer.Option(help="Of these, in the optimizer.")] = 0.0,
+    forward_ms: Annotated[
+        float | None, typer.Option(help="Of these, in forward [default: a third of the rest].")
+    ] = None,
+    held_steps: Annotated[
+        int, typer.Option(min=1, help="Steps for which gradients may be kept, in device memory.")
+    ] = 1,
+    parts_max: Annotated[int, typer.Option(min=1, max=_PARTS_MAX, help="Most parts.")] = 24,
+    write_bw: Annotated[
+        str | None, typer.Option(help="Bandwidth of writing a base, for sync, like 3GB/s.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """How long training waits for a base that is copied over several steps.
+
+    In as many parts as steps (GoCkpt section 4.2, its errors mended: docs/PLANNING.md), next to
+    sync, async and lazy bases. gockpt: the update waits for gradients; gockpt_o: the next
+    backward does; held: gradients are kept for more steps, in device memory of their own.
+    """
+    from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
+
+    link_bytes_per_s = parse_bytes_per_s("--link", link)
+    state = parse_bytes("--state-bytes", state_bytes)
+    gradients = parse_bytes("--grad-bytes", grad_bytes)
+    pipeline = Pipeline(
+        state_s=state / link_bytes_per_s,
+        gradients_s=gradients / link_bytes_per_s,
+        **_step(step_ms, update_ms, forward_ms),
+    )
+    ways = {"gockpt": None, "gockpt_o": 0, "held": held_steps}
+    rows: dict[str, list[Overlap]] = {
+        name: [overlap(pipeline, parts, held) for parts in range(1, parts_max + 1)]
+        for name, held in ways.items()
+    }
+    bounds = [lower_bound_s(pipeline, parts) for parts in range(1, parts_max + 1)]
+    write_s = None
+    if write_bw is not None:
+        write_s = state / parse_bytes_per_s("--write-bw", write_bw)
+    document = _document(pipeline, rows, bounds, write_s, held_steps)
+    if json_output:
+        emit(document)
+    else:
+        _show(console(), document, link_bytes_per_s)
+
+
+def _step(step_ms: float, update_ms: float, forward_ms: float | None) -> dict[str, float]:
+    """Seconds of the parts of a step."""
+    step_s = parse_seconds("--step-ms", f"{step_ms}ms")
+    if not 0 <= update_ms < step_ms:
+        raise OptionError(f"--update-ms {update_ms:g} is no part of a step of {step_ms:g} ms")
+    update_s = update_ms / 1e3
+    forward_s = (step_s - update_s) / 3 if forward_ms is None else forward_ms / 1e3
+    if not 0 <= forward_s <= step_s - update_s:
+        raise OptionError(
+            f"--forward-ms {forward_ms:g} is no part of a step of {step_ms:g} ms without its update"
+        )
+    return {
+        "forward_s": forward_s,
+        "backward_s": step_s - update_s - forward_s,
+        "update_s": update_s,
+    }
+
+
+def _document(
+    pipeline: Pipeline,
+    rows: dict[str, list[Overlap]],
+    bounds: list[float],
+    write_s: float | None,
+    held_steps: int,
+) -> dict[str, Any]:
+    return {
+        "pipeline": asdict(pipeline),
+        "held_steps": held_steps,
+        "sync": {"stall_s": None if write_s is None else write_s},
+        "async": {"stall_s": pipeline.state_s},
+        "lazy": {"stall_s": rows["gockpt"][0].stall_s},
+        "lower_bound_s": bounds,
+        **{name: [{"stall_s": row.stall_s, **asdict(row)} for row in rows[name]] for name in rows},
+        "best": {name: _best(rows[name]) for name in rows},
+    }
+
+
+def _best(rows: list[Overlap]) -> int:
+    """Parts with the least stall; of equals, the fewest."""
+    return min(rows, key=lambda row: (round(row.stall_s, 9), row.parts)).parts
+
+
+def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
+    from everstep.plan.multistep import PAPER_PARTS
+
+    steps = found["held_steps"]
+    names = {"gockpt": "gockpt", "gockpt_o": "gockpt_o", "held": f"held {steps}"}
+    best = found["best"]
+    out.print("milliseconds that a base holds training up; > is the best of its column")
+    shown = table("parts", *names.values(), "bound", "", right=("parts", *names.values(), "bound"))
+    for number, bound_s in enumerate(found["lower_bound_s"], start=1):
+        cells = []
+        for name in names:
+            mark = "> " if best[name] == number else ""
+            cells.append(mark + _ms(found[name][number - 1]["stall_s"]))
+        note = "lazy" if number == 1 else "the paper's" if number == PAPER_PARTS else ""
+        shown.add_row(str(number), *cells, _ms(bound_s), note)
+    out.print(shown)
+    sync_s = found["sync"]["stall_s"]
+    sync = "as long as the disk takes (--write-bw)" if sync_s is None else _ms(sync_s)
+    out.print(f"sync: {sync}; async: {_ms(found['async']['stall_s'])}; lazy: one part")
+    out.print("bound: of what has copied all by the end of the last step")
+    held = found["held"][best["held"] - 1]
+    kept = in_words(round(held["held_s"] * link_bytes_per_s))
+    out.print(f"held {steps}: gradients of {kept} are kept on the device, where it is best")
+    if best["gockpt_o"] == 1:
+        out.print("lazy is best: copying gradients would take more time than it saves")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

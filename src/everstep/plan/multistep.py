@@ -1,0 +1,224 @@
+"""How long a base that is captured over several steps holds training up, before it is taken.
+
+GoCkpt (section 4.2) cuts the state into ``k`` parts and copies one in each of ``k`` steps, while
+forward and backward leave it alone; from then on the gradients of what was copied are copied,
+too, so that host memory can bring the part to the step of the last one. This module is that
+pipeline as a fluid model: one link, served in the order of deadlines, and training that waits at
+each deadline for what is not there.
+
+=============  ==============================================  ==================================
+what           may be copied                                   training waits for it
+=============  ==============================================  ==================================
+part ``i``     behind forward and backward of step ``i``       before the update of step ``i``
+gradients of   from the end of that backward on                ``gockpt``: before that update
+step ``i``                                                     ``gockpt_o``: before the next
+                                                               backward, which overwrites them
+                                                               held for ``h`` steps: at the end of
+                                                               the ``h``-th backward after it
+=============  ==============================================  ==================================
+
+One part is a lazy base (DataStates-LLM; Async-O of the paper): a copy of ``T`` steps holds training
+up for ``T - 1`` of them. With updates that take no time and parts of one step each ``gockpt``
+gives the paper's ``N (N - 1) / 2 * r T / N``, of which it prints the *saving* with its sign
+flipped (4.2.3): with gradients of 1/7 of the state the most that can be saved is 3 steps, at 7 and
+8 parts, and not 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+
+from everstep.errors import OptionError
+
+__all__ = [
+    "PAPER_PARTS",
+    "PARTS_MAX",
+    "Overlap",
+    "Pipeline",
+    "best_parts",
+    "lower_bound_s",
+    "overlap",
+]
+
+PAPER_PARTS = 7
+"""What the paper recommends (4.2.3): the best for gradients of 1/7 of the state."""
+
+PARTS_MAX = 24
+
+_DONE = 1e-12  # of a copy that is left over by rounding
+
+
+class _Phase(IntEnum):
+    """Where in a step training waits; later is greater."""
+
+    BACKWARD = 0
+    UPDATE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a step and a copy take.
+
+    Attributes:
+        state_s: seconds to copy the whole state alone.
+        gradients_s: seconds to copy the gradients of the whole state alone.
+        forward_s: of a step; nothing that is captured changes.
+        backward_s: the same; the gradients of the step before are overwritten.
+        update_s: of a step; the state changes.
+
+    Raises:
+        OptionError: for what is no number of seconds, or a step that takes no time.
+    """
+
+    state_s: float
+    gradients_s: float
+    forward_s: float
+    backward_s: float
+    update_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not 0 <= value < float("inf"):
+                raise OptionError(f"Pipeline.{item.name} must be seconds, not {value!r}")
+        if self.step_s <= 0:
+            raise OptionError("a step must take some time")
+
+    @property
+    def step_s(self) -> float:
+        """Of a whole step without a capture."""
+        return self.forward_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a base in so many parts costs.
+
+    Attributes:
+        parts: into which the state is cut; 1 is a lazy base.
+        state_wait_s: that training waits for parts of the state.
+        gradients_wait_s: that it waits for gradients.
+        whole_s: from the beginning until all is in host memory.
+        held_s: most copy seconds of gradients that wait for the link at a time, where a later
+            backward does not overwrite them; device memory is held for so much.
+        gradients_s: copy seconds of all gradients that are copied: host memory for them.
+    """
+
+    parts: int
+    state_wait_s: float
+    gradients_wait_s: float
+    whole_s: float
+    held_s: float
+    gradients_s: float
+
+    @property
+    def stall_s(self) -> float:
+        """That training loses."""
+        return self.state_wait_s + self.gradients_wait_s
+
+
+@dataclass(slots=True)
+class _Copy:
+    left_s: float
+    deadline: tuple[int, _Phase]
+    gradients: bool
+
+
+@dataclass(slots=True)
+class _Link:
+    """One copy at a time, the earliest deadline first."""
+
+    copies: list[_Copy] = field(default_factory=list)
+    now_s: float = 0.0
+    held_s: float = 0.0
+
+    def add(self, copy: _Copy) -> None:
+        if copy.left_s <= _DONE:
+            return
+        self.copies.append(copy)
+        self.copies.sort(key=lambda item: item.deadline)
+        waiting_s = sum(item.left_s for item in self.copies if item.gradients)
+        self.held_s = max(self.held_s, waiting_s)
+
+    def run(self, seconds: float) -> None:
+        """Training goes on for so long."""
+        self.now_s += seconds
+        while self.copies and seconds > 0:
+            served_s = min(seconds, self.copies[0].left_s)
+            self.copies[0].left_s -= served_s
+            seconds -= served_s
+            if self.copies[0].left_s <= _DONE:
+                del self.copies[0]
+
+    def wait(self, deadline: tuple[int, _Phase]) -> Iterator[tuple[bool, float]]:
+        """Training waits for what is due: whether for gradients, and for how long."""
+        while self.copies and self.copies[0].deadline <= deadline:
+            due = self.copies[0]
+            yield due.gradients, due.left_s
+            self.run(due.left_s)
+
+
+def overlap(pipeline: Pipeline, parts: int, held_steps: int | None) -> Overlap:
+    """A base in equal parts.
+
+    Args:
+        parts: from 1.
+        held_steps: None: the update waits for the gradients (``gockpt``). 0: the next backward
+            does (``gockpt_o``, gradients that are overwritten in place). From 1: they are kept for
+            so many more steps, in device memory of their own.
+
+    Raises:
+        OptionError: for no parts, or fewer than no steps.
+    """
+    if parts < 1 or (held_steps is not None and held_steps < 0):
+        raise OptionError(f"no base has {parts} parts whose gradients are held {held_steps} steps")
+    link, waits_s, copied_s = _Link(), {False: 0.0, True: 0.0}, 0.0
+
+    def wait(step: int, phase: _Phase) -> None:
+        for gradients, seconds in link.wait((step, phase)):
+            waits_s[gradients] += seconds
+
+    for step in range(1, parts + 1):
+        link.add(_Copy(pipeline.state_s / parts, (step, _Phase.UPDATE), gradients=False))
+        link.run(pipeline.forward_s)
+        wait(step, _Phase.BACKWARD)
+        link.run(pipeline.backward_s)
+        wait(step, _Phase.UPDATE)
+        if step < parts:
+            seconds = pipeline.gradients_s * step / parts
+            copied_s += seconds
+            link.add(_Copy(seconds, _due(step, held_steps), gradients=True))
+            wait(step, _Phase.UPDATE)
+        link.run(pipeline.update_s if step < parts else 0.0)
+    left_s = sum(copy.left_s for copy in link.copies)
+    return Overlap(parts, waits_s[False], waits_s[True], link.now_s + left_s, link.held_s, copied_s)
+
+
+def best_parts(pipeline: Pipeline, held_steps: int | None, parts_max: int = PARTS_MAX) -> Overlap:
+    """The number of parts that holds training up least; of equals, the fewest.
+
+    One part, a lazy base, is among them, and wins where gradients alone exceed the link.
+    """
+    found = [overlap(pipeline, parts, held_steps) for parts in range(1, parts_max + 1)]
+    return min(found, key=lambda item: (round(item.stall_s, 9), item.parts))
+
+
+def lower_bound_s(pipeline: Pipeline, parts: int) -> float:
+    """No schedule that has copied everything by the end of the last of ``parts`` steps holds
+    training up less: the work of the link, less the time there is for it.
+
+    ``max(0, T (1 + r (k - 1) / 2) - k)`` in steps of time one, for a copy of ``T`` of them and
+    gradients of ``r`` of the state.
+    """
+    work_s = pipeline.state_s + pipeline.gradients_s * (parts - 1) / 2
+    return max(0.0, work_s - parts * pipeline.step_s)
+
+
+def _due(step: int, held_steps: int | None) -> tuple[int, _Phase]:
+    if held_steps is None:
+        return step, _Phase.UPDATE
+    if held_steps == 0:
+        return step + 1, _Phase.BACKWARD
+    return step + held_steps, _Phase.UPDATE

@@ -1,0 +1,193 @@
+"""``plan/multistep.py``: against the paper's formulas, a bound, and a pipeline in small ticks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from everstep.cli import app
+from everstep.cli._common import ExitCode
+from everstep.errors import OptionError
+from everstep.plan.multistep import Pipeline, best_parts, lower_bound_s, overlap
+
+HELD: tuple[int | None, ...] = (None, 0, 1, 2)
+ALL = 1000  # steps; as if device memory had no end
+
+
+def pipeline(copy_steps: float, ratio: float, update_s: float = 0.0) -> Pipeline:
+    """A step of one second; updates take some of it."""
+    left_s = 1.0 - update_s
+    return Pipeline(copy_steps, copy_steps * ratio, left_s / 3, left_s * 2 / 3, update_s)
+
+
+pipelines = st.builds(
+    Pipeline,
+    state_s=st.floats(0, 12),
+    gradients_s=st.floats(0, 6),
+    forward_s=st.floats(0, 1),
+    backward_s=st.floats(0.05, 1),
+    update_s=st.floats(0, 1),
+)
+
+
+def ticks(
+    part: int, gradients: int, step_ticks: tuple[int, int, int], parts: int, held: int | None
+) -> int:
+    """Ticks that training waits: the same pipeline, moved on a tick at a time.
+
+    Args:
+        part: ticks to copy a part.
+        gradients: to copy the gradients of one part.
+        step_ticks: forward, backward, update.
+    """
+    forward, backward, update = step_ticks
+    queue: dict[tuple[int, int, str], int] = {}
+    waited = 0
+
+    def tick() -> None:
+        if queue:  # what is due first, first
+            first = min(queue)
+            queue[first] -= 1
+            if not queue[first]:
+                del queue[first]
+
+    def wait(*limit: int) -> None:
+        nonlocal waited
+        while any(key[:2] <= limit for key in queue):
+            tick()
+            waited += 1
+
+    for step in range(1, parts + 1):
+        if part:
+            queue[step, 2, "state"] = part
+        for _ in range(forward):
+            tick()
+        wait(step, 1)
+        for _ in range(backward):
+            tick()
+        wait(step, 2)
+        if step < parts:
+            due = {None: (step, 2), 0: (step + 1, 1)}.get(held, (step + (held or 0), 2))
+            if gradients:
+                queue[(*due, f"gradients {step}")] = gradients * step
+            wait(step, 2)
+            for _ in range(update):
+                tick()
+    return waited
+
+
+def test_the_papers_saving_with_its_sign_put_right() -> None:
+    savings = {}
+    for parts in range(1, 16):
+        found = overlap(pipeline(parts, 1 / 7), parts, None)
+        assert found.stall_s == pytest.approx(parts * (parts - 1) / 14)
+        savings[parts] = parts - 1 - found.stall_s
+    assert max(savings.values()) == pytest.approx(3.0)
+    assert [k for k in savings if savings[k] == pytest.approx(3.0)] == [7, 8]
+    assert savings[14] == pytest.approx(0.0)
+    assert min(savings[k] for k in range(2, 14)) > 0 > savings[15]
+
+
+@pytest.mark.parametrize(("ratio", "saving", "best"), [(1 / 6, 2.5, [6, 7]), (1 / 3, 1.0, [3, 4])])
+def test_other_ratios(ratio: float, saving: float, best: list[int]) -> None:
+    found = {k: k - 1 - overlap(pipeline(k, ratio), k, None).stall_s for k in range(1, 13)}
+    assert max(found.values()) == pytest.approx(saving)
+    assert [k for k in found if found[k] == pytest.approx(saving)] == best
+
+
+@given(pipelines)
+def test_one_part_is_a_lazy_base(given: Pipeline) -> None:
+    for held in HELD:
+        found = overlap(given, 1, held)
+        window_s = given.forward_s + given.backward_s
+        assert found.stall_s == pytest.approx(max(0.0, given.state_s - window_s), abs=1e-9)
+        assert found.gradients_s == 0
+
+
+@given(pipelines, st.integers(1, 24), st.sampled_from([None, 0]))
+def test_nothing_beats_the_bound(given: Pipeline, parts: int, held: int | None) -> None:
+    assert overlap(given, parts, held).stall_s >= lower_bound_s(given, parts) - 1e-9
+
+
+@given(pipelines, st.integers(1, 24))
+def test_waiting_later_is_never_worse(given: Pipeline, parts: int) -> None:
+    stalls = [overlap(given, parts, held).stall_s for held in (None, 0, 1, 2, ALL)]
+    assert all(late <= early + 1e-9 for early, late in itertools.pairwise(stalls))
+    window_s = given.forward_s + given.backward_s
+    state_s = max(0.0, given.state_s / parts - window_s) * parts
+    assert stalls[-1] == pytest.approx(state_s, abs=1e-6)
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(0, 20),
+    st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(0, 10)),
+    st.integers(1, 10),
+    st.sampled_from(HELD),
+)
+@example(96, 32, (8, 16, 0), 6, 0)
+def test_the_same_as_in_small_ticks(
+    part: int, gradients: int, step: tuple[int, int, int], parts: int, held: int | None
+) -> None:
+    given = Pipeline(float(part * parts), float(gradients * parts), *map(float, step))
+    waited = ticks(part, gradients, step, parts, held)
+    assert overlap(given, parts, held).stall_s == pytest.approx(waited, abs=1e-6)
+
+
+def test_gradients_that_exceed_the_link_make_it_lazy() -> None:
+    for held in (None, 0, 1):
+        assert best_parts(pipeline(8, 4 / 12), held).parts == 1
+    assert best_parts(pipeline(4, 2 / 14), 1).stall_s == 0
+
+
+def test_memory() -> None:
+    given = pipeline(4, 1 / 7)
+    found = overlap(given, 8, None)
+    assert found.gradients_s == pytest.approx(given.gradients_s * 7 / 2)  # G (k - 1) / 2
+    assert found.whole_s == pytest.approx(8 + found.stall_s)
+    held = overlap(given, 4, ALL)
+    assert held.held_s == pytest.approx(1.5 * given.gradients_s)
+    assert held.whole_s > 4
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_nonsense_is_refused(wrong: float) -> None:
+    with pytest.raises(OptionError, match="seconds"):
+        Pipeline(1.0, wrong, 1.0, 1.0)
+    with pytest.raises(OptionError, match="some time"):
+        Pipeline(1.0, 1.0, 0.0, 0.0)
+    with pytest.raises(OptionError, match="parts"):
+        overlap(pipeline(1, 1), 0, None)
+
+
+def run(*words: str) -> Any:
+    given = "--state-bytes 14GB --grad-bytes 2GB --link 25GB/s --step-ms 140".split()
+    result = CliRunner().invoke(app, ["plan", "multistep", *given, *words])
+    assert "Traceback" not in result.output
+    return result
+
+
+def test_command() -> None:
+    found = json.loads(run("--json", "--write-bw", "2GB/s").stdout)
+    assert found["async"]["stall_s"] == pytest.approx(0.56)
+    assert found["lazy"]["stall_s"] == pytest.approx(0.42)
+    assert found["sync"]["stall_s"] == pytest.approx(7)
+    assert found["best"] == {"gockpt": 4, "gockpt_o": 6, "held": 8}
+    assert len(found["gockpt"]) == 24
+    assert found["gockpt"][3]["stall_s"] == pytest.approx(0.12)
+    shown = run().stdout
+    assert "> 120.0" in shown
+    assert "the paper's" in next(line for line in shown.splitlines() if line.startswith("    7"))
+
+
+@pytest.mark.parametrize(
+    "words", ["--update-ms 140", "--forward-ms 200", "--link 0", "--step-ms 0", "--parts-max 0"]
+)
+def test_command_refuses(words: str) -> None:
+    assert run(*words.split()).exit_code == ExitCode.USAGE
