@@ -14,9 +14,9 @@ from everstep.errors import OptionError
 def test_size_and_a_step(name: str, batch: int) -> None:
     with torch.device("meta"):
         found = published(name)
-        model = found.make()
+        model, loss = found.training(batch)
         assert sum(p.numel() for p in model.parameters()) == found.params
-        found.loss(model, batch).backward()
+        loss().backward()
     for parameter, tensor in model.named_parameters():
         assert tensor.grad is not None, parameter
 
@@ -24,11 +24,10 @@ def test_size_and_a_step(name: str, batch: int) -> None:
 @pytest.mark.parametrize("name", ["mnasnet", "transformer"])
 def test_runs_on_the_cpu(name: str) -> None:
     torch.manual_seed(0)
-    found = published(name)
-    model = found.make()
-    loss = found.loss(model, 2)
-    loss.backward()
-    assert torch.isfinite(loss)
+    _, loss = published(name).training(2)
+    value = loss()
+    value.backward()
+    assert torch.isfinite(value)
 
 
 def test_unknown_name() -> None:

@@ -45,12 +45,16 @@ class Published:
     inputs: Callable[[int], tuple[Tensor, ...]]
     params: int
 
-    def loss(self, model: nn.Module, batch: int) -> Tensor:
-        """Cross entropy of one batch (random inputs, all targets 0)."""
-        out: Tensor = model(*self.inputs(batch))
-        logits = out.flatten(0, -2)
-        targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        return nn.functional.cross_entropy(logits, targets)
+    def training(self, batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+        """A model on the default device, and its loss on a batch: random, with targets 0."""
+        model, inputs = self.make(), self.inputs(batch)
+
+        def loss() -> Tensor:
+            logits = model(*inputs).flatten(0, -2)
+            targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+            return nn.functional.cross_entropy(logits, targets)
+
+        return model, loss
 
 
 def _images(batch: int) -> tuple[Tensor, ...]:
