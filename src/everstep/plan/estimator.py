@@ -25,7 +25,7 @@ from typing import Any
 
 from everstep.errors import OptionError
 from everstep.plan.costs import Costs, Waste, is_number, waste
-from everstep.plan.interval import best_choice, interval_steps_min
+from everstep.plan.interval import best_choice, interval_steps_min, without_log
 
 __all__ = ["Estimator", "FailurePrior", "Recommendation"]
 
@@ -86,6 +86,9 @@ class Estimator:
     the run began, over all its processes (time in which nothing was trained does not count).
 
     Args:
+        log: whether there is a log to redo steps from; otherwise all since the base is lost.
+        replay_share: the share of a step that redoing it is believed to take, until it was
+            measured; None: there is no recommendation before.
         window: newest samples of each cost that count.
         half_life: a sample weighs half as much as one that is so many samples newer.
         prior: what is believed of failures before any was seen.
@@ -102,6 +105,8 @@ class Estimator:
     def __init__(
         self,
         *,
+        log: bool = True,
+        replay_share: float | None = None,
         window: int = 64,
         half_life: float = 16.0,
         prior: FailurePrior | None = None,
@@ -110,6 +115,8 @@ class Estimator:
         batch_max: int | None = None,
         accelerators: int = 1,
     ) -> None:
+        if replay_share is not None and (not is_number(replay_share) or not 0 < replay_share < 1):
+            raise OptionError(f"replay_share must be between 0 and 1, not {replay_share!r}")
         if not isinstance(window, int) or not 1 <= window <= 100_000:
             raise OptionError(f"window must be a number of samples, not {window!r}")
         _positive("half_life", half_life)
@@ -121,6 +128,8 @@ class Estimator:
             raise OptionError(f"batch_max must be at least one step, not {batch_max!r}")
         if not isinstance(accelerators, int) or accelerators < 1:
             raise OptionError(f"accelerators must be 1 or more, not {accelerators!r}")
+        self._log = log
+        self._replay_share = replay_share
         self._half_life = half_life
         self._prior = prior or FailurePrior()
         self._failure_half_life_s = failure_half_life_s
@@ -197,22 +206,35 @@ class Estimator:
         return self._trained_s
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; None before there was one."""
+        return self._median("step_s")
+
+    @property
+    def base_cost_s(self) -> float | None:
+        """Seconds of training that a base costs; None before that is known."""
+        return self._median("base_cost_s")
+
+    @property
     def mtbf_s(self) -> float:
         """Mean time between failures: the inverse of the posterior mean of their rate."""
         prior = self._prior
         return (prior.seconds + self._seen_s) / (prior.failures + self._failures)
 
     def costs(self) -> Costs | None:
-        """Costs as estimated; None before there was a step, a base and a replay.
+        """Costs as estimated; None before there was a step, a base and, where there is a log,
+        a replay or a belief of it.
 
         As long as no base was loaded, loading counts as fast as writing; that concerns the
-        waste, not the choice.
+        waste, not the choice. Without a log, steps are trained again: redoing one takes a step.
 
         Raises:
             OptionError: for samples that are beyond all reason.
         """
         step_s, rate = self._median("step_s"), self._median("write_bytes_per_s")
-        replay_s = self._median("replay_s")
+        replay_s = self._median("replay_s") if self._log else step_s
+        if replay_s is None and step_s is not None and self._replay_share is not None:
+            replay_s = step_s * self._replay_share
         if step_s is None or rate is None or replay_s is None or self._state_bytes is None:
             return None
         return Costs(
@@ -237,7 +259,7 @@ class Estimator:
         costs = self.costs()
         if costs is None:
             return None
-        best = best_choice(costs, batch_max=self._batch_max)
+        best = best_choice(costs, batch_max=self._batch_max) if self._log else without_log(costs)
         chosen, wasted = (best.interval_steps, best.batch_steps), best.waste
         if self._held is not None and self._allows(costs, *self._held):
             interval_s, batch_s = (steps * costs.step_s for steps in self._held)

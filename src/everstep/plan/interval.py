@@ -35,6 +35,7 @@ __all__ = [
     "curve",
     "interval_steps_min",
     "optimum",
+    "without_log",
 ]
 
 _ROUNDS_NO_MORE = 1_000_000
@@ -164,7 +165,7 @@ def optimum(costs: Costs, *, batch_max: int | None = None, write_cost: bool = Tr
         best_choice(costs, batch_max=batch_max, write_cost=write_cost),
         continuous_optimum(costs, write_cost=write_cost),
         closed_form(costs),
-        _without_log(costs, write_cost),
+        without_log(costs, write_cost=write_cost),
     )
 
 
@@ -314,8 +315,12 @@ def _choice(costs: Costs, n: int, k: int, write_cost: bool) -> Choice:
     return Choice(n, k, interval_s, batch_s, wasted)
 
 
-def _without_log(costs: Costs, write_cost: bool) -> Choice:
-    """Young's choice in whole steps (GoCkpt section 3.1): all since the base is lost."""
+def without_log(costs: Costs, *, write_cost: bool = True) -> Choice:
+    """The best interval between bases if there were no log, in whole steps.
+
+    Young's choice (GoCkpt section 3.1): all since the base is lost. Bases are never closer
+    than one write takes, however often something fails.
+    """
     costs = replace(costs, batch_write_s=0.0)
     base_s, _ = write_costs(costs, write_cost)
     lost, base = costs.step_s / (2 * costs.mtbf_s), base_s / costs.step_s
@@ -330,7 +335,7 @@ def _without_log(costs: Costs, write_cost: bool) -> Choice:
 
 def _check_replay(costs: Costs) -> None:
     if costs.replay_s >= costs.step_s:
-        plain = _without_log(costs, write_cost=True)
+        plain = without_log(costs)
         raise InfeasibleError(
             f"redoing a step from the log takes {costs.replay_s:.4g} s, and training it "
             f"{costs.step_s:.4g} s: the log gains nothing",

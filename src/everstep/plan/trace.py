@@ -347,6 +347,6 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
         gradient, _, weight, _, _, _, _, transposed, _, _, wanted = args
         out_channels: int = weight.shape[1 if transposed else 0]
         each: int = 2 * gradient.numel() * weight.numel() // out_channels
-        return each * sum(wanted[:2])
+        return each * int(sum(wanted[:2]))
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))

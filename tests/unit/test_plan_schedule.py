@@ -1,0 +1,250 @@
+"""``plan/schedule.py``: against all plans there are, the paper's equations read literally."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.bench.workloads.published import published
+from everstep.errors import InfeasibleError, OptionError
+from everstep.plan.devices import device, seconds_of
+from everstep.plan.schedule import (
+    Chunk,
+    Item,
+    Mode,
+    Placement,
+    Problem,
+    Schedule,
+    bound,
+    greedy,
+    problem_of,
+    schedule,
+    validate,
+)
+from everstep.plan.trace import trace_training
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    count = draw(st.integers(2, 5))
+    seconds = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    live = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    items = draw(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(1, count)), min_size=1, max_size=3)
+    )
+    return Problem(
+        tuple(map(float, seconds)),
+        tuple(live),
+        tuple(Item(f"item {n}", size, u) for n, (size, u) in enumerate(items)),
+        1.0,
+    )
+
+
+modes = st.sampled_from(["paper", "direct"])
+
+
+def literally(problem: Problem, mode: Mode) -> int | None:
+    """The lowest peak over all choices of creation and offload of whole items; None if there is
+    none. Checks Eq. 1 to 12 for each, with what ERRATA adds: no offload at the first operator.
+
+    An item that is created at ``c``, preserved until ``s`` and offloaded there takes memory from c
+    to s (Eq. 11); ``direct`` adds the choice to offload it as it lies, before its update.
+    """
+    count = len(problem.seconds)
+    choices = []
+    for item in problem.items:
+        mine: list[tuple[int | None, int]] = []
+        for c, s in itertools.combinations(range(count), 2):  # Eq. 2, 3, 7: c before s
+            if c < item.update:  # Eq. 8
+                mine.append((c, s))
+        if mode == "direct":
+            mine += [(None, s) for s in range(min(item.update, count))]
+        choices.append(mine)
+    best: int | None = None
+    for plan in itertools.product(*choices):
+        moved, memory = [0] * count, list(problem.live_bytes)
+        for item, (c, s) in zip(problem.items, plan, strict=True):
+            moved[s] += item.size_bytes
+            for t in range(s + 1 if c is None else c, s + 1):
+                memory[t] += item.size_bytes  # Eq. 10
+        if all(
+            m <= problem.link_bytes_per_s * t for m, t in zip(moved, problem.seconds, strict=True)
+        ):
+            peak = max(memory)
+            best = peak if best is None else min(best, peak)  # Eq. 12
+    return best
+
+
+def halves(problem: Problem, parts: int) -> Problem:
+    """The same, with items in so many parts, which may be planned one by one."""
+    items = [
+        Item(f"{item.name}.{part}", 1, item.update)
+        for item in problem.items
+        for part in range(item.size_bytes * parts)
+    ]
+    return dataclasses.replace(
+        problem,
+        seconds=tuple(s * parts for s in problem.seconds),
+        live_bytes=tuple(m * parts for m in problem.live_bytes),
+        items=tuple(items),
+    )
+
+
+@given(problems(), modes)
+def test_nothing_is_below_the_bound(problem: Problem, mode: Mode) -> None:
+    exact = literally(problem, mode)
+    if exact is None:
+        return
+    assert bound(problem, mode) <= exact
+
+
+@given(problems(), modes)
+def test_the_bound_is_met_by_small_chunks(problem: Problem, mode: Mode) -> None:
+    small = halves(problem, 1)
+    if len(small.items) > 5:
+        return
+    exact = literally(small, mode)
+    try:
+        lowest = bound(problem, mode)
+    except InfeasibleError:
+        assert exact is None
+        return
+    assert lowest == exact
+
+
+@given(problems(), modes, st.integers(1, 3))
+def test_plans_are_valid(problem: Problem, mode: Mode, chunk_bytes: int) -> None:
+    try:
+        lowest = bound(problem, mode)
+    except InfeasibleError:
+        return
+    plan = greedy(problem, mode, chunk_bytes)
+    if plan is None:
+        assert chunk_bytes > 1
+        return
+    assert validate(problem, plan) == []
+    assert plan.peak_bytes >= lowest == plan.bound_bytes
+
+
+@given(problems(), modes)
+def test_greedy_finds_a_plan_where_there_is_one(problem: Problem, mode: Mode) -> None:
+    if literally(problem, mode) is not None:
+        assert greedy(problem, mode, 1) is not None
+
+
+@given(problems(), modes)
+def test_infeasible_says_what_would_do(problem: Problem, mode: Mode) -> None:
+    try:
+        bound(problem, mode)
+    except InfeasibleError as error:
+        if error.needed == float("inf"):
+            return
+        faster = dataclasses.replace(problem, link_bytes_per_s=error.needed * 1.01 + 1)
+        bound(faster, mode)
+        slower = dataclasses.replace(problem, link_bytes_per_s=error.needed * 0.9)
+        with pytest.raises(InfeasibleError):
+            bound(slower, mode)
+
+
+def plan() -> tuple[Problem, Schedule]:
+    problem = Problem((1.0,) * 6, (10,) * 6, (Item("w", 3, 5), Item("b", 2, 2)), 2.0)
+    found = greedy(problem, "paper", 1)
+    assert found is not None
+    assert validate(problem, found) == []
+    return problem, found
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda p: dataclasses.replace(p, placements=p.placements[1:]), "leaves not once|not all"),
+        (lambda p: dataclasses.replace(p, placements=p.placements * 2), "leaves not once"),
+        (lambda p: dataclasses.replace(p, peak_bytes=p.peak_bytes - 1), "peak"),
+        (lambda p: all_at(p, 5), "more than it moves"),
+        (lambda p: without_snapshots(p), "after it was written|as it lies"),
+        (lambda p: with_late_snapshots(p), "too late"),
+    ],
+)
+def test_the_validator_finds_what_is_wrong(change: object, complaint: str) -> None:
+    problem, good = plan()
+    assert callable(change)
+    found = validate(problem, change(good))
+    assert any(re.search(complaint, line) for line in found), found
+
+
+def all_at(found: Schedule, number: int) -> Schedule:
+    places = (dataclasses.replace(place, offload=number) for place in found.placements)
+    return dataclasses.replace(found, placements=tuple(places))
+
+
+def without_snapshots(found: Schedule) -> Schedule:
+    places = (dataclasses.replace(place, snapshot=None) for place in found.placements)
+    return dataclasses.replace(found, placements=tuple(places))
+
+
+def with_late_snapshots(found: Schedule) -> Schedule:
+    places = (Placement(p.chunk, p.offload, p.offload) for p in found.placements)
+    return dataclasses.replace(found, placements=tuple(places))
+
+
+def test_what_the_first_operator_writes() -> None:
+    problem = Problem((1.0, 1.0), (1, 1), (Item("mean", 1, 0),), 10.0)
+    for mode in ("paper", "direct"):
+        with pytest.raises(InfeasibleError, match="'mean'"):
+            bound(problem, mode)  # type: ignore[arg-type]
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(OptionError):
+        Problem((), (), (), 1.0)
+    with pytest.raises(OptionError):
+        Problem((1.0,), (1,), (), 0.0)
+    with pytest.raises(OptionError):
+        Problem((1.0,), (1,), (Item("w", 1, 2),), 1.0)
+
+
+def traced(name: str, batch: int, link_bytes_per_s: float) -> Problem:
+    with torch.device("meta"):
+        model, loss = published(name).training(batch)
+        trace = trace_training(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    return problem_of(trace, seconds_of(trace.operators, device("rtx3090")), link_bytes_per_s)
+
+
+def test_alexnet_as_in_table_1() -> None:
+    """Checkflow Table I: feasible at 63 GB/s with batches of 32, at any with 1024."""
+    for batch, link, feasible in (
+        *((32, 63e9, True), (32, 40e9, False), (32, 20e9, False)),
+        *((1024, 63e9, True), (1024, 40e9, True), (1024, 20e9, True)),
+    ):
+        problem = traced("alexnet", batch, link)
+        if not feasible:
+            with pytest.raises(InfeasibleError) as caught:
+                schedule(problem, "paper")
+            assert 40e9 < caught.value.needed < 63e9
+            continue
+        found = schedule(problem, "paper")
+        assert validate(problem, found) == []
+        assert found.gap < 0.02
+
+
+@pytest.mark.parametrize("name", ["mnasnet", "resnet3d"])
+def test_directly_costs_no_memory_where_the_link_suffices(name: str) -> None:
+    problem = traced(name, 32, 63e9)
+    found = schedule(problem, "direct")
+    assert validate(problem, found) == []
+    assert found.peak_bytes == problem.peak_bytes
+    assert all(place.snapshot is None for place in found.placements)
+
+
+def test_chunks_cover_an_item() -> None:
+    problem = Problem((10.0,) * 4, (0,) * 4, (Item("w", 10, 4),), 1.0)
+    found = greedy(problem, "direct", 4)
+    assert found is not None
+    chunks = sorted((place.chunk for place in found.placements), key=lambda chunk: chunk.begin)
+    assert chunks == [Chunk(0, 0, 4), Chunk(0, 4, 8), Chunk(0, 8, 10)]
