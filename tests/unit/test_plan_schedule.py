@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.bench.workloads.published import published
-from everstep.errors import InfeasibleError, OptionError
+from everstep.errors import InfeasibleError, OptionError, UnavailableError
 from everstep.plan.devices import device, seconds_of
+from everstep.plan.exact import exact
 from everstep.plan.schedule import (
     Chunk,
     Item,
@@ -240,6 +241,40 @@ def test_directly_costs_no_memory_where_the_link_suffices(name: str) -> None:
     assert validate(problem, found) == []
     assert found.peak_bytes == problem.peak_bytes
     assert all(place.snapshot is None for place in found.placements)
+
+
+@given(problems(), modes)
+def test_exact_is_exact(problem: Problem, mode: Mode) -> None:
+    pytest.importorskip("pyscipopt")
+    try:
+        bound(problem, mode)
+    except InfeasibleError:
+        return
+    found = exact(problem, mode, 9, limit_s=60)
+    best = literally(problem, mode)
+    assert (found and found.peak_bytes) == best
+    if found is not None:
+        assert validate(problem, found) == []
+        assert found.gap == 0
+
+
+def test_exact_beats_greedy() -> None:
+    pytest.importorskip("pyscipopt")
+    problem = traced("alexnet", 32, 63e9)
+    first = greedy(problem, "paper", 4 << 20)
+    found = exact(problem, "paper", 4 << 20, limit_s=60)
+    assert first is not None
+    assert found is not None
+    assert validate(problem, found) == []
+    assert found.peak_bytes < first.peak_bytes
+    assert found.gap < 1e-6
+
+
+def test_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.plan.exact.has_solver", lambda: False)
+    problem = traced("alexnet", 32, 63e9)
+    with pytest.raises(UnavailableError, match="PySCIPOpt"):
+        exact(problem, "paper", 4 << 20, limit_s=60)
 
 
 def test_chunks_cover_an_item() -> None:

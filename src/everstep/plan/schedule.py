@@ -28,6 +28,7 @@ from everstep.plan.trace import StepTrace
 
 __all__ = [
     "Chunk",
+    "Group",
     "Item",
     "Mode",
     "Placement",
@@ -35,6 +36,9 @@ __all__ = [
     "Schedule",
     "bound",
     "greedy",
+    "groups_of",
+    "memory_of",
+    "peak_of",
     "problem_of",
     "schedule",
     "validate",
@@ -264,7 +268,7 @@ def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int
 
 
 @dataclass(slots=True)
-class _Group:
+class Group:
     """Chunks of one size and one deadline, of which the first ``gone`` have left."""
 
     update: int
@@ -300,7 +304,7 @@ def greedy(problem: Problem, mode: Mode, chunk_bytes: int) -> Schedule | None:
                 low = middle + 1
             else:
                 best, high = found, middle
-    return Schedule(mode, tuple(best), max(_memory(problem, best)), lowest, chunk_bytes)
+    return Schedule(mode, tuple(best), peak_of(problem, best), lowest, chunk_bytes)
 
 
 def schedule(problem: Problem, mode: Mode) -> Schedule:
@@ -351,12 +355,18 @@ def validate(problem: Problem, plan: Schedule) -> list[str]:
             position = end
         if position != item.size_bytes:
             found.append(f"{item.name}: not all of it leaves")
-    if max(_memory(problem, plan.placements)) != plan.peak_bytes:
+    if peak_of(problem, plan.placements) != plan.peak_bytes:
         found.append("the peak is not as stated")
     return found
 
 
-def _memory(problem: Problem, placements: Sequence[Placement]) -> list[int]:
+def peak_of(problem: Problem, placements: Sequence[Placement]) -> int:
+    """Most bytes at any operator."""
+    return max(memory_of(problem, placements))
+
+
+def memory_of(problem: Problem, placements: Sequence[Placement]) -> list[int]:
+    """Bytes while each operator runs: the step's own and all snapshots."""
     change = [0] * (len(problem.seconds) + 1)
     for place in placements:
         if place.snapshot is not None:
@@ -369,14 +379,14 @@ def _memory(problem: Problem, placements: Sequence[Placement]) -> list[int]:
     return found
 
 
-def _groups(problem: Problem, chunk_bytes: int) -> list[_Group]:
+def groups_of(problem: Problem, chunk_bytes: int) -> list[Group]:
     """All chunks, the earliest deadline first, and of equals the largest."""
-    found: dict[tuple[int, int], _Group] = {}
+    found: dict[tuple[int, int], Group] = {}
     for number, item in enumerate(problem.items):
         for begin in range(0, item.size_bytes, chunk_bytes):
             chunk = Chunk(number, begin, min(begin + chunk_bytes, item.size_bytes))
             key = (item.update, -chunk.size_bytes)
-            found.setdefault(key, _Group(item.update, chunk.size_bytes)).chunks.append(chunk)
+            found.setdefault(key, Group(item.update, chunk.size_bytes)).chunks.append(chunk)
     return [found[key] for key in sorted(found)]
 
 
@@ -388,14 +398,14 @@ class _Greedy:
         self._peak = peak
         self._live = problem.live_bytes
         self._capacities = problem.capacities(mode)
-        self._groups = _groups(problem, chunk_bytes)
+        self._groups = groups_of(problem, chunk_bytes)
         self._least = min((group.size_bytes for group in self._groups), default=0)
         self._late = 0  # bytes of snapshots that were made and have not left
         self._placements: list[Placement] = []
 
     def run(self) -> list[Placement] | None:
         """Placements; None if it runs out of memory, or of operators."""
-        forced: dict[int, list[_Group]] = {}
+        forced: dict[int, list[Group]] = {}
         for group in self._groups:
             forced.setdefault(group.update - 1, []).append(group)
         room_before = 0
@@ -445,7 +455,7 @@ class _Greedy:
         self._groups = [group for group in self._groups if group.count]
         return room
 
-    def _put(self, group: _Group, count: int, number: int, *, late: bool) -> None:
+    def _put(self, group: Group, count: int, number: int, *, late: bool) -> None:
         snapshot: int | None = None
         if late:
             snapshot = group.update - 1
