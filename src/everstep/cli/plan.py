@@ -16,6 +16,7 @@ from everstep.cli._units import (
     seconds_in_words,
 )
 from everstep.cli.multistep import multistep
+from everstep.cli.schedule import schedule
 
 if TYPE_CHECKING:
     from everstep.plan.costs import Costs, Waste
@@ -39,6 +40,7 @@ def _group() -> None:
 
 
 app.command()(multistep)
+app.command()(schedule)
 
 
 @app.command()

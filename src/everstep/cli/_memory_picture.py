@@ -1,0 +1,55 @@
+"""A picture of memory over a step, with and without checkpointing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everstep.errors import OptionError, UnavailableError
+
+if TYPE_CHECKING:
+    from everstep.plan.planned import Planned
+
+__all__ = ["check", "draw"]
+
+_INCHES = (10.0, 4.0)
+_DPI = 150
+
+
+def check(path: Path) -> None:
+    """Looks, before anything is planned, whether a picture can be drawn there.
+
+    Raises:
+        UnavailableError: matplotlib is missing.
+        OptionError: there is no such folder.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnavailableError(
+            "a picture needs matplotlib, which is not installed",
+            hint="pip install matplotlib, or leave out --picture",
+        )
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"there is no folder {path.absolute().parent}", hint="make it first")
+
+
+def draw(found: Planned, title: str, path: Path) -> None:
+    """Bytes over the time of the step: its own, and with the plan's snapshots."""
+    from everstep.plan.schedule import memory_of
+
+    assert found.schedule is not None
+    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
+    figures: Any = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=_INCHES, layout="constrained")
+    axes = figure.subplots()
+    ends_ms = [s * 1e3 for s in accumulate(found.problem.seconds)]
+    planned = memory_of(found.problem, found.schedule.placements)
+    for label, values in (("with checkpoints", planned), ("without", found.problem.live_bytes)):
+        axes.step([0.0, *ends_ms], [v / 1e6 for v in (values[0], *values)], label=label)
+    at_once = found.blocking_peak_bytes / 1e6
+    axes.axhline(at_once, linestyle=":", color="grey", label="all duplicated at once (peak)")
+    axes.set(xlabel="ms of the step", ylabel="MB", title=title, ylim=(0, at_once * 1.05))
+    axes.legend(loc="lower right")
+    agg.FigureCanvasAgg(figure).print_figure(str(path), dpi=_DPI)

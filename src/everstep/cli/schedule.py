@@ -1,0 +1,203 @@
+"""``everstep plan schedule``: when each tensor leaves the device, and what that costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words
+from everstep.cli._units import parse_bytes_per_s, seconds_in_words
+from everstep.errors import OptionError
+
+if TYPE_CHECKING:
+    from everstep.plan.planned import Optimizers, Planned, Training
+
+__all__ = ["schedule"]
+
+
+class _Optimizer(str, Enum):
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+class _Mode(str, Enum):
+    DIRECT = "direct"
+    PAPER = "paper"
+
+
+def schedule(
+    model: Annotated[str, typer.Option(help="A network's name, or FILE.py:factory.")],
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a step.")] = 32,
+    optimizer: Annotated[
+        _Optimizer, typer.Option(help="Plain, with its defaults.")
+    ] = _Optimizer.SGD,
+    gpu: Annotated[
+        str, typer.Option(help="Whose data sheet gives the times of operators.")
+    ] = "rtx3090",
+    link: Annotated[
+        str | None, typer.Option(help="Bandwidth to the host, like 40GB/s [default: of the GPU].")
+    ] = None,
+    disk: Annotated[str, typer.Option(help="Bandwidth of the disk, like 3GB/s.")] = "3GB/s",
+    mode: Annotated[
+        _Mode, typer.Option(help="direct: offload from live tensors; paper: always duplicate.")
+    ] = _Mode.DIRECT,
+    exact: Annotated[bool, typer.Option("--exact", help="Solve the integer program.")] = False,
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds for --exact.")] = 120.0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw memory over the step (needs matplotlib).")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """When each tensor of a checkpoint of every step leaves the device (Checkflow).
+
+    Traces one training step without a device, and plans its copies so that the peak of memory
+    stays low. Times of operators are the roofline of the GPU's data sheet: real ones take
+    longer, and leave more time for copies. A factory gets the batch size and returns a model
+    and a function that gives its loss. Exit status 3 when the link is too slow, with the
+    bandwidth that would do.
+    """
+    from everstep.plan.devices import device
+    from everstep.plan.planned import plan_step, trace_of
+
+    on = device(gpu)
+    bandwidth = on.link_bytes_per_s if link is None else parse_bytes_per_s("--link", link)
+    disk_bytes_per_s = parse_bytes_per_s("--disk", disk)
+    if picture is not None:
+        from everstep.cli._memory_picture import check
+
+        check(picture)
+    start_s = time.perf_counter()
+    trace = trace_of(_training(model), batch, _optimizer(optimizer))
+    found = plan_step(
+        trace,
+        time.perf_counter() - start_s,
+        on,
+        bandwidth,
+        mode.value,
+        exact_s=limit_s if exact else None,
+    )
+    about = {"model": model, "batch": batch, "optimizer": optimizer.value, "gpu": gpu}
+    document = _document(found, about, mode.value, disk_bytes_per_s)
+    if picture is not None and found.schedule is not None:
+        from everstep.cli._memory_picture import draw
+
+        draw(found, f"{model}, batch {batch}", picture)
+    if json_output:
+        emit(document)
+    else:
+        _show(console(), found, document, on.source)
+    if found.schedule is None:
+        raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+def _optimizer(which: _Optimizer) -> Optimizers:
+    import torch
+
+    if which is _Optimizer.SGD:
+        return lambda model: torch.optim.SGD(model.parameters(), 0.1)
+    return lambda model: torch.optim.Adam(model.parameters())
+
+
+def _training(model: str) -> Training:
+    """What makes a model and its loss."""
+    path, colon, name = model.rpartition(":")
+    if not colon:
+        from everstep.bench.workloads.published import published
+
+        return published(model).training
+    if not Path(path).is_file():
+        raise OptionError(f"--model {model!r}: there is no file {path}", hint="FILE.py:factory")
+    spec = importlib.util.spec_from_file_location("everstep_planned_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    factory: Any = getattr(module, name, None)
+    if not callable(factory):
+        raise OptionError(
+            f"--model {model!r}: {path} has no function {name!r}",
+            hint="def factory(batch): return model, loss",
+        )
+    made: Training = factory
+    return made
+
+
+def _document(
+    found: Planned, about: dict[str, Any], mode: str, disk_bytes_per_s: float
+) -> dict[str, Any]:
+    problem, plan = found.problem, found.schedule
+    return {
+        **about,
+        "mode": mode,
+        "times": "roofline of the data sheet",
+        "traced_on": found.trace.device,
+        "operators": len(found.trace.operators),
+        "step_s": problem.step_s,
+        "link_bytes_per_s": problem.link_bytes_per_s,
+        "needed_bytes_per_s": found.needed_bytes_per_s,
+        "margin": problem.link_bytes_per_s / found.needed_bytes_per_s - 1,
+        "snapshot_bytes": problem.size_bytes,
+        "peak_bytes": {
+            "without": problem.peak_bytes,
+            "all_at_once": found.blocking_peak_bytes,
+            "planned": None if plan is None else plan.peak_bytes,
+            "bound": None if plan is None else plan.bound_bytes,
+        },
+        "gap": None if plan is None else plan.gap,
+        "chunk_bytes": None if plan is None else plan.chunk_bytes,
+        "chunks": None if plan is None else len(plan.placements),
+        "duplicated_bytes": None if plan is None else _duplicated(found),
+        "disk_bytes_per_s": found.disk_bytes_per_s,
+        "persist_every_steps": found.every_steps(disk_bytes_per_s),
+        "trace_s": found.trace_s,
+        "plan_s": found.plan_s,
+        "infeasible": None if found.infeasible is None else found.infeasible.message,
+    }
+
+
+def _duplicated(found: Planned) -> int:
+    assert found.schedule is not None
+    places = found.schedule.placements
+    return sum(place.chunk.size_bytes for place in places if place.snapshot is not None)
+
+
+def _show(out: Console, found: Planned, document: dict[str, Any], source: str) -> None:
+    problem, plan = found.problem, found.schedule
+    step = seconds_in_words(problem.step_s)
+    out.print(
+        f"{document['model']}, batch {document['batch']}, {document['optimizer']}: "
+        f"{document['operators']} operators in {step} at least ({document['gpu']}: {source})"
+    )
+    needed, link = found.needed_bytes_per_s / 1e9, problem.link_bytes_per_s / 1e9
+    out.print(
+        f"checkpoint of {in_words(problem.size_bytes)} each step: takes {needed:.1f} GB/s of the "
+        f"link's {link:.1f} ({document['margin']:+.0%})"
+    )
+    if plan is None:
+        assert found.infeasible is not None
+        out.print(f"infeasible: {found.infeasible.message}")
+        return
+    extra = plan.peak_bytes - problem.peak_bytes
+    out.print(
+        f"peak of memory {in_words(plan.peak_bytes)}: {in_words(extra)} more than without "
+        f"checkpoints, {in_words(found.blocking_peak_bytes - plan.peak_bytes)} less than with a "
+        "duplicate of everything at once"
+    )
+    out.print(
+        f"no plan has a peak below {in_words(plan.bound_bytes)}: gap {plan.gap:.2%}, with chunks "
+        f"of {in_words(plan.chunk_bytes)}; {in_words(document['duplicated_bytes'])} are duplicated"
+    )
+    out.print(
+        f"persisting each takes {found.disk_bytes_per_s / 1e9:.1f} GB/s of a disk; "
+        f"every {document['persist_every_steps']}. is what it keeps up with"
+    )
+    out.print(
+        f"traced on {document['traced_on']} in {seconds_in_words(found.trace_s)}, "
+        f"planned in {seconds_in_words(found.plan_s)}"
+    )
