@@ -155,6 +155,30 @@ def test_lives() -> None:
     assert trace.live_bytes()[4] == 48 + inputs + 48
 
 
+def test_updates_inside_of_backward() -> None:
+    with torch.device("meta"):
+        model, loss = gpt()
+        optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+        inside = trace_training(model, optimizers, loss)
+        after = trace_training(model, torch.optim.AdamW(model.parameters()), loss)
+    assert inside.state_bytes == after.state_bytes
+    assert {tensor.name for tensor in inside.state} == {tensor.name for tensor in after.state}
+    assert 2 * most_gradients(inside) < most_gradients(after)
+    phases = [operator.phase for operator in inside.operators]
+    assert phases.index("update") < len(phases) - 1 - phases[::-1].index("backward")
+    assert all(tensor.first_write is not None for tensor in inside.state)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def most_gradients(trace: StepTrace) -> int:
+    """Bytes of gradients that are there at once."""
+    found = [tensor for tensor in trace.tensors if tensor.kind == "gradient"]
+    return max(
+        sum(tensor.size_bytes for tensor in found if tensor.begin <= number <= tensor.end)
+        for number in range(len(trace.operators))
+    )
+
+
 def test_work_of_grouped_convolutions() -> None:
     with torch.device("meta"):
         model = nn.Conv2d(8, 16, 3, padding=1, groups=4, bias=False)

@@ -37,6 +37,10 @@ def schedule(
     optimizer: Annotated[
         _Optimizer, typer.Option(help="Plain, with its defaults.")
     ] = _Optimizer.SGD,
+    in_backward: Annotated[
+        bool,
+        typer.Option("--in-backward", help="Each parameter is updated once its gradient is there."),
+    ] = False,
     gpu: Annotated[
         str, typer.Option(help="Whose data sheet gives the times of operators.")
     ] = "rtx3090",
@@ -73,7 +77,7 @@ def schedule(
 
         check(picture)
     start_s = time.perf_counter()
-    trace = trace_of(_training(model), batch, _optimizer(optimizer))
+    trace = trace_of(_training(model), batch, _optimizer(optimizer), in_backward=in_backward)
     found = plan_step(
         trace,
         time.perf_counter() - start_s,
@@ -82,7 +86,13 @@ def schedule(
         mode.value,
         exact_s=limit_s if exact else None,
     )
-    about = {"model": model, "batch": batch, "optimizer": optimizer.value, "gpu": gpu}
+    about: dict[str, Any] = {
+        "model": model,
+        "batch": batch,
+        "optimizer": optimizer.value,
+        "gpu": gpu,
+    }
+    about["in_backward"] = in_backward
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
         from everstep.cli._memory_picture import draw
@@ -100,8 +110,8 @@ def _optimizer(which: _Optimizer) -> Optimizers:
     import torch
 
     if which is _Optimizer.SGD:
-        return lambda model: torch.optim.SGD(model.parameters(), 0.1)
-    return lambda model: torch.optim.Adam(model.parameters())
+        return lambda parameters: torch.optim.SGD(parameters, 0.1)
+    return torch.optim.Adam
 
 
 def _training(model: str) -> Training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ __all__ = ["Optimizers", "Planned", "Training", "plan_step", "trace_of"]
 Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
 """Makes, on the default device, a model and its loss on one batch of the given size."""
 
-Optimizers = Callable[[nn.Module], Optimizer]
+Optimizers = Callable[[Iterable[nn.Parameter]], Optimizer]
+"""Makes an optimizer of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,23 @@ class Planned:
 
 
 def trace_of(
-    training: Training, batch: int, optimizer: Callable[[nn.Module], Optimizer]
+    training: Training, batch: int, optimizer: Optimizers, *, in_backward: bool = False
 ) -> StepTrace:
     """A step of a model, traced on the meta device, twice; on the CPU where that cannot be.
+
+    Args:
+        in_backward: each parameter is updated as soon as its gradient is there.
 
     Raises:
         UnsupportedStateError: the second step is not like the first.
     """
     try:
         with torch.device("meta"):
-            return _twice(training, batch, optimizer)
+            return _twice(training, batch, optimizer, in_backward)
     except UnsupportedStateError as error:
         if error.leaves and error.leaves[0][1] == "a step that depends on data":
             raise
-        return _twice(training, batch, optimizer)
+        return _twice(training, batch, optimizer, in_backward)
 
 
 def plan_step(
@@ -109,11 +113,13 @@ def plan_step(
     return Planned(trace, problem, found, infeasible, needed, trace_s, plan_s)
 
 
-def _twice(
-    training: Training, batch: int, optimizer: Callable[[nn.Module], Optimizer]
-) -> StepTrace:
+def _twice(training: Training, batch: int, optimizer: Optimizers, in_backward: bool) -> StepTrace:
     model, loss = training(batch)
-    update = optimizer(model)
+    update: Optimizer | dict[nn.Parameter, Optimizer]
+    if in_backward:
+        update = {parameter: optimizer([parameter]) for parameter in model.parameters()}
+    else:
+        update = optimizer(model.parameters())
     first, second = (trace_training(model, update, loss) for _ in range(2))
     if first.signature != second.signature:
         raise UnsupportedStateError(

@@ -201,7 +201,7 @@ def bound(problem: Problem, mode: Mode) -> int:
     Raises:
         InfeasibleError: the link is too slow; with the bandwidth that would be needed.
     """
-    check(problem, mode)
+    _check(problem, mode)
     written, capacities = problem.written_before(), problem.capacities(mode)
     if mode == "direct":
         left = peak = 0
@@ -223,7 +223,7 @@ def bound(problem: Problem, mode: Mode) -> int:
     return low
 
 
-def check(problem: Problem, mode: Mode) -> None:
+def _check(problem: Problem, mode: Mode) -> None:
     """Raises:
     InfeasibleError: no plan exists, whatever memory there is.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,7 +132,7 @@ class StepTrace:
 
 def trace_training(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Mapping[nn.Parameter, Optimizer],
     loss: Callable[[], Tensor],
     *,
     timed: bool = False,
@@ -144,6 +144,8 @@ def trace_training(
     Gradients are set to None before each.
 
     Args:
+        optimizer: or one for each parameter, which updates inside of backward, as soon as the
+            gradient is there, and frees it.
         loss: forward and loss of one batch, whose inputs exist already.
         timed: measure each operator, one at a time (of no use on the meta device).
         look: called behind each operator with the names of what it wrote of the state; for
@@ -154,24 +156,40 @@ def trace_training(
     """
     device = next(iter(model.parameters()), torch.empty(0)).device
     recorder = _Recorder(timed=timed and device.type != "meta", look=look, device=device)
+    apart = {} if isinstance(optimizer, Optimizer) else dict(optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(apart.values())
 
-    def step(phase: Callable[[Phase], None]) -> None:
-        phase("forward")
+    def update(parameter: Tensor) -> None:
+        recorder.gradients([parameter])
+        recorder.enter("update")
+        one = apart[parameter]  # type: ignore[index]
+        one.step()
+        one.zero_grad(set_to_none=True)
+        recorder.enter("backward")
+
+    def step() -> None:
+        recorder.enter("forward")
         result = loss()
-        phase("backward")
+        recorder.enter("backward")
         result.backward()  # type: ignore[no-untyped-call]
         recorder.gradients(model.parameters())
         del result
-        phase("update")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        recorder.enter("update")
+        if not apart:
+            optimizers[0].step()
+            optimizers[0].zero_grad(set_to_none=True)
 
-    optimizer.zero_grad(set_to_none=True)
+    for one in optimizers:
+        one.zero_grad(set_to_none=True)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+        for parameter in apart
+    ]
     try:
-        step(lambda phase: None)
-        recorder.watch(_state_of(model, optimizer))
+        step()
+        recorder.watch(_state_of(model, optimizers))
         with recorder:
-            step(recorder.enter)
+            step()
     except NotImplementedError as error:
         raise UnsupportedStateError(
             f"an operator of this model cannot be traced on {device.type}: {error}",
@@ -179,20 +197,26 @@ def trace_training(
             hint="trace a small real batch on the CPU, or register a fake kernel for it "
             "(torch.library.register_fake)",
         ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     return recorder.result(str(device.type))
 
 
-def _state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[Kind, str, Tensor]]:
+def _state_of(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[Kind, str, Tensor]]:
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
         yield "parameter", name, parameter
     for name, buffer in model.named_buffers():
         yield "buffer", name, buffer
-    for owner, values in optimizer.state.items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                yield "state", f"{names.get(owner, '?')}/{key}", value
+    for optimizer in optimizers:
+        for owner, values in optimizer.state.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    yield "state", f"{names.get(owner, '?')}/{key}", value
 
 
 @dataclass(slots=True)
