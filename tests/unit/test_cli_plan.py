@@ -239,7 +239,7 @@ def test_hostile_text_steers_no_terminal() -> None:
 
 def test_help_names_every_option() -> None:
     text = "".join(
-        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep")
+        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep", "schedule")
     )
     for option in (*GIVEN, "load-bw", "diff-write-s", "batch-max", "summed", "json"):
         assert f"--{option}" in text
@@ -325,7 +325,7 @@ BLOCKS = re.findall(r"^```console\n(.*?)^```$", DOCUMENT, re.M | re.S)
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -334,14 +334,15 @@ def test_documented_output_is_what_comes_out(block: str) -> None:
     command = shlex.split(first.removeprefix("$ "))
     assert command[0] == "everstep"
     result = invoke(*command[1:])
-    assert result.exit_code == (ExitCode.INFEASIBLE if "error" in shown else ExitCode.OK)
+    failed = "error" in shown or "infeasible" in shown
+    assert result.exit_code == (ExitCode.INFEASIBLE if failed else ExitCode.OK)
     found = result.stdout + result.stderr
     assert [line.rstrip() for line in found.splitlines()] == shown.splitlines()
 
 
 def test_documented_options_exist() -> None:
     text = "".join(
-        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep")
+        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep", "schedule")
     )
     options = set(re.findall(r"`(--[a-z-]+)`", DOCUMENT))
     assert len(options) >= 12

@@ -3,6 +3,7 @@
 ``workloads/``  what is trained: a byte-level GPT of any size, real text, a training loop
 ``persist/``    how fast a state becomes durable
 ``stall/``      what a save costs a training loop
+``schedule/``   plans of captures for eight networks
 ``demo/``       the main job: train, get killed, resume, compare bit for bit
 
 Files that are not a run's own (texts, journals, logs) are read and written directly here;

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit
+from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
-__all__ = ["app", "persist", "stall"]
+__all__ = ["app", "frequency", "persist", "schedule", "stall", "step"]
+
+_Report = TypeVar("_Report")
+_Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
+_Seed = Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")]
+_FreeCore = Annotated[
+    bool,
+    typer.Option(
+        "--free-core/--no-free-core",
+        help="Training on one core and everything else on the others, or all on one.",
+    ),
+]
+_Folder = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Where to write [default: here]; nothing stays behind."),
+]
+_Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]
+_Batch = Annotated[int, typer.Option(help="Sequences of 64 bytes in a step.")]
 
 app = typer.Typer(
     name="bench",
@@ -29,11 +48,8 @@ def persist(
     size: Annotated[str, typer.Option(help="Of the state: parameters and moments.")] = "1GiB",
     repeats: Annotated[int, typer.Option(help="Rounds that count; one more warms up.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the state, and of the order of arms.")] = 1234,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Where to write [default: here]; nothing stays behind."),
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")] = False,
+    folder: _Folder = None,
+    check: _Check = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Saves and loads one state: everstep, the raw disk, torch.save, safetensors, DCP.
@@ -42,16 +58,11 @@ def persist(
     durable, the share of what the disk gives to raw O_DIRECT transfers, and the speed next
     to torch.save with fsync. Loading is uncached, and ours verifies every byte.
     """
-    from everstep.bench.persist.run import PersistOptions, parse_size, run_persist
-    from everstep.bench.persist.show import present, progress_display
+    from everstep.bench.persist.run import PersistOptions, run_persist
+    from everstep.bench.persist.show import present
 
-    options = PersistOptions(parse_size(size), repeats, seed, folder)
-    try:
-        with progress_display() as display:
-            report = run_persist(options, display)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: what was written is removed", err=True)
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    options = PersistOptions(int(parse_bytes("--size", size)), repeats, seed, folder)
+    report = _measured(run_persist, options)
     if json_output:
         emit(report.as_json())
     else:
@@ -61,26 +72,41 @@ def persist(
 
 
 @app.command()
+def schedule(
+    gpu: Annotated[str, typer.Option(help="Whose data sheet gives the times.")] = "rtx3090",
+    adam: Annotated[bool, typer.Option("--adam", help="Adam in place of plain SGD.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Plans a checkpoint of every step for eight networks: Checkflow's Table I and Fig. 2.
+
+    Nothing runs on a device: steps are traced without one, and times of operators come from a
+    data sheet. The paper's figures stand beside.
+    """
+    from everstep.bench.schedule.show import present
+    from everstep.bench.schedule.tables import ScheduleOptions, run_schedule
+
+    report = _measured(run_schedule, ScheduleOptions(gpu=gpu, adam=adam))
+    if json_output:
+        emit(report.as_json())
+    else:
+        present(report, console())
+
+
+@app.command()
 def stall(
-    params: Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")] = "10M",
+    params: _Params = "10M",
     every: Annotated[
         str, typer.Option(help="Steps of a block, each with one save: one number, or 1,10,50.")
     ] = "8",
     repeats: Annotated[int, typer.Option(help="Rounds that count; one more warms up.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")] = 1234,
+    seed: _Seed = 1234,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     link: Annotated[
         str | None,
         typer.Option(help="EMULATE a link of this bandwidth, like 2GB/s, for everstep's copies."),
     ] = None,
     writers: Annotated[int, typer.Option(help="Other processes that flush as much.")] = 0,
-    free_core: Annotated[
-        bool,
-        typer.Option(
-            "--free-core/--no-free-core",
-            help="Training on one core and everything else on the others, or all on one.",
-        ),
-    ] = True,
+    free_core: _FreeCore = True,
     python_heavy: Annotated[
         bool, typer.Option("--python-heavy", help="Add pure Python to each step.")
     ] = False,
@@ -90,17 +116,14 @@ def stall(
     arms: Annotated[
         str | None, typer.Option(help="Only these, like lazy,dcp-warm,torch.save.")
     ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Where to write [default: here]; nothing stays behind."),
-    ] = None,
+    folder: _Folder = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw a save of lazy and of DCP (needs matplotlib).")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write all blocks as Chrome trace events.")
     ] = None,
-    check: Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")] = False,
+    check: _Check = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Trains and saves: everstep's methods, torch.save, DCP, torchsnapshot, no checkpoint.
@@ -109,13 +132,11 @@ def stall(
     by cause; what training loses by the clock on the wall, next to the same steps without a
     save; how long until the state is durable, and how fast the loop goes meanwhile.
     """
-    from everstep.bench.persist.show import progress_display
     from everstep.bench.stall import timeline
     from everstep.bench.stall.options import (
         StallOptions,
         parse_arms,
         parse_every,
-        parse_link,
         parse_params,
     )
     from everstep.bench.stall.run import run_stall
@@ -127,7 +148,7 @@ def stall(
         repeats=repeats,
         seed=seed,
         device=device,
-        link_bytes_per_s=None if link is None else parse_link(link),
+        link_bytes_per_s=None if link is None else parse_bytes_per_s("--link", link),
         writers=writers,
         free_core=free_core,
         python_heavy=python_heavy,
@@ -139,12 +160,7 @@ def stall(
         timeline.check_picture(picture)
     if trace is not None:
         timeline.check_target(trace)
-    try:
-        with progress_display() as display:
-            report = run_stall(options, display)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: processes are ended, what was written is removed", err=True)
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    report = _measured(run_stall, options)
     if trace is not None:
         timeline.trace(report, trace)
     if picture is not None:
@@ -155,3 +171,124 @@ def stall(
         present(report, console())
     if check and not report.all_met():
         raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+@app.command()
+def step(
+    params: _Params = "10M",
+    batch: _Batch = 4,
+    every: Annotated[
+        str, typer.Option(help="Steps between whole states, and of a block: 10, or 10,50.")
+    ] = "10",
+    ratio: Annotated[
+        str, typer.Option(help="Share of a gradient that is kept: 0.01, or 0.001,0.01,0.1.")
+    ] = "0.01",
+    batch_steps: Annotated[
+        str, typer.Option(help="Steps of the log that are written at a time: 5, or 1,5,20.")
+    ] = "5",
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 5,
+    kills: Annotated[int, typer.Option(help="SIGKILLs of each arm; 0 leaves them out.")] = 1,
+    replay: Annotated[
+        bool, typer.Option("--replay/--no-replay", help="Time replay of the log, too.")
+    ] = True,
+    seed: _Seed = 1234,
+    free_core: _FreeCore = True,
+    arms: Annotated[
+        str | None, typer.Option(help="Only these, like lowdiff,checkfreq,torch.save.")
+    ] = None,
+    folder: _Folder = None,
+    check: _Check = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Trains so that every step can be gone back to: logs, differences, a base each step.
+
+    All arms take turns in rounds, next to dense and to compressed training without a log. Then
+    each is killed with SIGKILL and resumed: steps lost, seconds, and whether every bit is that
+    of an uninterrupted training. Of several values the first is the usual one.
+    """
+    from everstep.bench.stall.options import parse_arms, parse_every, parse_params
+    from everstep.bench.step.options import ARMS, StepOptions, parse_ratios
+    from everstep.bench.step.run import run_step
+    from everstep.bench.step.show import present
+
+    options = StepOptions(
+        params=parse_params(params),
+        batch=batch,
+        repeats=repeats,
+        seed=seed,
+        free_core=free_core,
+        folder=folder,
+        every=parse_every(every),
+        ratio=parse_ratios(ratio),
+        batch_steps=parse_every(batch_steps),
+        kills=kills,
+        replay=replay,
+        arms=parse_arms(arms, ARMS),
+    )
+    report = _measured(run_step, options)
+    if json_output:
+        emit(report.as_json())
+    else:
+        present(report, console())
+    if check and not report.all_met():
+        raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+@app.command()
+def frequency(
+    params: _Params = "10M",
+    batch: _Batch = 4,
+    within: Annotated[str, typer.Option(help="Slow-down at most, like 3.5%.")] = "3.5%",
+    every_max: Annotated[int, typer.Option(help="No interval above is tried.")] = 64,
+    ratio: Annotated[str, typer.Option(help="Share of a gradient that is kept.")] = "0.01",
+    batch_steps: Annotated[
+        int, typer.Option(help="Steps of the log that are written at a time.")
+    ] = 5,
+    repeats: Annotated[int, typer.Option(help="Paired rounds for each interval.")] = 3,
+    seed: _Seed = 1234,
+    free_core: _FreeCore = True,
+    arms: Annotated[
+        str | None, typer.Option(help="Only these, like lowdiff,checkfreq,torch.save.")
+    ] = None,
+    folder: _Folder = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Looks for the smallest interval that slows training down by no more than so much.
+
+    For each arm 1, 2, 4, ... steps, then bisection; each interval in paired rounds, whose median
+    counts (LowDiff, experiment 4).
+    """
+    from everstep.bench.stall.options import parse_arms, parse_params
+    from everstep.bench.step.frequency import present, run_frequency
+    from everstep.bench.step.options import ARMS, FrequencyOptions, parse_share
+
+    options = FrequencyOptions(
+        params=parse_params(params),
+        batch=batch,
+        repeats=repeats,
+        seed=seed,
+        free_core=free_core,
+        folder=folder,
+        within=parse_share(within),
+        ratio=parse_share(ratio),
+        batch_steps=batch_steps,
+        every_max=every_max,
+        arms=parse_arms(arms, ARMS),
+    )
+    report = _measured(run_frequency, options)
+    if json_output:
+        emit(report.as_json())
+    else:
+        present(report, console())
+
+
+def _measured(run: Callable[[Any, Any], _Report], options: object) -> _Report:
+    """Runs a benchmark; an interruption ends it in good order."""
+    from everstep.bench.persist.show import progress_display
+
+    try:
+        with progress_display() as display:
+            return run(options, display)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: processes are ended, what was written is removed", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None

@@ -25,7 +25,7 @@ from everstep.bench.workloads.convolutional import (
 from everstep.errors import OptionError
 from everstep.options import nearest
 
-__all__ = ["PUBLISHED", "Published", "published"]
+__all__ = ["PUBLISHED", "Published", "published", "sentences"]
 
 _TOKENS = 4
 
@@ -65,7 +65,8 @@ def _clips(batch: int) -> tuple[Tensor, ...]:
     return (torch.rand(batch, 3, 1, 112, 112),)
 
 
-def _sentences(batch: int, tokens: int = _TOKENS) -> tuple[Tensor, ...]:
+def sentences(batch: int, tokens: int = _TOKENS) -> tuple[Tensor, ...]:
+    """Random tokens, ``(batch, tokens)``."""
     return (torch.randint(2, 50_000, (batch, tokens)),)
 
 
@@ -77,7 +78,7 @@ PUBLISHED = {
     found.name: found
     for found in (
         Published("alexnet", AlexNet, _images, 61_100_840),
-        Published("bert", BERT, _sentences, 124_054_272),
+        Published("bert", BERT, sentences, 124_054_272),
         Published("mnasnet", MNASNet, _images, 2_218_512),
         Published("resnet", ResNet18, _images, 11_689_512),
         Published("resnet3d", ResNet3D18, _clips, 33_371_472),
