@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import logging
 import os
-import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any
 
-from everstep.capture.devices import DeviceLane
-from everstep.capture.lane import CpuLane, Lane
-from everstep.capture.updates import UpdateHooks
 from everstep.commit.lineage import BaseId
-from everstep.errors import (
-    DeadlineError,
-    EverstepError,
-    OptionError,
-    RecoveryError,
-    StateError,
-)
+from everstep.errors import EverstepError, OptionError, StateError
 from everstep.format.header import ShardIdentity
-from everstep.format.writer import ChunkRing
-from everstep.keeper.budget import (
-    announcement,
-    check_disk_budget,
-    host_budget_bytes,
-    log_budget_bytes,
+from everstep.keeper.lifetime import (
+    AtExit,
+    check_platform,
+    check_usable,
+    close_earlier,
+    wait_through,
 )
-from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.keepers import Keepers
-from everstep.keeper.lifetime import check_platform, close_earlier, finish_at_exit
-from everstep.keeper.local import CHUNKS, WRITERS
-from everstep.keeper.recordable import refuse_optimizers
-from everstep.keeper.recorder import Recorder
+from everstep.keeper.overwritten import Overwritten
+from everstep.keeper.parts import assemble
 from everstep.keeper.save import Save
-from everstep.keeper.saver import Keeper, Saver
+from everstep.keeper.saver import Keeper
 from everstep.keeper.stats import Stats, stats_of
 from everstep.options import (
     Budget,
+    Every,
     FailurePolicy,
     KeeperOptions,
     LogOptions,
     Method,
     Options,
-    nearest,
+    refuse_unknown,
     validate_options,
 )
-from everstep.recover.folder import open_run_folder, refuse_unresumed, run_path
+from everstep.recover.folder import refuse_unresumed, run_path
 from everstep.recover.report import Recovery, describe
 from everstep.recover.resume import open_timeline, resume
 from everstep.seams import Seams
 from everstep.state.image import State
+from everstep.state.owners import DeclaredUpdate
 from everstep.state.survey import Survey
 from everstep.tiers.disk import storage_errors
 
@@ -75,9 +62,10 @@ class Checkpointer:
             ``load_state_dict``, or plain data. Plain data is read from this dict at each save
             and put back into it on resume. RNG states are always included.
         method: a preset's name (:data:`everstep.presets`) or a :class:`Method`.
-        every: when :meth:`step` takes a base: steps, a time like ``"10min"``, or None.
+        every: when :meth:`step` takes a base: steps, a time like ``"10min"``, ``"auto"`` (as
+            often as wastes the least time by what is measured), or None.
         keep: bases to keep.
-        budget: upper bounds for host memory and disk.
+        budget: upper bounds for host memory, disk, and what is written in a day.
         on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or a function
             that gets them.
         progress_timeout_s: a transfer or base that makes no progress for so long is reported
@@ -85,7 +73,10 @@ class Checkpointer:
         keeper: the process that makes bases durable: where it runs, and how long it stays.
         log: where the gradient log is kept, if the method has one.
         declared: patterns (``"ema/*"``) of entries that change only between
-            :meth:`before_update` and :meth:`after_update`.
+            :meth:`before_update` and :meth:`after_update`; perhaps, as a dict, with the
+            function that makes the change: a log then leaves these entries out, and replay
+            runs it. It takes no arguments, reads nothing but parameters, buffers and what it
+            covers, and gives the same each time.
         static: patterns of entries that never change; a change is an error.
         seams: file system and clock; for tests.
 
@@ -98,13 +89,7 @@ class Checkpointer:
     def __new__(cls, *args: Any, **options: Any) -> Checkpointer:
         """Refuses unknown options with the nearest known one, before Python refuses them."""
         known = list(inspect.signature(cls.__init__).parameters)[1:]
-        for name in options:
-            if name not in known:
-                guess = nearest(name, known)
-                raise OptionError(
-                    f"Checkpointer has no option {name!r}; there are: {', '.join(known)}",
-                    hint=f"did you mean {guess!r}?" if guess else None,
-                )
+        refuse_unknown("Checkpointer", options, known)
         return super().__new__(cls)
 
     def __init__(
@@ -113,18 +98,18 @@ class Checkpointer:
         state: MutableMapping[str, Any],
         *,
         method: str | Method = "lazy",
-        every: int | str | None = 100,
+        every: int | str | Every | None = 100,
         keep: int = 3,
         budget: Budget | None = None,
         on_failure: FailurePolicy = "raise",
         progress_timeout_s: float = 120.0,
         keeper: KeeperOptions | None = None,
         log: LogOptions | None = None,
-        declared: Sequence[str] = (),
+        declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
         seams: Seams | None = None,
     ) -> None:
-        self._open = False
+        self._open, self._pid = False, os.getpid()
         check_platform()
         self._options: Options = validate_options(
             method=method,
@@ -140,59 +125,26 @@ class Checkpointer:
         self._seams = seams or Seams()
         self._state = State(state, declared=declared, static=static)
         close_earlier(_live.get(self._run), self._run)
-        shape = self._state.survey().shape
-        size_bytes = shape.size_bytes
-        tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
-        arena_bytes = host_budget_bytes(self._options, tensors_bytes)
-        check_disk_budget(self._options, self._run, max(1, size_bytes))
-        self._run_id = open_run_folder(self._seams.filesystem, self._run).run or ""
-        self._channel = BackgroundChannel(
-            on_failure, self._seams.clock, progress_timeout_s=progress_timeout_s
-        )
-        self._ring = ChunkRing(CHUNKS, WRITERS)
-        self._lane: Lane = self._seams.lane() if self._seams.lane else DeviceLane(CpuLane())
-        self._keepers = Keepers(
-            self._options,
-            self._seams,
-            self._run,
-            self._run_id,
-            self._channel,
-            self._ring,
-            arena_bytes,
-        )
+        parts = assemble(self._options, self._run, self._state, self._seams)
+        self._run_id = parts.run_id
+        self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
+        self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
+        self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
+        if self._recorder is not None:
+            self._updates.consumed = self._consumed
+            self._updates.applied = self._recorder.applied
+        for key, optimizer in self._state.optimizers.items():
+            self._updates.watch(key, optimizer)
         self._keeper: Keeper | None = None
         self._timeline = 0
         self._exact = True
         self._step = 0
-        self._damaged = False
-        self._touches = 0
-        self._base_due = False
-        self._saver = Saver(
-            self._options, self._run, self._state, self._lane, self._channel, self._seams.clock
-        )
-        self._recorder: Recorder | None = None
-        self._updates = UpdateHooks(self._saver.gate)
-        if self._options.logs:
-            refuse_optimizers(self._state, self._options.method.log)
-            self._recorder = Recorder(
-                self._options,
-                self._state,
-                self._lane,
-                self._channel,
-                self._seams.clock,
-                log_bytes_max=log_budget_bytes(arena_bytes, tensors_bytes),
-            )
-            self._keepers.on_disk = self._recorder.on_disk
-            self._updates.consumed = self._consumed
-            self._updates.applied = self._recorder.applied
         self._lsn_at_mark = 0
-        for key, optimizer in self._state.optimizers.items():
-            self._updates.watch(key, optimizer)
-        self._pid = os.getpid()
-        self._at_exit: Callable[[], None] | None = None
+        self._overwritten = Overwritten()
+        self._base_due = False
+        self._at_exit = AtExit()
         self._open = True
         _live[self._run] = self
-        print(announcement(self._options, self._run, size_bytes, arena_bytes), file=sys.stderr)
 
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over.
@@ -218,9 +170,7 @@ class Checkpointer:
         start_s = self._seams.clock.monotonic_s()
         self._keepers.open()
         recalled = self._keepers.left_behind(own=self._timeline > 0)
-        held = recalled.base
-        was_damaged, self._damaged, self._touches = self._damaged, False, 0
-        try:
+        with self._overwritten.resuming():
             resumed = resume(
                 self._seams,
                 self._run,
@@ -230,28 +180,19 @@ class Checkpointer:
                 step=step,
                 strict=strict,
                 timeout_s=self._options.progress_timeout_s,
-                on_touch=self._touch,
+                on_touch=self._overwritten.touch,
             )
-        except BaseException:
-            self._damaged = self._damaged or was_damaged
-            raise
-        loaded = resumed.loaded
-        if self._damaged and loaded is not None and loaded.mismatches and self._touches > 1:
-            raise RecoveryError(
-                "a damaged base was read half-way into the live state, and the older one that "
-                f"was used instead leaves {len(loaded.mismatches)} part(s) of it out",
-                step=loaded.marker.step,
-                path=self._run,
-                hint="build the model and optimizer again, then resume",
-            )
-        self._damaged = was_damaged and loaded is None
+        self._overwritten.restored(resumed, self._run)
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step
+        self._cadence.began(resumed, again=self._timeline > 0)
         self._start_timeline(resumed.timeline, resumed.exact, verified)
         if self._recorder is not None:
             self._recorder.base_step = 0 if resumed.base is None else resumed.base.step
         # What came from memory and could not be written is on no disk yet.
-        self._base_due = resumed.source == "memory" and held is not None and not held.durable
+        self._base_due = (
+            resumed.source == "memory" and recalled.base is not None and not recalled.base.durable
+        )
         self._lsn_at_mark = self._updates.lsn
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
@@ -285,9 +226,10 @@ class Checkpointer:
         if self._recorder is not None:
             survey = self._state.survey()
             self._recorder.mark(survey, self._updates.lsn, self._step)
-            self._base_due = self._base_due or self._recorder.base_due is not None
-        since_s = self._seams.clock.monotonic_s() - self._saver.last_save_s
-        if self._options.every.due(self._step, since_s) or self._base_due:
+            lost = self._standby is not None and self._standby.lost is not None
+            self._base_due = self._base_due or self._recorder.base_due is not None or lost
+        self._cadence.stepped()
+        if self._cadence.due(self._step) or self._base_due:
             self._base_due = self._keepers.lost is not None  # as soon as there is a keeper
             if not self._base_due:
                 self._take(survey, show=False)
@@ -312,29 +254,62 @@ class Checkpointer:
         return self._take(None, show=True)
 
     def _take(self, survey: Survey | None, *, show: bool) -> Save:
-        save = self._saver.take(self._identity(), show=show, survey=survey)
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.base_taken(save)
+        self._cadence.asked(self._step)
+        standby, due = self._standby, self._recorder is not None and self._recorder.base_due
+        if standby is not None and standby.follows and not due:
+            survey = survey or self._state.survey()
+            save = standby.ask(self._identity(), survey, exact=show)
+        else:
+            save = self._saver.take(self._identity(), show=show, survey=survey)
+            if standby is not None:
+                standby.base_taken(save)
+        self._cadence.taken(save)
+        if self._recorder is not None:
+            self._recorder.base_taken(save)
         return save
 
     def _consumed(self, key: str) -> None:
         """An optimizer's gradients are what its update is going to consume."""
         if self._recorder is not None and os.getpid() == self._pid:
-            self._recorder.consumed(key, self._updates.lsn + 1, self._step + 1)
+            over = not self._updates.told
+            self._recorder.consumed(key, self._updates.lsn + 1, self._step + 1, over=over)
 
     def before_update(self) -> None:
         """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
         or what was ``declared``: waits for copies that are under way (I1, I8)."""
-        self._check_open()
+        self._check_updating()
         self._saver.gate(None)
 
-    def after_update(self) -> None:
-        """Call after such a change, which counts as one update."""
+    def after_update(self, *declared: str) -> None:
+        """Call after such a change, which counts as one update.
+
+        Args:
+            declared: the patterns whose registered functions have made it, in this order, and
+                nothing else has: a log notes only that they ran. Without, anything may have
+                changed: no log can repeat that, so the next step takes a base.
+
+        Raises:
+            OptionError: no function is registered for one of the patterns.
+        """
+        self._check_updating()
+        self._state.told.check_updates(declared)
+        recorder = self._recorder
+        for pattern in declared:
+            self._updates.updated()
+            if recorder is not None:
+                recorder.declared(pattern, self._updates.lsn, self._step + 1)
+        if not declared:
+            self._updates.updated()
+            if recorder is not None:
+                recorder.skipped("a change that no optimizer made")
+
+    def _check_updating(self) -> None:
         self._check_open()
-        self._updates.updated()
-        if self._recorder is not None:
-            self._recorder.skipped("a change that no optimizer made")
+        if self._state.replaying:
+            raise StateError(
+                "a registered function calls before_update() or after_update() itself",
+                hint="register only what is done between the two calls",
+            )
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
@@ -366,14 +341,7 @@ class Checkpointer:
         failed: list[EverstepError] = []
         try:
             self._take_last(failed)
-            while True:  # one failed base is no reason to abandon those behind it
-                try:
-                    self.wait()
-                    break
-                except EverstepError as error:
-                    failed.append(error)
-                    if isinstance(error, DeadlineError) or self._keepers.gave_up:
-                        break
+            failed += wait_through(self.wait, lambda: self._keepers.gave_up)
         finally:
             self._release()
         for other in failed[1:]:
@@ -385,7 +353,7 @@ class Checkpointer:
         """With a log no step is lost, and none at the end: the log in memory ends with us."""
         if self._recorder is None or self._step <= self._recorder.base_step:
             return
-        if self._updates.lsn == self._lsn_at_mark and not self._damaged:
+        if self._updates.lsn == self._lsn_at_mark and not self._overwritten.partly:
             try:
                 self._take(None, show=True)
             except EverstepError as error:
@@ -393,7 +361,7 @@ class Checkpointer:
 
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
-        return stats_of(self._step, self._saver, self._keepers)
+        return stats_of(self._step, self._saver, self._keepers, self._recorder, self._cadence)
 
     def __enter__(self) -> Checkpointer:
         self._check_open()
@@ -426,12 +394,7 @@ class Checkpointer:
         """Before anything is counted or saved: open, healthy, and with a timeline."""
         self._check_open()
         self._channel.check()
-        if self._damaged:
-            raise StateError(
-                "the state in memory was partly overwritten by a resume that failed; it is not "
-                "that of any step",
-                hint="resume() another base, or build the model again",
-            )
+        self._overwritten.check()
         if self._keeper is None:
             self._start_fresh()
         elif self._keepers.revive(self._timeline):
@@ -460,35 +423,16 @@ class Checkpointer:
         self._saver.start(keeper, self._keepers.pool)
         if self._recorder is not None:
             self._recorder.start(keeper, self._keepers.pool, self._timeline, self._exact)
-        # A script that ends without close() still gets its last base.
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
-        pid, show, saver = self._pid, sys.stderr, self._saver
-        self._at_exit = lambda: finish_at_exit(saver, keeper, pid, show)
-        atexit.register(self._at_exit)
-
-    def _touch(self) -> None:
-        self._damaged = True  # until everything is restored
-        self._touches += 1
+        if self._standby is not None:
+            self._standby.start(keeper)
+        self._at_exit.watch(self._saver, keeper)
 
     def _check_open(self) -> None:
-        if not self._open:
-            raise StateError(
-                "this Checkpointer is closed",
-                path=getattr(self, "_run", None),
-                hint="a second Checkpointer on the same run closes the first",
-            )
-        if os.getpid() != self._pid:
-            raise StateError(
-                "this Checkpointer belongs to the process that this one was forked from",
-                path=self._run,
-                hint="make a Checkpointer (on a run folder of its own) in this process",
-            )
+        check_usable(self._open, self._pid, getattr(self, "_run", None))
 
     def _release(self) -> None:
         self._open = False
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
+        self._at_exit.forget()
         self._updates.close()
         self._lane.close()
         self._keepers.close()

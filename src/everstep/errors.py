@@ -149,7 +149,8 @@ class MismatchError(StateError):
 
 
 class AuditError(StateError):
-    """State was changed behind everstep's back; what was captured of it is not committed."""
+    """State was changed behind everstep's back, and what was captured of it is not committed; or
+    a base is not what replay of the log gives."""
 
 
 class NonFiniteError(StateError):

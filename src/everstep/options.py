@@ -25,6 +25,7 @@ __all__ = [
     "Options",
     "nearest",
     "presets",
+    "refuse_unknown",
     "validate_options",
 ]
 
@@ -39,6 +40,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that ``name`` was probably meant to be."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return found[0] if found else None
+
+
+def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses an argument that ``who`` does not have, before Python does in words of its own.
+
+    Raises:
+        OptionError: with the nearest known one.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            guess = nearest(name, names)
+            raise OptionError(
+                f"{who} has no option {name!r}; there are: {', '.join(names)}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
 
 
 def _one_of(what: str, value: object, known: Iterable[str]) -> None:
@@ -71,7 +88,9 @@ class Method:
             each optimizer update consumed is recorded, so that every step can be recovered.
             ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
             an :class:`everstep.compress.Compressor` in the state, whose forms are recorded.
-        apply: when logged gradients are applied; ``"recovery"``.
+        apply: when logged gradients are applied. ``"recovery"``: when a run is resumed.
+            ``"replica"``: each step, as soon as it is whole, to a copy of the state in the memory
+            of the keeper process, which then persists its bases from there (LowDiff+, section VI).
         tiers: where bytes live; ``("disk",)``.
     """
 
@@ -83,13 +102,17 @@ class Method:
     def __post_init__(self) -> None:
         _one_of("base", self.base, ("sync", "async", "lazy", "checkfreq"))
         _one_of("log", self.log, ("none", "dense", "topk"))
-        _one_of("apply", self.apply, ("recovery",))
+        _one_of("apply", self.apply, ("recovery", "replica"))
         for tier in self.tiers:
             _one_of("tier", tier, ("disk",))
         if self.log != "none" and self.base == "sync":
             raise OptionError(
                 f"log={self.log!r} needs host memory, which base='sync' has none of",
                 hint="base='lazy'",
+            )
+        if self.apply == "replica" and self.log == "none":
+            raise OptionError(
+                "apply='replica' needs a log to apply", hint="log='dense', or log='topk'"
             )
         if self.tiers != ("disk",):
             raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
@@ -104,6 +127,7 @@ presets: Mapping[str, Method] = MappingProxyType(
         "checkfreq": Method(base="checkfreq"),
         "logged": Method(base="lazy", log="dense"),
         "lowdiff": Method(base="lazy", log="topk"),
+        "lowdiff_plus": Method(base="lazy", log="dense", apply="replica"),
     }
 )
 """Named methods: what ``method="name"`` stands for."""
@@ -116,13 +140,17 @@ class Budget:
     Attributes:
         host_bytes: host memory for captured state (default: half of what is available).
         disk_bytes: disk for the run folder (default: what is free).
+        write_bytes_per_day: what bases and a log on disk write in a day (default: unlimited). A
+            log that would exceed it stays in memory; ``every="auto"`` stretches the interval
+            between bases. Counted anew by each training process.
     """
 
     host_bytes: int | None = None
     disk_bytes: int | None = None
+    write_bytes_per_day: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "disk_bytes"):
+        for name in ("host_bytes", "disk_bytes", "write_bytes_per_day"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value <= 0):
                 raise OptionError(
@@ -178,6 +206,10 @@ class LogOptions:
             step is on disk before the next begins, so that a lost machine costs no more than
             the step in flight. None: it does not wait; what is in memory survives anything but
             the keeper's death.
+        audit: the keeper compares each new base, bit for bit, with what the base before it and
+            the log give (I9), in a process that yields to everything else and takes a twentieth
+            of a core on average. It needs the log on disk, a keeper that is a process, and two
+            bases. None: where it has these.
     """
 
     to: str = "memory"
@@ -185,6 +217,7 @@ class LogOptions:
     history: str = "last"
     watch: bool = False
     lag_steps: int | None = None
+    audit: bool | None = None
 
     def __post_init__(self) -> None:
         _one_of("place for the log", self.to, ("memory", "disk"))
@@ -193,7 +226,8 @@ class LogOptions:
             raise OptionError(
                 f"LogOptions.batch_steps must be 1 to 100000, not {self.batch_steps!r}"
             )
-
+        if self.audit not in (None, True, False):
+            raise OptionError(f"LogOptions.audit must be True, False or None, not {self.audit!r}")
         if self.lag_steps is not None:
             if not _is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
                 raise OptionError(
@@ -214,39 +248,60 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """When a base is taken: every so many steps, or every so many seconds, or only on demand."""
+    """When a base is taken: every so many steps or seconds, as measured costs say, or only on
+    demand.
+
+    Attributes:
+        steps, seconds: from base to base.
+        auto: as often as wastes the least time, re-estimated while training goes on.
+        mtbf_s: for ``auto``: seconds of training between two failures. None: one in a day, until
+            those of the run say otherwise.
+    """
 
     steps: int | None = None
     seconds: float | None = None
+    auto: bool = False
+    mtbf_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is not None) + (self.seconds is not None) + self.auto > 1:
+            raise OptionError("Every: steps, seconds and auto exclude each other")
+        if self.steps is not None and (not _is_int(self.steps) or self.steps < 1):
+            raise OptionError(f"every={self.steps!r}: bases are at least one step apart")
+        if self.seconds is not None and not 0 < self.seconds < 1e12:
+            raise OptionError(f"Every.seconds must be more than 0, not {self.seconds!r}")
+        if self.mtbf_s is not None and (
+            not self.auto or not isinstance(self.mtbf_s, (int, float)) or not 0 < self.mtbf_s < 1e12
+        ):
+            raise OptionError(
+                f"Every.mtbf_s must be seconds, and is for auto=True only, not {self.mtbf_s!r}"
+            )
 
     @classmethod
-    def parse(cls, value: int | str | None) -> Every:
-        """Reads ``100``, ``"10min"`` or None (only :meth:`Checkpointer.save` takes bases).
+    def parse(cls, value: int | str | Every | None) -> Every:
+        """Reads ``100``, ``"10min"``, ``"auto"`` or None (only :meth:`Checkpointer.save` takes
+        bases).
 
         Raises:
             OptionError: for anything else.
         """
-        if value is None:
-            return cls()
+        if value is None or isinstance(value, Every):
+            return value or cls()
         if _is_int(value) and not isinstance(value, str):
-            if value < 1:
-                raise OptionError(f"every={value!r}: bases are at least one step apart")
             return cls(steps=value)
         if isinstance(value, str):
             if value.strip() == "auto":
-                raise OptionError(
-                    'every="auto" is not in this version', hint='every=100, or every="10min"'
-                )
+                return cls(auto=True)
             match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", value)
             if match and match[2] in _UNITS_S and float(match[1]) > 0:
                 return cls(seconds=float(match[1]) * _UNITS_S[match[2]])
         raise OptionError(
             f"every={value!r} is not an interval",
-            hint='steps as an int (every=100), or time as "30s", "10min", "2h"',
+            hint='steps as an int (every=100), time as "30s", "10min", "2h", or "auto"',
         )
 
     def due(self, step: int, since_last_s: float) -> bool:
-        """Whether a base is due at the end of ``step``."""
+        """Whether a base is due at the end of ``step``; not for ``auto``."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and since_last_s >= self.seconds
@@ -267,15 +322,46 @@ class Options:
     log: LogOptions = field(default_factory=LogOptions)
 
     @property
+    def has_replica(self) -> bool:
+        """Whether the log is applied as it comes."""
+        return self.method.apply == "replica"
+
+    @property
     def logs(self) -> bool:
         """Whether there is a gradient log."""
         return self.method.log != "none"
+
+    @property
+    def log_on_disk(self) -> bool:
+        """Whether there is a gradient log that is written to disk."""
+        return self.logs and self.log.on_disk
+
+    @property
+    def audits(self) -> bool:
+        """Whether the keeper audits bases in the background."""
+        return self.log.audit is not False and self.logs and self._no_audit is None
+
+    @property
+    def _no_audit(self) -> str | None:
+        """Why bases cannot be audited in the background, if they cannot."""
+        if not self.log.on_disk:
+            return "the log is in memory only"
+        if not self.keeper.process:
+            return "the keeper is a thread of the training process"
+        return "no base before the newest one is kept" if self.keep < 2 else None
+
+    def __post_init__(self) -> None:
+        if self.log.audit and (why := self._no_audit):
+            raise OptionError(
+                f"LogOptions(audit=True) cannot be: {why}",
+                hint="everstep verify --replay makes the same comparison from what is on disk",
+            )
 
 
 def validate_options(
     *,
     method: str | Method,
-    every: int | str | None,
+    every: int | str | Every | None,
     keep: int,
     budget: Budget | None,
     on_failure: FailurePolicy,

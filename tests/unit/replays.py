@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.engine import Replayer
+from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 
 __all__ = [
@@ -184,8 +185,10 @@ def replayed(run: Run, step: int, size: int, **options: Any) -> Replayer:
     return replayer
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: Gradient) -> torch.Tensor:
     """The bytes of a tensor in logical order."""
+    if isinstance(tensor, Packed):
+        tensor = tensor.dense()
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         return torch.cat([bits(tensor.indices()), bits(tensor.values())])

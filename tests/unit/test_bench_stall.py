@@ -20,7 +20,6 @@ from everstep.bench.stall.options import (
     StallOptions,
     parse_arms,
     parse_every,
-    parse_link,
     parse_params,
 )
 from everstep.bench.stall.report import StallReport
@@ -59,18 +58,6 @@ def test_lengths_of_blocks() -> None:
             parse_every(text)
     with pytest.raises(OptionError, match="at least one step"):
         parse_every("0")
-
-
-def test_bandwidths() -> None:
-    assert parse_link("2GB/s") == 2e9
-    assert parse_link("500 MB/s") == 5e8
-    assert parse_link("1GiB/s") == 1 << 30
-    assert parse_link("100b/s") == 100
-    for text in ("2GB", "fast", "2 Gbit/s", "iB/s", "1iB/s"):
-        with pytest.raises(OptionError, match="no bandwidth"):
-            parse_link(text)
-    with pytest.raises(OptionError, match="more than nothing"):
-        parse_link("0GB/s")
 
 
 def test_arms_by_name() -> None:
@@ -450,6 +437,21 @@ def test_missed_targets_end_with_3_when_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run, "run_stall", lambda options, display: report)
     assert invoke("stall").exit_code == 0
     assert invoke("stall", "--check").exit_code == 3
+
+
+@pytest.mark.parametrize(("link", "bytes_per_s"), [("2GB/s", 2e9), ("1 GiB/s", 1 << 30)])
+def test_a_link_has_the_units_of_all_verbs(
+    monkeypatch: pytest.MonkeyPatch, link: str, bytes_per_s: float
+) -> None:
+    asked: list[StallOptions] = []
+
+    def measure(options: StallOptions, display: Any) -> StallReport:
+        asked.append(options)
+        return report_of(interval_of([ideal_of(1.0)], row_of("lazy", "ours", saved(0.5))))
+
+    monkeypatch.setattr(run, "run_stall", measure)
+    assert invoke("stall", "--link", link).exit_code == 0
+    assert [options.link_bytes_per_s for options in asked] == [bytes_per_s]
 
 
 def test_an_interrupted_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

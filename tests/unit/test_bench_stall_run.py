@@ -21,7 +21,7 @@ import torch
 
 import everstep
 from everstep.bench.persist.machine import Machine
-from everstep.bench.stall import cores, gauges, peers, run
+from everstep.bench.stall import cores, gauges, peers, run, running
 from everstep.bench.stall import ours as ours_module
 from everstep.bench.stall.arms import CAUSES, Arm, Pending
 from everstep.bench.stall.cores import Placement, descendants
@@ -529,10 +529,10 @@ def test_an_arm_is_closed_when_its_keeper_has_ended(
     told: list[Any] = []
     arm._checkpointer = SimpleNamespace(close=lambda: told.append("close"))
     monkeypatch.setattr(arm, "processes", lambda: [77])
-    monkeypatch.setattr(ours_module, "process_gone", lambda pid, _: told.append(pid) or True)
+    monkeypatch.setattr(running, "process_gone", lambda pid, _: told.append(pid) or True)
     arm.close()
     assert told == ["close", 77]
-    monkeypatch.setattr(ours_module, "process_gone", lambda *_: False)
+    monkeypatch.setattr(running, "process_gone", lambda *_: False)
     with pytest.raises(KeeperTimeoutError, match="process 77"):
         arm.close()
 

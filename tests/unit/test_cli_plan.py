@@ -239,7 +239,8 @@ def test_hostile_text_steers_no_terminal() -> None:
 
 def test_help_names_every_option() -> None:
     text = "".join(
-        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep", "schedule")
+        invoke("plan", verb, "--help", columns=200).stdout
+        for verb in ("interval", "multistep", "schedule")
     )
     for option in (*GIVEN, "load-bw", "diff-write-s", "batch-max", "summed", "json"):
         assert f"--{option}" in text
@@ -342,7 +343,8 @@ def test_documented_output_is_what_comes_out(block: str) -> None:
 
 def test_documented_options_exist() -> None:
     text = "".join(
-        invoke("plan", verb, "--help", columns=200).stdout for verb in ("interval", "multistep", "schedule")
+        invoke("plan", verb, "--help", columns=200).stdout
+        for verb in ("interval", "multistep", "schedule")
     )
     options = set(re.findall(r"`(--[a-z-]+)`", DOCUMENT))
     assert len(options) >= 12

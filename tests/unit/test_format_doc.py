@@ -10,7 +10,14 @@ import torch
 
 from everstep.format import digests, header, names, records
 from everstep.format.header import ShardIdentity, encode_header, header_room_bytes
-from everstep.format.records import FileRecord, Marker, RunRecord, TimelineRecord, manifest_of
+from everstep.format.records import (
+    AuditRecord,
+    FileRecord,
+    Marker,
+    RunRecord,
+    TimelineRecord,
+    manifest_of,
+)
 from everstep.seams import filesystem
 from everstep.state import entries, image, layout, tensors
 from everstep.state.entries import Entry
@@ -61,6 +68,7 @@ def test_files() -> None:
         base / names.marker_name(0),
         base / names.MANIFEST,
         base / names.CONDEMNED,
+        base / names.AUDIT_RECORD,
         names.segment_dir(run, 2, 1200, 1205) / names.shard_name(0),
         names.segment_dir(run, 2, 1200, 1205) / names.marker_name(0),
         names.timeline_dir(run, 2) / names.SLOTS_DIR / "slot-00000",
@@ -73,7 +81,9 @@ def test_fields_of_records() -> None:
     marker = Marker("r", 1, 2, 3, 0, 1, True, (file,))
     manifest = manifest_of({0: marker})
     assert manifest is not None
+    audit = AuditRecord("r", 1, 2, "0" * 32, (1, 1), "equal", "", 1, 1, 1, 0, (), {}, 0.0)
     encoded = {
+        "audit": audit.encode(),
         "run": RunRecord("r").encode(),
         "timeline": TimelineRecord("r", 1, None, 0, True, 1, {}, 0.0).encode(),
         "marker": marker.encode(),

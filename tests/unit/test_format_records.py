@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from everstep.errors import DamageError, FormatError, NewerFormatError
 from everstep.format.records import (
     RECORD_BYTES_MAX,
+    VERDICTS,
+    AuditRecord,
     FileRecord,
     Manifest,
     Marker,
@@ -110,7 +112,23 @@ MARKER = Marker(
     (FileRecord("rank-00000.safetensors", 8192, 4096, "a" * 32, "b" * 32),),
 )
 TIMELINE = TimelineRecord("r" * 32, 2, 1, 100, True, 1, {"torch": "2.13"}, 1.5)
-RECORDS: list[Any] = [RunRecord("r" * 32), TIMELINE, MARKER, Manifest((MARKER,))]
+AUDIT = AuditRecord(
+    run="r" * 32,
+    timeline=2,
+    step=1200,
+    manifest="c" * 32,
+    before=(1, 1100),
+    verdict="different",
+    reason="",
+    steps=100,
+    updates=200,
+    entries=115,
+    count=2,
+    differing=("model/a", "model/b"),
+    fingerprint={"torch": "2.13"},
+    created_unix_s=1.5,
+)
+RECORDS: list[Any] = [RunRecord("r" * 32), TIMELINE, MARKER, Manifest((MARKER,)), AUDIT]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -162,6 +180,73 @@ def encoded(fields: dict[str, Any]) -> bytes:
 def test_the_helper_writes_what_everstep_writes() -> None:
     for record in RECORDS:
         assert encoded(json.loads(record.encode())) == record.encode()
+
+
+@given(
+    numbers=st.tuples(*[numbers] * 5),
+    words=st.tuples(texts, texts, hexes),
+    before=st.tuples(numbers, numbers),
+    verdict=st.sampled_from(VERDICTS),
+    names=st.lists(texts, max_size=3),
+    more=st.integers(0, 9),
+    created=reals,
+)
+def test_audits(
+    numbers: tuple[int, ...],
+    words: tuple[str, str, str],
+    before: tuple[int, int],
+    verdict: str,
+    names: list[str],
+    more: int,
+    created: float,
+) -> None:
+    (timeline, step, steps, updates, entries), (run, reason, manifest) = numbers, words
+    differing = () if verdict == "equal" else tuple(names)
+    count = len(differing) + more if verdict != "equal" else 0
+    record = AuditRecord(
+        run=run,
+        timeline=timeline,
+        step=step,
+        manifest=manifest,
+        before=before,
+        verdict=verdict,
+        reason=reason,
+        steps=steps,
+        updates=updates,
+        entries=entries,
+        count=count,
+        differing=differing,
+        fingerprint={"torch": run},
+        created_unix_s=created,
+    )
+    assert AuditRecord.decode(record.encode(), PATH) == record
+
+
+HOSTILE_AUDIT: dict[str, list[Any]] = {
+    "manifest": ["", "c" * 31, "C" * 32, None],
+    "before": [None, [1], [1, 2, 3], [1, -1], [True, 2], "1"],
+    "verdict": ["equal", "good", "", None, 5],  # equal: with entries that differ
+    "reason": [None, 5, "x" * 5000],
+    "steps": [-1, 1.0, None],
+    "count": [1, -1, None, "2"],
+    "differing": [None, "model/a", [5], [["x"]], ["x"] * 3, {}],
+    "fingerprint": [None, [], {"torch": 2}],
+    "created_unix_s": [None, "1", True],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in HOSTILE_AUDIT.items() for value in values],
+    ids=lambda value: str(value)[:20],
+)
+def test_hostile_audits(name: str, value: Any) -> None:
+    fields = json.loads(AUDIT.encode())
+    with pytest.raises(FormatError):
+        AuditRecord.decode(encoded({**fields, name: value}), PATH)
+    del fields[name]
+    with pytest.raises(FormatError):
+        AuditRecord.decode(encoded(fields), PATH)
 
 
 HOSTILE: dict[str, list[Any]] = {

@@ -223,7 +223,7 @@ def test_damaged_memory_is_noticed(
     world.state["plain"]["seen"] = 7
     ckpt = opened(served_on.run, world)
     ckpt.resume()
-    until(lambda: served_on.server._timeline == 2)
+    until(lambda: served_on.server._duties.timeline == 2)
     assert served_on.server._keeper is not None
     served_on.server._keeper._jobs.put(gate.wait_at)
     second = stepped(ckpt, world)

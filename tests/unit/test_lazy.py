@@ -41,7 +41,7 @@ class HeldLane(CpuLane):
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Copies wait until the test lets them go."""
     monkeypatch.setattr(HeldLane, "gate", Gate())
-    monkeypatch.setattr("everstep.checkpointer.CpuLane", HeldLane)
+    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
     yield HeldLane.gate
     HeldLane.gate.open()
 

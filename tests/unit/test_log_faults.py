@@ -115,8 +115,10 @@ def test_a_flipped_bit_in_memory_ends_the_replay_before_it(served: Bench) -> Non
     states = run_steps(ckpt, world, 6)
     ckpt._saver.finish_captures()
     die(ckpt)
-    log = served.server._logs._current
+    until(lambda: served.server._duties.logs._current is not None)
+    log = served.server._duties.logs._current
     assert log is not None
+    until(lambda: any((r.head.kind, r.head.step) == ("mark", 6) for r in log.records()))
     log.settle(TIMEOUT_S)
     (mark,) = [r for r in log.records() if r.head.kind == "mark" and r.head.step == 4]
     mark.data[mark.data.nbytes // 2] ^= 1
@@ -164,8 +166,8 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
     world = World()
     ckpt = opened(served.run, world)
     ckpt.resume()
-    until(lambda: served.server._logs._current is not None)
-    log = served.server._logs._current
+    until(lambda: served.server._duties.logs._current is not None)
+    log = served.server._duties.logs._current
     assert log is not None
     gate = Gate()
     log._threads.submit(gate.wait_at)
@@ -216,7 +218,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
     monkeypatch.setattr(HeldLane, "gate", Gate())
     HeldLane.gate.open()
     monkeypatch.setattr("everstep.capture.devices.CpuLane", HeldLane, raising=False)
-    monkeypatch.setattr("everstep.checkpointer.CpuLane", HeldLane, raising=False)
+    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
     with everstep.Checkpointer(
         run_folder, state, method=DENSE, every=100, log=log, keeper=process
     ) as ckpt:

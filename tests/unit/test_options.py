@@ -71,7 +71,7 @@ def test_a_preset_cannot_be_changed_by_anybody() -> None:
         ({"every": "10"}, "not an interval"),
         ({"every": "nans"}, "not an interval"),
         ({"every": "1s 2s"}, "not an interval"),
-        ({"every": "auto"}, "not in this version"),
+        ({"every": "atuo"}, "not an interval"),
         ({"progress_timeout_s": 0}, "progress_timeout_s=0"),
         ({"progress_timeout_s": -1}, "progress_timeout_s=-1"),
         ({"progress_timeout_s": math.nan}, "progress_timeout_s=nan"),
@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
         ({"base": "asynch"}, "did you mean 'async'"),
         ({"base": "multistep"}, "there are: sync, async"),
         ({"log": "adaptive"}, "there are: none"),
-        ({"apply": "replica"}, "there are: recovery"),
+        ({"apply": "replica"}, "needs a log to apply"),
         ({"tiers": ("disk", "s3")}, "no tier 's3'"),
         ({"tiers": ()}, "tiers must be"),
         ({"tiers": ("disk", "disk")}, "tiers must be"),
@@ -106,8 +106,41 @@ def test_methods_that_do_not_exist_yet(fields: dict[str, Any], said: str) -> Non
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "log", "why"),
+    [
+        ({}, {"to": "disk"}, None),
+        ({}, {"to": "memory"}, "the log is in memory only"),
+        ({"keep": 1}, {"to": "disk"}, "no base before the newest one is kept"),
+        (
+            {"keeper": everstep.KeeperOptions(process=False)},
+            {"to": "disk"},
+            "the keeper is a thread of the training process",
+        ),
+    ],
+    ids=["on disk", "in memory", "one base", "a thread"],
+)
+def test_background_audits(changes: dict[str, Any], log: dict[str, Any], why: str | None) -> None:
+    """Where they can be, unless they are not wanted; refused where they cannot be and are."""
+    changes = {"method": "logged", **changes}
+    assert options(**changes, log=everstep.LogOptions(**log)).audits == (why is None)
+    assert not options(**changes, log=everstep.LogOptions(**log, audit=False)).audits
+    wanted = everstep.LogOptions(**log, audit=True)
+    if why is None:
+        assert options(**changes, log=wanted).audits
+        assert not options(**{**changes, "method": "lazy"}, log=wanted).audits
+        return
+    with pytest.raises(OptionError, match=why):
+        options(**changes, log=wanted)
+
+
+def test_an_audit_is_wanted_or_not() -> None:
+    with pytest.raises(OptionError, match=r"LogOptions\.audit"):
+        everstep.LogOptions(audit="yes")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "1GB", math.inf])
-@pytest.mark.parametrize("name", ["host_bytes", "disk_bytes"])
+@pytest.mark.parametrize("name", ["host_bytes", "disk_bytes", "write_bytes_per_day"])
 def test_budgets_are_positive_numbers_of_bytes(name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=f"Budget.{name}"):
         everstep.Budget(**{name: value})
@@ -131,6 +164,32 @@ def test_intervals_of_time(number: Any, unit: str, space: str) -> None:
 @given(steps=st.integers(1, 10**9), step=st.integers(1, 10**9))
 def test_intervals_of_steps(steps: int, step: int) -> None:
     assert Every.parse(steps).due(step, 1e9) == (step % steps == 0)
+
+
+def test_automatic_intervals() -> None:
+    assert Every.parse(" auto ") == Every(auto=True)
+    assert not Every.parse("auto").due(100, 1e9), "whoever measures decides"
+    given = Every(auto=True, mtbf_s=4 * 3600)
+    assert Every.parse(given) is given
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"auto": True, "steps": 5}, "exclude each other"),
+        ({"seconds": 3.0, "steps": 5}, "exclude each other"),
+        ({"mtbf_s": 3600}, "auto=True only"),
+        ({"auto": True, "mtbf_s": 0}, "auto=True only"),
+        ({"auto": True, "mtbf_s": math.nan}, "auto=True only"),
+        ({"auto": True, "mtbf_s": "4h"}, "auto=True only"),
+        ({"steps": 0}, "at least one step"),
+        ({"steps": 1.5}, "at least one step"),
+        ({"seconds": 0}, "more than 0"),
+    ],
+)
+def test_intervals_that_cannot_be(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        Every(**fields)
 
 
 def test_on_demand() -> None:

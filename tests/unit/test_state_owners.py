@@ -189,6 +189,25 @@ def test_declared_and_static_entries() -> None:
     assert found == owners(values, **told)
 
 
+def test_functions_that_update() -> None:
+    flat = torch.zeros(4)
+    values = {
+        "ema": {"a": torch.ones(2), "b": torch.ones(2), "none": torch.ones(0)},
+        "views": {"first": flat[:3], "second": flat[2:]},
+        "plain": torch.ones(1),
+    }
+    functions = {"ema/*": list, "views/*": list, "plain": None}
+    found = owners(values, declared=functions)
+    assert found["ema/a"] == found["ema/none"] == Owner("declared", update="ema/*")
+    # Replay on separate copies would give something else: in full, whatever updates it.
+    assert found["views/first"] == found["views/second"] == found["plain"] == Owner("declared")
+    assert [found[name].in_marks for name in ("ema/a", "views/first", "plain")] == [
+        False,
+        True,
+        True,
+    ]
+
+
 def test_patterns_match_nothing_of_everstep() -> None:
     assert owners({"x": torch.ones(1)}, static="*".split())["everstep/rng/torch"] == LOGGED
     with pytest.raises(OptionError, match="matches no entry"):

@@ -237,6 +237,51 @@ def test_a_change_of_torch_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert_as_new(state, values)
 
 
+@pytest.mark.parametrize("where", ["a module", "a module with a hook", "no module"])
+def test_an_optimizer_follows_parameters_that_move(where: str) -> None:
+    """Else what it owns would be what it owned."""
+    model = nn.Linear(2, 2)
+    if where == "a module with a hook":
+        model.register_state_dict_post_hook(lambda *_: None)
+    values: Values = {"model": model, "o": torch.optim.Adam(model.parameters())}
+    if where == "no module":
+        values = {**values, "model": model.weight}
+    state = State(values)
+    state.survey()
+    model.weight.data = torch.zeros(2, 2)
+    assert_as_new(state, values)
+    assert "replayed" in [owner.kind for owner in state.survey().shape.owners.values()]
+    assert "logged" not in [
+        owner.kind for name, owner in state.survey().shape.owners.items() if not is_reserved(name)
+    ]
+
+
+@pytest.mark.parametrize("where", ["class", "base", "bases"])
+def test_a_method_put_into_a_class_is_noticed(where: str) -> None:
+    class Base(nn.Linear):
+        pass
+
+    class Mine(Base):
+        pass
+
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "only"] = EXTRA[5]
+
+    class Other(nn.Linear):
+        _save_to_state_dict = save
+
+    values: Values = {"model": nn.Sequential(Mine(2, 2))}
+    state = State(values)
+    state.survey()
+    changed: Any = Mine if where == "class" else Base
+    if where == "bases":
+        Mine.__bases__ = (Other,)
+    else:
+        changed._save_to_state_dict = save
+    assert_as_new(state, values)
+    assert "model/0.only" in state.survey().tensors
+
+
 @settings(max_examples=60)
 @given(
     moves=st.lists(

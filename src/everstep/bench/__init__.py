@@ -3,6 +3,7 @@
 ``workloads/``  what is trained: a byte-level GPT of any size, real text, a training loop
 ``persist/``    how fast a state becomes durable
 ``stall/``      what a save costs a training loop
+``step/``       what it costs to be able to go back to every step, and what a kill costs then
 ``schedule/``   plans of captures for eight networks
 ``demo/``       the main job: train, get killed, resume, compare bit for bit
 

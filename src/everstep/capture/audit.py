@@ -101,6 +101,22 @@ class SpotCheck:
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
             differs = whole[self._where[kind]] != expected.cpu()
             if bool(differs.any()):
-                first = int(differs.nonzero()[0])
-                return self._names[kind][bisect.bisect_right(self._ends[kind], first)]
+                return self.entry_at(kind, int(differs.nonzero()[0]))
         return None
+
+    def packed(self, sample: Sample) -> list[tuple[int, bytes, bytes]]:
+        """A sample for another process: of each width the places in the block, in elements, as
+        int64, and the values."""
+        return [
+            (kind[0], bytes(host_bytes(self._where[kind])), bytes(host_bytes(values.cpu())))
+            for kind, values in sample.values.items()
+        ]
+
+    def entry_at(self, kind: _Kind, index: int) -> str:
+        """The name of the entry that an element of a sample is of.
+
+        Args:
+            kind: width in bytes, and device.
+            index: in the values of that kind.
+        """
+        return self._names[kind][bisect.bisect_right(self._ends[kind], index)]

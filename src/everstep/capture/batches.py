@@ -8,7 +8,7 @@ packed by one ``torch.cat``.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ _PACK_BYTES_MAX = 8 << 20
 _PIECE_BYTES = 32 << 20  # smaller pieces take the interpreter lock more often
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Bytes ``[begin, end)`` of a block of memory, and the tensors they come from.
 
     Attributes:
@@ -60,11 +59,12 @@ def plan_batches(
             packed.clear()
 
     for place in layout.placed:
-        if place.entry.name not in chosen or place.end == place.begin:
+        name, size = place.entry.name, place.end - place.begin
+        if size == 0 or name not in chosen:
             continue
-        tensor = tensors[place.entry.name]
+        tensor = tensors[name]
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        small = place.end - place.begin < _SMALL_BYTES
+        small = size < _SMALL_BYTES
         if packed and (
             place.begin != end
             or place.end - begin > _PACK_BYTES_MAX
@@ -101,6 +101,8 @@ def _large(place: Placed, tensor: torch.Tensor, plain: bool, offset: int) -> lis
     if not plain:
         return [Batch(offset + place.begin, offset + place.end, (), tensor)]
     flat = byte_view(tensor)
+    if flat.numel() <= _PIECE_BYTES:
+        return [Batch(offset + place.begin, offset + place.end, (flat,))]
     return [
         Batch(
             offset + place.begin + at,

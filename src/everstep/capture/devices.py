@@ -30,16 +30,17 @@ class DeviceLane:
     def __init__(self, host: CpuLane) -> None:
         self._host = host
         self._lane: Lane = host
+        self._in_host_memory: list[Sequence[Batch]] = []  # seen last
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         found = list(tensors)
         self._for(found).warm(found, block)
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        self._for(_one_of_each(batches)).mark(batches, block)
+        self._for_batches(batches).mark(batches, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        return self._for(_one_of_each(batches)).submit(batches, block, progress)
+        return self._for_batches(batches).submit(batches, block, progress)
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._lane.in_host_memory(tensor)
@@ -49,6 +50,14 @@ class DeviceLane:
 
     def close(self) -> None:
         self._lane.close()
+
+    def _for_batches(self, batches: Sequence[Batch]) -> Lane:
+        if any(seen is batches for seen in self._in_host_memory):
+            return self._lane
+        lane = self._for(_one_of_each(batches))
+        if lane is self._host and type(batches) is tuple:  # which stays what it is
+            self._in_host_memory = [*self._in_host_memory[-1:], batches]
+        return lane
 
     def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
         if self._lane is self._host and any(map(on_cuda, tensors)):

@@ -14,6 +14,7 @@ from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
+    from everstep.format.records import AuditRecord
     from everstep.format.writer import ChunkRing
     from everstep.recover.audit import Audit
     from everstep.recover.logged import RunLog
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
     from everstep.recover.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
 
-__all__ = ["audit_as_json", "check_replay", "check_segments", "show_audits"]
+__all__ = [
+    "AUDIT_WORDS",
+    "audit_as_json",
+    "check_replay",
+    "check_segments",
+    "record_as_json",
+    "show_audits",
+]
+
+AUDIT_WORDS = {"equal": "audited", "different": "AUDIT FAILED", "unchecked": "not audited"}
+"""What the keeper's audit has said of a base, in two words."""
 
 _TIMEOUT_S = 120.0
 _NAMES_MAX = 5
@@ -92,6 +103,15 @@ def audit_as_json(found: Audit) -> dict[str, Any]:
         "entries": found.entries,
         "differing": list(found.differing),
     }
+
+
+def record_as_json(record: AuditRecord | None) -> dict[str, Any] | None:
+    """What the keeper's audit has said of a base, as plain data."""
+    if record is None:
+        return None
+    found = dataclasses.asdict(record)
+    timeline, step = found.pop("before")
+    return {**found, "before": {"timeline": timeline, "step": step}}
 
 
 def show_audits(out: Console, audits: list[Audit]) -> None:

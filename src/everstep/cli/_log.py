@@ -144,7 +144,8 @@ def show_records(out: Console, records: Sequence[RecordHead]) -> None:
         return
     made = table("record", "step", "update", right=("step", "update"))
     for head in records[:_ROWS_MAX]:
-        made.add_row(label(str(head.kind)), str(head.step), str(head.lsn))
+        what = f"update of {head.declared}" if head.declared else str(head.kind)
+        made.add_row(label(what), str(head.step), str(head.lsn))
     out.print(made)
     _left_out(out, len(records))
 

@@ -14,7 +14,9 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
+from everstep.cli._audit import record_as_json
 from everstep.cli._common import (
+    LINE_CHARS_MAX,
     JsonFlag,
     console,
     count_of,
@@ -40,6 +42,7 @@ from everstep.options import nearest
 if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
+    from everstep.format.records import AuditRecord
     from everstep.recover.scan import BaseFound
     from everstep.recover.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
@@ -77,6 +80,7 @@ class _Found:
         vouched: whether a marker or manifest vouches for the header.
         segments: of the log of the run, if it is one.
         records: of the segment, if the file is one.
+        audit: what the keeper's audit has said of the base.
     """
 
     path: PurePath
@@ -85,6 +89,7 @@ class _Found:
     headers: list[tuple[str, ShardHeader]] = field(default_factory=list)
     segments: list[SegmentFound] = field(default_factory=list)
     records: tuple[RecordHead, ...] = ()
+    audit: AuditRecord | None = None
 
 
 def inspect(
@@ -164,7 +169,7 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
             step=base.id.step,
             path=base.path,
         )
-    found = _Found(base.path, base.status, vouched=True)
+    found = _Found(base.path, base.status, vouched=True, audit=base.audit)
     with reading(base.path):
         for marker in base.manifest.markers:
             opened = OpenBase.open(filesystem, base, marker.rank)
@@ -273,9 +278,16 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
         "lsn": first.lsn,
         "world": first.world,
         "exact": first.exact,
+        "audit": record_as_json(found.audit),
         "segments": [segment_as_json(segment) for segment in found.segments],
         "records": [
-            {"kind": head.kind, "step": head.step, "lsn": head.lsn, "exact": head.exact}
+            {
+                "kind": head.kind,
+                "step": head.step,
+                "lsn": head.lsn,
+                "exact": head.exact,
+                "declared": head.declared,
+            }
             for head in found.records
         ],
         "entries_total": len(rows),
@@ -305,6 +317,8 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
 
 
 def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_tree: bool) -> None:
+    from everstep.recover.audits import audit_in_words
+
     first = found.headers[0][1].identity
     out.print(
         label(
@@ -313,6 +327,9 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
             f"{'exact' if first.exact else 'not exact'}"
         )
     )
+    if found.audit is not None:
+        style = "green" if found.audit.verdict == "equal" else "yellow"
+        out.print(label(audit_in_words(found.audit), style, LINE_CHARS_MAX), soft_wrap=True)
     if not found.vouched:
         out.print(label("no marker beside the file: nothing vouches for its header", "yellow"))
     if as_tree:

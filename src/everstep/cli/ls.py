@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from everstep.cli._audit import AUDIT_WORDS, record_as_json
 from everstep.cli._common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
@@ -168,6 +169,7 @@ def _document(
                 "files": len(base.files),
                 "exact": _exact(base),
                 "created_unix_s": _created(base),
+                "audit": record_as_json(base.audit),
                 "problems": _notes(base, choice),
                 "path": str(base.path),
             }
@@ -228,11 +230,15 @@ def _created(base: BaseFound) -> float | None:
 
 def _notes(base: BaseFound, choice: Choice) -> list[str]:
     """What is wrong with a base, in sentences."""
+    from everstep.recover.audits import audit_in_words
+
     told = base.status in ("condemned", "incomplete")  # the status says it all
     notes = [base.problem] if base.problem and not told else []
     notes += file_problems(base)
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
+    if base.audit is not None and base.audit.verdict == "different":
+        notes.append(audit_in_words(base.audit))
     return notes
 
 
@@ -302,6 +308,7 @@ def _show_bases(out: Console, inventory: Inventory, choice: Choice, every: bool)
         chosen = choice.base is not None and base.id == choice.base.id
         notes = [] if base.id in here else ["abandoned"]
         notes += ["not exact"] if _exact(base) is False else []
+        notes += [AUDIT_WORDS[base.audit.verdict]] if base.audit else []
         notes += ["see below"] if _notes(base, choice) else []
         shown.add_row(
             ">" if chosen else "",

@@ -183,6 +183,7 @@ def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | No
 
 def _plan(base: BaseFound, refusal: str | None) -> _Plan:
     from everstep.format.names import (
+        AUDIT_RECORD,
         CONDEMNED,
         MANIFEST,
         TEMPORARY_SUFFIX,
@@ -191,7 +192,8 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
     )
 
     def goes(file: DirEntry) -> bool:
-        if parse_marker(file.name) is not None or file.name in (MANIFEST, CONDEMNED):
+        records = (AUDIT_RECORD, MANIFEST, CONDEMNED)
+        if parse_marker(file.name) is not None or file.name in records:
             return file.kind != "dir"
         ours = parse_shard(file.name) is not None or file.name.endswith(TEMPORARY_SUFFIX)
         return ours and file.kind == "file"

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli._audit import audit_as_json, check_replay, check_segments, show_audits
+from everstep.cli._audit import (
+    audit_as_json,
+    check_replay,
+    check_segments,
+    record_as_json,
+    show_audits,
+)
 from everstep.cli._common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
@@ -91,6 +97,8 @@ def verify(
     for cannot be used. An unfinished base that a crash has left is reported, but is no damage.
     Writes nothing.
 
+    Says also what the keeper's own audits have found; exit status 1 if one has found a difference.
+
     With --replay the log between two consecutive bases is replayed on the first, and every
     entry compared with the second, bit for bit: that finds what was wrong already when it was
     digested. Exit status 1 also if any differs.
@@ -125,6 +133,7 @@ def verify(
     ok = not inventory.problems and all(item.ok for item in checked)
     ok = ok and all(segment.problem is None for segment in segments)
     ok = ok and all(found.verdict != "different" for found in audits)
+    ok = ok and not any(base.audit and base.audit.verdict == "different" for base in bases)
     if json_output:
         more: dict[str, Any] = {"segments": [segment_as_json(segment) for segment in segments]}
         if replay:
@@ -290,6 +299,7 @@ def _document(
                 "size_bytes": item.size_bytes,
                 "damages": [_as_json(damage) for damage in item.damages],
                 "note": item.note,
+                "audit": record_as_json(item.base.audit),
             }
             for item in checked
         ],
@@ -312,6 +322,8 @@ def _show(
     segments: list[SegmentFound],
     seconds: float,
 ) -> None:
+    from everstep.recover.audits import audit_in_words
+
     columns = ("step", "timeline", "status", "entries", "size", "verdict")
     made = table(*columns, right=("step", "timeline", "entries", "size"))
     for item in checked:
@@ -331,6 +343,10 @@ def _show(
     for item in checked:
         if item.note:
             out.print(label(f"note: {item.base.id}: {item.note}", "yellow"))
+        if audit := item.base.audit:
+            line = f"the keeper, of {item.base.id}: {audit_in_words(audit)}"
+            style = "red" if audit.verdict == "different" else ""
+            out.print(label(line, style, LINE_CHARS_MAX), soft_wrap=True)
     lines = [_sentence(damage.path, damage.problem) for item in checked for damage in item.damages]
     lines += [_sentence(str(path), problem) for path, problem in inventory.problems]
     broken = [segment for segment in segments if segment.problem is not None]

@@ -97,6 +97,21 @@ class Sparse:
         out.zero_()
         return out.index_copy_(0, self.positions(), narrowed(self.values, out.dtype))
 
+    def part(self, begin: int, end: int) -> Sparse:
+        """Elements ``[begin, end)``, counted from ``begin``; the values are views of these."""
+        first, positions, values = 0, [], []
+        for chunk, count in enumerate(self.counts):
+            base = chunk * CHUNK_NUMEL
+            if base < end and begin < base + CHUNK_NUMEL:
+                own = self.indices[first : first + count]
+                low, high = (_first_at(own, edge - base) for edge in (begin, end))
+                positions.append(own[low:high].to(torch.int64) + (base - begin))
+                values.append(self.values[first + low : first + high])
+            first += count
+        if len(positions) > 1:
+            return Sparse.of(end - begin, torch.cat(positions), torch.cat(values))
+        return Sparse.of(end - begin, positions[0], values[0])
+
     def to(self, dtype: torch.dtype) -> Sparse:
         """The same with values in ``dtype``, rounded to nearest.
 
@@ -188,6 +203,13 @@ def nonzeros(flat: torch.Tensor) -> Sparse:
     """
     scan = scan_of(flat, checked_flat(flat))
     return _sparse(scan, scan.nonzero_bits())
+
+
+def _first_at(indices: torch.Tensor, edge: int) -> int:
+    """How many of ascending indices lie below ``edge``, which may be out of int32's range."""
+    if edge <= 0 or edge >= CHUNK_NUMEL:
+        return 0 if edge <= 0 else indices.numel()
+    return int(torch.searchsorted(indices, torch.tensor(edge, dtype=torch.int32)))
 
 
 def _sparse(scan: DeviceScan, hits: Hits) -> Sparse:

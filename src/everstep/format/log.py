@@ -1,7 +1,8 @@
 """The gradient log: records, and the segments that hold some of them on disk.
 
-A record is one optimizer update (the gradients that it consumed, and its hyperparameters) or
-one step mark (everything that no optimizer replays, in full). Records are never merged: moments
+A record is one update (of an optimizer: the gradients that it consumed, and its hyperparameters;
+or a declared one, which a function of the program repeats) or one step mark (everything that no
+update gives, in full). Records are never merged: moments
 depend on the order of the gradients (a sum of gradients is another update for everything but
 plain SGD).
 
@@ -51,12 +52,14 @@ class RecordHead:
     """Which record it is.
 
     Attributes:
-        kind: ``"update"``: one call of an optimizer's ``step()``. ``"mark"``: the user's step is
-            over; only here can a recovery end.
+        kind: ``"update"``: one call of an optimizer's ``step()``, or a declared update.
+            ``"mark"``: the user's step is over; only here can a recovery end.
         step: that the mark ends; of an update, the step that it belongs to.
         lsn: of an update, its own number; of a mark, that of the last update before it.
         shape: digest of what the state consists of (see :func:`everstep.state.shape_digest`):
             a log is replayed only onto a state of the same shape.
+        declared: of a declared update, the pattern of the entries that it covers; ``""``
+            of anything else.
     """
 
     kind: Literal["update", "mark"]
@@ -65,9 +68,11 @@ class RecordHead:
     lsn: int
     shape: str
     exact: bool = True
+    declared: str = ""
 
     def __str__(self) -> str:
         what = f"update {self.lsn}" if self.kind == "update" else "the mark"
+        what += f" ({self.declared!r})" if self.declared else ""
         return f"{what} of step {self.step}, timeline {self.timeline}"
 
 
@@ -178,8 +183,9 @@ def records_of_segment(
             raise FormatError(f"{path}: too many records")
         records = []
         for number, fields in enumerate(index["records"]):
-            kind, step, lsn, shape, exact, layout_number, objects, found = fields
-            if kind not in ("update", "mark") or not isinstance(objects, dict):
+            layout_number, objects, found = fields[5:8]
+            head = _head(identity.timeline, fields)
+            if head.kind not in ("update", "mark") or not isinstance(objects, dict):
                 raise FormatError(f"{path}: no record of any kind that is known")
             layout = layouts[layout_number]
             parts = {
@@ -187,7 +193,6 @@ def records_of_segment(
                 for name, part in data.items()
                 if name.startswith(f"{number:06d}/")
             }
-            head = RecordHead(kind, identity.timeline, step, lsn, shape, exact)
             body = _gathered(layout, parts, path)
             records.append(LogRecord(head, layout, objects, body, found))
     except FormatError:
@@ -207,9 +212,17 @@ def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ..
     """
     try:
         rows = msgpack.unpackb(data, strict_map_key=False)["records"]
-        return tuple(RecordHead(row[0], timeline, row[1], row[2], row[3], row[4]) for row in rows)
+        return tuple(_head(timeline, row) for row in rows)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+
+
+def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
+    kind, step, lsn, shape, exact = row[:5]
+    declared = row[8] if len(row) > 8 else ""
+    if len(row) > 9 or not isinstance(declared, str) or (declared and kind != "update"):
+        raise ValueError("no record that is known")
+    return RecordHead(kind, timeline, step, lsn, shape, exact, declared)
 
 
 def layout_to_index(layout: ShardLayout) -> list[list[Any]]:
@@ -288,6 +301,7 @@ def _index_of(records: Sequence[LogRecord]) -> bytes:
                 numbers[key],
                 dict(record.objects),
                 record.digest,
+                *([head.declared] if head.declared else []),
             ]
         )
     data: bytes = msgpack.packb({"layouts": layouts, "records": rows})

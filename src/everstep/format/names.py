@@ -10,6 +10,7 @@ import re
 from pathlib import PurePath
 
 __all__ = [
+    "AUDIT_RECORD",
     "BASE_DIR",
     "CONDEMNED",
     "FORMAT_VERSION",
@@ -36,6 +37,7 @@ FORMAT_VERSION = 1
 RUN_RECORD = "run.json"
 TIMELINE_RECORD = "timeline.json"
 MANIFEST = "manifest.json"
+AUDIT_RECORD = "audit.json"
 CONDEMNED = "manifest.condemned"
 BASE_DIR = "base"
 LOG_DIR = "log"

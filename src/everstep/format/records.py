@@ -1,4 +1,4 @@
-"""The small JSON files of a run: run, timeline, marker, manifest.
+"""The small JSON files of a run: run, timeline, marker, manifest, audit.
 
 A record is canonical JSON (sorted keys, one space of indentation) whose field ``digest``
 is the xxh3-128 of the same JSON without that field. Decoding accepts exactly the bytes
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -19,6 +19,8 @@ from everstep.format.names import FORMAT_VERSION, parse_shard
 
 __all__ = [
     "RECORD_BYTES_MAX",
+    "VERDICTS",
+    "AuditRecord",
     "FileRecord",
     "Manifest",
     "Marker",
@@ -28,6 +30,9 @@ __all__ = [
 ]
 
 RECORD_BYTES_MAX = 64 << 20
+VERDICTS = ("equal", "different", "unchecked")
+"""Of an audit."""
+
 _NUMBER_MAX = (1 << 63) - 1
 _WORLD_MAX = 1 << 20
 
@@ -174,6 +179,69 @@ class Manifest:
         if not complete or [marker.rank for marker in markers] != list(range(world)):
             raise FormatError(f"{path}: the manifest does not list each of {world} ranks once")
         return cls(markers)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """``audit.json``: what replay onto an older base says of the base that it lies beside (I9).
+
+    Attributes:
+        timeline, step: of the base.
+        manifest: digest of the base's manifest: the very base that was compared.
+        before: timeline and step of the older base.
+        verdict: one of :data:`VERDICTS`: each of ``entries`` has the digest that replay gives;
+            ``count`` have not; or nothing can be said, for ``reason``.
+        steps, updates: of the log between the two.
+        differing: names of the first entries that differ.
+        fingerprint: versions and machine of the replay.
+        created_unix_s: for people.
+    """
+
+    run: str
+    timeline: int
+    step: int
+    manifest: str
+    before: tuple[int, int]
+    verdict: str
+    reason: str
+    steps: int
+    updates: int
+    entries: int
+    count: int
+    differing: tuple[str, ...]
+    fingerprint: Mapping[str, str]
+    created_unix_s: float
+
+    def encode(self) -> bytes:
+        fields = asdict(self)
+        fields |= {"before": list(self.before), "differing": list(self.differing)}
+        return _encode("audit", {"format": FORMAT_VERSION, **fields})
+
+    @classmethod
+    def decode(cls, data: bytes, path: PurePath) -> AuditRecord:
+        fields = _decode("audit", data, path)
+        before, verdict = fields.pair("before"), fields.text("verdict")
+        if before is None or verdict not in VERDICTS:
+            raise FormatError(f"{path}: an audit without a base before it, or without a verdict")
+        count, differing = fields.number("count"), fields.names("differing")
+        if len(differing) > count or (count and verdict == "equal"):
+            raise FormatError(f"{path}: an audit that contradicts itself")
+        return cls(
+            fields.text("run"),
+            fields.number("timeline"),
+            fields.number("step"),
+            fields.hex("manifest"),
+            before,
+            verdict,
+            fields.text("reason"),
+            fields.number("steps"),
+            fields.number("updates"),
+            fields.number("entries"),
+            count,
+            differing,
+            fields.texts("fingerprint"),
+            fields.real("created_unix_s"),
+        )
 
 
 def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
@@ -339,6 +407,12 @@ class _Fields:
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
             raise FormatError(f"{self.path}: {name!r} is no table of texts")
         return value
+
+    def names(self, name: str) -> tuple[str, ...]:
+        value = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise FormatError(f"{self.path}: {name!r} is no list of texts")
+        return tuple(value)
 
     def items(self, name: str) -> list[_Fields]:
         value = self.value(name)

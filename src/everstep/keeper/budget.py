@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import PurePath
 
+import torch
 from rich.filesize import decimal
 
 from everstep.errors import OutOfSpaceError
 from everstep.options import Options
 from everstep.seams.machine import memory_available_bytes
 
-__all__ = ["announcement", "check_disk_budget", "host_budget_bytes", "log_budget_bytes"]
+__all__ = [
+    "DAY_S",
+    "DayMeter",
+    "Forecast",
+    "announcement",
+    "budget_in_words",
+    "check_disk_budget",
+    "gradients_of",
+    "host_budget_bytes",
+    "interval_steps_within",
+    "log_budget_bytes",
+    "replica_budget_bytes",
+]
+
+DAY_S = 86_400.0
+_SLOT_S = 600.0
+_NEVER_STEPS = 1 << 62
 
 
 def host_budget_bytes(options: Options, state_bytes: int) -> int:
@@ -27,6 +48,30 @@ def host_budget_bytes(options: Options, state_bytes: int) -> int:
             hint=f'Budget(host_bytes={state_bytes}) or more, or method="sync"',
         )
     return budget
+
+
+def replica_budget_bytes(
+    options: Options, host_bytes: int, state_bytes: int, gradient_bytes: int
+) -> int:
+    """What a replica may take of the host memory: a half. In the other are the base that it begins
+    with and the steps that wait while it is written (DESIGN section 9: at most two states, and
+    the gradients of two steps).
+
+    Args:
+        gradient_bytes: of a step.
+
+    Raises:
+        OutOfSpaceError: it is too little, with the number of bytes.
+    """
+    need = 2 * (state_bytes + 2 * gradient_bytes)
+    if options.has_replica and host_bytes < need:
+        raise OutOfSpaceError(
+            f"a replica of the state ({state_bytes} bytes), and the gradients of two steps beside "
+            f"the base that it begins with, take {need} bytes of host memory; the budget is "
+            f"{host_bytes} bytes",
+            hint=f"Budget(host_bytes={need}) or more, or apply='recovery'",
+        )
+    return host_bytes // 2 if options.has_replica else 0
 
 
 def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
@@ -52,18 +97,110 @@ def check_disk_budget(options: Options, run: PurePath, base_bytes: int) -> None:
         )
 
 
-def announcement(options: Options, run: PurePath, state_bytes: int, host_bytes: int) -> str:
-    """The line printed at start: what was chosen, and what it will take."""
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run writes to disk in a day of training.
+
+    Attributes:
+        bases_bytes, log_bytes: by bases, and by a log that goes to disk.
+    """
+
+    bases_bytes: float
+    log_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.bases_bytes + self.log_bytes
+
+    @property
+    def in_words(self) -> str:
+        """``"bases of 4.6 GB and a log of 33.0 GB"``."""
+        bases, log = decimal(round(self.bases_bytes)), decimal(round(self.log_bytes))
+        return f"bases of {bases}" + (f" and a log of {log}" if self.log_bytes else "")
+
+
+class DayMeter:
+    """How much of a growing total falls into the last 24 hours; never too little."""
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[float, int]] = deque()  # when each began, and the total then
+        self._total = 0
+
+    def reached(self, now_s: float, total: int) -> None:
+        """The total is now so large."""
+        if not self._slots or now_s - self._slots[-1][0] >= _SLOT_S:
+            self._slots.append((now_s, self._total))
+        self._total = max(self._total, total)
+
+    def last_day_bytes(self, now_s: float) -> int:
+        """Of the last day, and at most ten minutes more."""
+        while len(self._slots) > 1 and self._slots[1][0] <= now_s - DAY_S:
+            self._slots.popleft()
+        return self._total - self._slots[0][1] if self._slots else 0
+
+
+def interval_steps_within(bytes_per_day: float, base_bytes: int, step_s: float) -> int:
+    """The fewest steps between bases whose writes stay within ``bytes_per_day``."""
+    if bytes_per_day <= 0:
+        return _NEVER_STEPS
+    return min(_NEVER_STEPS, max(1, math.ceil(base_bytes * DAY_S / (step_s * bytes_per_day))))
+
+
+def budget_in_words(options: Options) -> str:
+    """The daily write budget: ``"budget of 40.0 GB a day"``."""
+    budget = options.budget.write_bytes_per_day
+    return "no budget" if budget is None else f"budget of {decimal(budget)} a day"
+
+
+def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
+    """How many parameters they have, and the bytes of all gradients that may be there."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    found = {id(parameter): parameter for group in groups for parameter in group["params"]}
+    taught = [parameter for parameter in found.values() if parameter.requires_grad]
+    return (
+        sum(parameter.numel() for parameter in found.values()),
+        sum(parameter.numel() * parameter.element_size() for parameter in taught),
+    )
+
+
+def announcement(
+    options: Options,
+    run: PurePath,
+    state_bytes: int,
+    host_bytes: int,
+    gradients: tuple[int, int] = (0, 0),
+) -> str:
+    """The line printed at start: what was chosen, and what it will take.
+
+    Args:
+        gradients: as :func:`gradients_of` says; those of a step are what a dense log records.
+    """
+    parameters, gradient_bytes = gradients
     every, state = options.every, decimal(state_bytes)
     when = "on save() only"
     if every.steps is not None:
         when = f"every {every.steps} steps"
     elif every.seconds is not None:
         when = f"every {every.seconds:g} s"
+    elif every.auto:
+        when = "every=auto"
+    if parameters:
+        state += f" at the start ({state_bytes / parameters:.3g} bytes per parameter)"
+    log = "compressed gradients"
+    if options.method.log == "dense":
+        log = f"{decimal(gradient_bytes)} of gradients"
     host = "a few chunks"
     if options.method.base != "sync":
-        host = f"{state} per base in flight (budget {decimal(host_bytes)})"
+        host = f"{decimal(state_bytes)} per base in flight"
+        if options.logs:
+            both = "a base and its replica" if options.has_replica else "two bases"
+            host = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
+        host += f" (budget {decimal(host_bytes)})"
+    written = f"{decimal(state_bytes)} per base"
+    if options.log_on_disk:
+        written += f", {log} per step"
     return (
         f"everstep: {run}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
-        f"host memory {host}; disk up to {decimal((options.keep + 1) * state_bytes)}"
+        f"host memory {host}; disk up to {decimal((options.keep + 1) * state_bytes)}, written "
+        f"{written} ({budget_in_words(options)})"
     )

@@ -46,6 +46,7 @@ class Capture:
         begun: whether a keeper has taken it on, and will call ``on_end``.
         withdrawn: whoever asked for it no longer wants it.
         users: who still needs the block: those who fill it, and those who write it.
+        arena: that its block is in; None: the training process's.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Capture:
     begun: bool = False
     withdrawn: bool = False
     users: int = 2
+    arena: Arena | None = None
 
     @property
     def durable(self) -> bool:

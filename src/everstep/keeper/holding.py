@@ -75,6 +75,12 @@ class Holding:
             if forgets:
                 self._held = None
 
+    def drop(self, capture: Capture) -> None:
+        """The memory of a base is going to change."""
+        with self._lock:
+            if self._held is not None and self._held[0] is capture:
+                self._held = None
+
     def failed(self, capture: Capture, error: BaseException, *, reused: bool) -> None:
         """A capture has not become durable.
 

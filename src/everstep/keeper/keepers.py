@@ -13,7 +13,7 @@ from typing import Any
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError, FencedError, KeeperError
+from everstep.errors import EverstepError, FencedError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach
@@ -28,6 +28,7 @@ from everstep.options import Options
 from everstep.recover.held import Recalled
 from everstep.recover.scan import newest_timeline
 from everstep.seams import PosixFileSystem, Seams, SystemClock
+from everstep.seams.processes import available_cores
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["Keepers"]
@@ -41,6 +42,10 @@ class Keepers:
 
     Args:
         arena_bytes: host memory for captures, at most; taken as it is needed.
+        replica_bytes: likewise, for a replica.
+
+    Raises:
+        OptionError: a replica, without a process to hold it.
 
     Attributes:
         current: in service; None before the first timeline.
@@ -58,6 +63,7 @@ class Keepers:
         channel: BackgroundChannel,
         ring: ChunkRing,
         arena_bytes: int,
+        replica_bytes: int = 0,
     ) -> None:
         self._options = options
         self._seams = seams
@@ -66,6 +72,7 @@ class Keepers:
         self._channel = channel
         self._ring = ring
         self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
+        self._replica_bytes = replica_bytes
         self._remote: RemoteKeeper | None = None
         self._before = KeeperStats()  # of keepers that are no longer in service
         self._why_not: EverstepError | None = None
@@ -82,6 +89,11 @@ class Keepers:
             and type(seams.filesystem) is PosixFileSystem
             and type(seams.clock) is SystemClock
         )
+        if options.has_replica and not self.in_process:
+            raise OptionError(
+                "apply='replica' needs a keeper that is a process of its own",
+                hint="KeeperOptions(process=True), on Linux; or apply='recovery'",
+            )
 
     @property
     def stats(self) -> KeeperStats:
@@ -149,6 +161,7 @@ class Keepers:
                 verified=verified,
                 log=self._log_message(timeline),
                 history=self._options.log.history,
+                replica=self._replica_message(),
             )
             self.current = self._remote
             return self._remote
@@ -194,7 +207,21 @@ class Keepers:
         return {
             "identity": identity_to_wire(self._identity(timeline)),
             "batch_steps": self._options.log.batch_steps,
+            "audit": self._options.audits,
         }
+
+    @property
+    def replica_step(self) -> int | None:
+        """Of the state that the keeper's replica has, as it last said; None: there is none."""
+        return self.current.replica_step if isinstance(self.current, RemoteKeeper) else None
+
+    def _replica_message(self) -> dict[str, Any] | None:
+        if not self._options.has_replica:
+            return None
+        cores = self._options.keeper.cores
+        # Where it shares the cores with training, it leaves some to it.
+        threads = len(cores) if cores else max(1, len(available_cores()) // 2)
+        return {"size_bytes": self._replica_bytes, "threads": threads}
 
     @property
     def lost(self) -> EverstepError | None:

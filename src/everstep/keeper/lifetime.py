@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, Protocol
 
 import torch.distributed
 
-from everstep.errors import DeadlineError, EverstepError, UnavailableError
+from everstep.errors import DeadlineError, EverstepError, StateError, UnavailableError
 from everstep.keeper.saver import Keeper, Saver
 
-__all__ = ["Closing", "check_platform", "close_earlier", "finish_at_exit"]
+__all__ = [
+    "AtExit",
+    "Closing",
+    "check_platform",
+    "check_usable",
+    "close_earlier",
+    "finish_at_exit",
+    "wait_through",
+]
 
 
 class Closing(Protocol):
@@ -39,6 +49,68 @@ def check_platform() -> None:
                 f"this job has {world} ranks; this version saves jobs of one rank",
                 rank=distributed.get_rank(),
             )
+
+
+def check_usable(is_open: bool, pid: int, run: PurePath | None) -> None:
+    """Refuses calls of a Checkpointer that is closed, or of another process.
+
+    Args:
+        pid: of the process that made it.
+
+    Raises:
+        StateError: with the reason.
+    """
+    if not is_open:
+        raise StateError(
+            "this Checkpointer is closed",
+            path=run,
+            hint="a second Checkpointer on the same run closes the first",
+        )
+    if os.getpid() != pid:
+        raise StateError(
+            "this Checkpointer belongs to the process that this one was forked from",
+            path=run,
+            hint="make a Checkpointer (on a run folder of its own) in this process",
+        )
+
+
+class AtExit:
+    """A script that ends without ``close()`` still gets its last base."""
+
+    def __init__(self) -> None:
+        self._job: Callable[[], None] | None = None
+
+    def watch(self, saver: Saver, keeper: Keeper) -> None:
+        """From now on ``keeper`` is finished at the end of this process."""
+        self.forget()
+        pid, shown = os.getpid(), sys.stderr
+        self._job = lambda: finish_at_exit(saver, keeper, pid, shown)
+        atexit.register(self._job)
+
+    def forget(self) -> None:
+        """Nothing is left to be done at exit."""
+        if self._job is not None:
+            atexit.unregister(self._job)
+        self._job = None
+
+
+def wait_through(wait: Callable[[], None], gave_up: Callable[[], bool]) -> list[EverstepError]:
+    """Waits until everything is durable or has failed; returns what failed.
+
+    Args:
+        wait: raises one failure at a time: one failed base is no reason to abandon those
+            behind it.
+        gave_up: whether nobody is left to wait for.
+    """
+    failed: list[EverstepError] = []
+    while True:
+        try:
+            wait()
+            return failed
+        except EverstepError as error:
+            failed.append(error)
+            if isinstance(error, DeadlineError) or gave_up():
+                return failed
 
 
 def finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:

@@ -50,6 +50,7 @@ class KeeperStats:
     Attributes:
         persist_s: seconds from the beginning of writing to the commit, all bases together.
         retain_s: seconds in retention, read-backs included.
+        log_bytes: of the segments of the log that were written.
         cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
     """
 
@@ -58,6 +59,7 @@ class KeeperStats:
     written_bytes: int = 0
     persist_s: float = 0.0
     retain_s: float = 0.0
+    log_bytes: int = 0
     cpu_s: float = 0.0
     durable_step: int | None = None
 
@@ -185,6 +187,9 @@ class LocalKeeper:
         if capture.stream:
             self._jobs.put(capture)
 
+    def announce(self, capture: Capture) -> None:
+        """It has been told already: it lives in this process."""
+
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """All of a capture has arrived: whatever happens to training, it becomes durable."""
         capture.incoming.arrived(objects)
@@ -214,11 +219,17 @@ class LocalKeeper:
         """A record of the log lies whole in the arena."""
         assert self.records is not None
         self.records.add(number, head, layout, objects, offset)
+        self.stats.log_bytes = self.records.written_bytes
 
     def forget_log(self, upto: int) -> None:
         """The memory of records up to this number is going to be used again."""
         if self.records is not None:
             self.records.forget(upto)
+
+    def log_to_disk(self, on: bool) -> None:
+        """Records of the steps from now on are written to disk, too; or they are not."""
+        assert self.records is not None
+        self.records.to_disk(on)
 
     def audit(self, plan: BasePlan, written: Sequence[Written]) -> None:
         """Compares a base that could not be written with the one before.
@@ -310,11 +321,15 @@ class LocalKeeper:
     def _do(self, capture: Capture) -> None:
         save = capture.save
         try:
-            assert self._arena is not None
+            if capture.withdrawn and capture.incoming.complete:
+                failed(save.durable, StateError("a newer base is there", step=save.step))
+                return
+            arena = capture.arena or self._arena
+            assert arena is not None
             failpoint("keeper.before_persist")
             audit = self._audit.of(capture.plan)
             capture.written = self._persist(
-                capture.plan, capture.bodies(self._arena), save, self._written, audit
+                capture.plan, capture.bodies(arena), save, self._written, audit
             )
         except EverstepError as error:
             if not capture.withdrawn:

@@ -42,7 +42,7 @@ from everstep.tiers.disk import (
     write_durably,
 )
 
-__all__ = ["LogStore", "SegmentWriter", "records_from_wire"]
+__all__ = ["LogStore", "LoggedStep", "SegmentWriter", "records_from_wire"]
 
 
 _ALL = 1 << 62
@@ -56,6 +56,19 @@ class _Item:
     objects: Mapping[str, bytes]
     offset: int
     record: LogRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """A whole step.
+
+    Attributes:
+        first: number of its first record.
+    """
+
+    updates: tuple[LogRecord, ...]
+    mark: LogRecord
+    first: int
 
 
 class SegmentWriter:
@@ -156,6 +169,9 @@ class LogStore:
         writer: puts them on disk, too, if given.
         post: told what fails in the background.
         on_disk: told the number up to which records are on disk.
+
+    Attributes:
+        on_step: called when a step is whole; in the log's thread.
     """
 
     def __init__(
@@ -165,6 +181,7 @@ class LogStore:
         post: Callable[[EverstepError], None],
         on_disk: Callable[[int], None] = lambda number: None,
     ) -> None:
+        self.on_step: Callable[[], None] = lambda: None
         self.arena = arena
         self._writer = writer
         self._post = post
@@ -175,6 +192,7 @@ class LogStore:
         self._after: int | None = None
         self._threads = IoThreads(1, "everstep-log")
         self._failed = False
+        self._off = False
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -203,6 +221,37 @@ class LogStore:
             self._items.append(item)
         self._threads.submit(self._arrive, item)
 
+    def steps_behind(self, step: int, lsn: int, at_most: int) -> list[LoggedStep]:
+        """Whole steps that follow a state, in order, up to the first that is not whole: whose
+        mark has not come, or with a hole before it (I3, I4).
+
+        Args:
+            step, lsn: of the state.
+            at_most: so many.
+        """
+        found: list[LoggedStep] = []
+        updates: list[LogRecord] = []
+        first = 0
+        with self._lock:
+            items = list(self._items)
+        for item in items:
+            head, record = item.head, item.record
+            if record is None or len(found) == at_most:
+                break
+            if head.kind != "mark":
+                if head.lsn > lsn:
+                    first = first if updates else item.number
+                    updates.append(record)
+                continue
+            if head.step <= step:
+                continue
+            numbers = [update.head.lsn for update in updates]
+            if head.step != step + 1 or numbers != list(range(lsn + 1, head.lsn + 1)):
+                break
+            found.append(LoggedStep(tuple(updates), record, first if updates else item.number))
+            step, lsn, updates = head.step, head.lsn, []
+        return found
+
     @property
     def empty(self) -> bool:
         """Whether there is no record in memory."""
@@ -217,6 +266,11 @@ class LogStore:
         """The memory of records up to this number is going to be used again."""
         with self._lock:
             self._items = [item for item in self._items if item.number > upto]
+
+    def to_disk(self, on: bool) -> None:
+        """Records that arrive from now on, at the end of a step, are written, too; or they are
+        not. Those that have arrived are."""
+        self._threads.submit(self._turn, on)
 
     def settle(self, timeout_s: float) -> None:
         """Returns when all that has arrived is digested, and written if it will be.
@@ -269,7 +323,9 @@ class LogStore:
             data = self.arena.view[item.offset : item.offset + item.layout.size_bytes]
             found = record_digest(data, item.objects)
             item.record = LogRecord(item.head, item.layout, item.objects, data, found)
-            if self._writer is not None and not self._failed:
+            if item.head.kind == "mark":
+                self.on_step()
+            if self._writer is not None and not self._failed and not self._off:
                 self._collect(item)
         except EverstepError as error:
             self._fail(error)
@@ -303,13 +359,23 @@ class LogStore:
         self._after, self._pending = last.head.step, []
         self._on_disk(last.number)
 
+    def _turn(self, on: bool) -> None:
+        last = self._pending[-1].number if self._pending else 0
+        self._flush()
+        self._pending.clear()
+        self._after, self._off = None, not on
+        self._on_disk(last)
+
     def _flush(self) -> None:
-        while self._pending and self._pending[-1].head.kind != "mark":
-            self._pending.pop()  # of a step that is not over
-        if self._writer is None or self._failed or not self._pending:
+        whole = len(self._pending)
+        while whole and self._pending[whole - 1].head.kind != "mark":
+            whole -= 1
+        if self._writer is None or self._failed or not whole:
             return
+        rest, self._pending = self._pending[whole:], self._pending[:whole]
         try:
             self._write()
+            self._pending = rest  # of a step that is not over: for the next segment
         except EverstepError as error:
             self._fail(error)
         except Exception as error:

@@ -68,7 +68,7 @@ class Logs:
         )
 
     def on_message(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """``log_layout``, ``log`` or ``forget_log``.
+        """``log_layout``, ``log``, ``forget_log`` or ``log_to_disk``.
 
         Raises:
             KeeperError: it makes no sense.
@@ -76,12 +76,25 @@ class Logs:
         kind = message["kind"]
         if kind == "log_layout":
             trainer.log_layouts[message["number"]] = layout_from_index(message["layout"])
+        elif kind == "log_to_disk":
+            if self._current is not None and self._current.arena is trainer.arena:
+                self._current.to_disk(bool(message["on"]))
         elif kind == "forget_log":
             for log in self._all():
                 if log.arena is trainer.arena:
                     log.forget(message["upto"])
         else:
             self._add(trainer, message)
+
+    @property
+    def written_bytes(self) -> int:
+        """Of the segments of the current timeline, so far."""
+        return 0 if self._current is None else self._current.written_bytes
+
+    @property
+    def current(self) -> LogStore | None:
+        """Of the timeline that is served."""
+        return self._current
 
     def drop_older(self) -> None:
         """A base of the current timeline is whole."""
@@ -108,6 +121,16 @@ class Logs:
         """What is left of an unfinished batch goes to disk, if it will at all."""
         if self._current is not None:
             self._current.flush()
+
+    def settle(self, timeout_s: float) -> None:
+        """Returns when the current log is on disk up to its last mark, if it will be at all.
+
+        Raises:
+            DeadlineError: not within ``timeout_s``.
+        """
+        if self._current is not None:
+            self._current.flush()
+            self._current.settle(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Ends all threads, behind what they have to do."""

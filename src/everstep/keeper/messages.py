@@ -2,13 +2,15 @@
 
 Trainer to keeper: ``attach`` (who, and how large an arena), ``serve`` (a timeline), ``layout``
 (once per layout of files), ``begin`` (a capture), ``object`` (a part of one), ``captured``,
-``abandon``, ``forget`` (a kept block is going to be overwritten), ``log_layout`` (once per layout
-of records), ``log`` (a record is whole), ``forget_log`` (the memory of records likewise),
-``settle`` (finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
+``abandon``, ``ask`` (for a base of the replica's), ``no_replica`` (any more), ``forget`` (a kept
+block is going to be overwritten), ``log_layout`` (once per layout of records), ``log`` (a record is
+whole), ``forget_log`` (the memory of records likewise), ``log_to_disk`` (or no more), ``settle``
+(finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
 
 Keeper to trainer: ``welcome`` (with the arena's descriptor), ``refused``, ``durable``,
 ``failed``, ``error``, ``done`` (with a capture, retention included), ``progress``, ``settled``,
-``logged`` (records are on disk), ``blob`` (a part of what ``recalled`` then refers to),
+``logged`` (records are on disk), ``persisted`` (a base of the replica's), ``retained`` (behind it,
+too), ``asks_refused``, ``replica_stopped``, ``blob`` (a part of what ``recalled`` then refers to),
 ``recalled``, ``replaced`` (another trainer has taken over).
 """
 
@@ -20,12 +22,14 @@ from typing import Any
 
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
+from everstep.keeper.capture import Capture
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed, ShardLayout
 
 __all__ = [
     "OBJECT_PART_BYTES",
     "PROTOCOL",
+    "begin_to_wire",
     "identity_from_wire",
     "identity_to_wire",
     "layout_from_wire",
@@ -33,7 +37,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20
@@ -53,6 +57,19 @@ def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
     """The inverse of :func:`identity_to_wire`."""
     return ShardIdentity(**fields)
+
+
+def begin_to_wire(capture: Capture) -> dict[str, Any]:
+    """That a capture has begun; its layout was told before."""
+    return {
+        "kind": "begin",
+        "number": capture.number,
+        "layout": capture.layout,
+        "identity": identity_to_wire(capture.plan.identity),
+        "offset": capture.offset,
+        "word": capture.word,
+        "stream": capture.stream,
+    }
 
 
 def layout_to_wire(plan: BasePlan) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Prepared:
     gated: tuple[str, ...]
     marked: tuple[str, ...]
     ends: Mapping[str, int]
+    _tensors: Mapping[str, torch.Tensor] | None = None  # seen last
     _gated_tensors: tuple[torch.Tensor, ...] = ()
     _gated_batches: tuple[Batch, ...] = ()
     _marked_tensors: tuple[torch.Tensor, ...] = ()
@@ -54,19 +55,12 @@ class Prepared:
 
     def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Copies that may run behind the next step, in file order."""
-        live = tuple(tensors[name] for name in self.gated)
-        if not _same(live, self._gated_tensors):
-            self._gated_tensors = live
-            self._gated_batches = self._batches(tensors, frozenset(self.gated))
-            self._check = None
+        self._follow(tensors)
         return self._gated_batches
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Copies that must be made at the step mark."""
-        live = tuple(tensors[name] for name in self.marked)
-        if not _same(live, self._marked_tensors):
-            self._marked_tensors = live
-            self._marked_batches = self._batches(tensors, frozenset(self.marked))
+        self._follow(tensors)
         return self._marked_batches
 
     def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
@@ -78,6 +72,22 @@ class Prepared:
             ]
             self._check = SpotCheck(layouts, tensors, frozenset(self.gated))
         return self._check
+
+    def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Plans anew where tensors are others. A survey's mapping never changes: where it is the
+        same, they are."""
+        if tensors is self._tensors:
+            return
+        gated = tuple(tensors[name] for name in self.gated)
+        if not _same(gated, self._gated_tensors):
+            self._gated_tensors = gated
+            self._gated_batches = self._batches(tensors, frozenset(self.gated))
+            self._check = None
+        marked = tuple(tensors[name] for name in self.marked)
+        if not _same(marked, self._marked_tensors):
+            self._marked_tensors = marked
+            self._marked_batches = self._batches(tensors, frozenset(self.marked))
+        self._tensors = tensors
 
     def _batches(
         self, tensors: Mapping[str, torch.Tensor], names: frozenset[str]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
@@ -17,15 +18,47 @@ from everstep.replay.exactness import refusal
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.shapes import shape_digest
+from everstep.state.survey import Shape
 from everstep.state.tensors import stored_form, torch_dtype
 
 __all__ = [
     "Layouts",
+    "LogKeeper",
     "compressors_of",
+    "digest_of",
+    "eager",
     "form_entries",
     "look_for_nonfinite",
     "refuse_optimizers",
 ]
+
+
+class LogKeeper(Protocol):
+    """Takes records: the keeper process, or a keeper in this one."""
+
+    def log(
+        self,
+        number: int,
+        head: RecordHead,
+        layout: ShardLayout,
+        objects: Mapping[str, bytes],
+        offset: int,
+    ) -> None:
+        """A record lies whole in the arena."""
+        ...
+
+    def forget_log(self, upto: int) -> None:
+        """The memory of records up to this number is going to be used again."""
+        ...
+
+    def log_to_disk(self, on: bool) -> None:
+        """Records of the steps from now on are written to disk, too; or they are not."""
+        ...
+
+
+_SPARSE = "SparseAdam consumes sparse gradients, and a log holds dense ones"
 
 
 @dataclass(slots=True)
@@ -47,6 +80,22 @@ class Layouts:
         return layout
 
 
+def eager(key: str, optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose update is under way.
+
+    Raises:
+        UnsupportedStateError: its step is compiled: other kernels than those that replay runs.
+    """
+    if torch.compiler.is_compiling():
+        why = "its step() is compiled, and replay runs torch's own"
+        raise UnsupportedStateError(
+            f"the updates of {key} cannot be replayed from a log: {why}",
+            leaves=((key, why),),
+            hint='call optimizer.step() outside of what is compiled, or method="lazy"',
+        )
+    return optimizer
+
+
 def compressors_of(state: State) -> dict[str, Compressor]:
     """The Compressors among the values of a state, by the key of their optimizer.
 
@@ -65,6 +114,16 @@ def compressors_of(state: State) -> dict[str, Compressor]:
                 )
             found[key] = value
     return found
+
+
+def digest_of(state: State, shape: Shape) -> str:
+    """What a state consists of, in the digest that its records carry."""
+    groups = {}
+    for key in state.optimizers:
+        provider = state.providers[key]
+        assert isinstance(provider, OptimizerProvider)
+        groups[key] = provider.groups()
+    return shape_digest(shape.entries, shape.aliases, groups)
 
 
 def form_entries(
@@ -91,7 +150,7 @@ def look_for_nonfinite(head: RecordHead, layout: ShardLayout, data: torch.Tensor
     Raises:
         NonFiniteError: there are some.
     """
-    if any(place.entry.name == "found_inf" for place in layout.placed):
+    if head.declared or any(place.entry.name == "found_inf" for place in layout.placed):
         return
     for place in layout.placed:
         dtype = torch_dtype(place.entry.dtype)
@@ -112,7 +171,11 @@ def refuse_optimizers(state: State, log: str) -> None:
     OptionError: ``log="topk"``, and one has no Compressor.
     """
     optimizers = state.optimizers
-    found = [(key, why) for key, o in optimizers.items() if (why := refusal(o)) is not None]
+    found = [
+        (key, why)
+        for key, o in optimizers.items()
+        if (why := _SPARSE if type(o) is torch.optim.SparseAdam else refusal(o)) is not None
+    ]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(

@@ -9,11 +9,11 @@ keeper (LowDiff sections IV and V; I2, I8).
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,16 +27,22 @@ from everstep.errors import (
 )
 from everstep.format.log import RecordHead
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.declared import DeclaredLog
+from everstep.keeper.disklog import DiskLog
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import (
     Layouts,
+    LogKeeper,
     compressors_of,
+    digest_of,
+    eager,
     form_entries,
     look_for_nonfinite,
 )
 from everstep.keeper.save import Save
 from everstep.options import Options
 from everstep.replay.exactness import kind_name
+from everstep.replay.own import writes_gradients
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
@@ -44,32 +50,12 @@ from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerProvider
-from everstep.state.shapes import shape_digest
 from everstep.state.survey import Shape, Survey
 from everstep.state.tree import split
 
-__all__ = ["LogKeeper", "Recorder", "RecorderStats"]
+__all__ = ["Recorder", "RecorderStats"]
 
 _SCALER = ("grad_scale", "found_inf")
-
-
-class LogKeeper(Protocol):
-    """Takes records: the keeper process, or a keeper in this one."""
-
-    def log(
-        self,
-        number: int,
-        head: RecordHead,
-        layout: ShardLayout,
-        objects: Mapping[str, bytes],
-        offset: int,
-    ) -> None:
-        """A record lies whole in the arena."""
-        ...
-
-    def forget_log(self, upto: int) -> None:
-        """The memory of records up to this number is going to be used again."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +64,7 @@ class _Kept:
     timeline: int
     step: int
     room: Room
+    to_disk: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -103,13 +90,14 @@ class RecorderStats:
     """What the log has cost and done.
 
     Attributes:
-        records, record_bytes: so far.
+        records, record_bytes, marks: so far.
         holes: updates that could not be recorded; behind each a new base is due.
         stall_s: seconds of the training thread.
     """
 
     records: int = 0
     record_bytes: int = 0
+    marks: int = 0
     holes: int = 0
     stall_s: float = 0.0
     held_bytes: int = 0
@@ -125,6 +113,10 @@ class Recorder:
     Attributes:
         base_due: why the log cannot go on without a new base; None if it can.
         base_step: of the newest base that was asked for.
+        disk: which records go to disk.
+        relieved_to: tells the number up to which records have gone into a replica; None: there is
+            none.
+        overrun: called when there is no memory for a record, though there is a replica.
     """
 
     def __init__(
@@ -142,23 +134,24 @@ class Recorder:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self._log_bytes_max = log_bytes_max
+        self.log_bytes_max = log_bytes_max
         self._keeper: LogKeeper | None = None
         self._pool: CapturePool | None = None
         self._block: torch.Tensor | None = None
         self._timeline, self._exact = 0, True
         self._lock = threading.Lock()
-        self._written = threading.Condition(self._lock)
-        self._numbers: deque[int] = deque()  # of the last marks
         self._kept: list[_Kept] = []
         self._compressors = compressors_of(state)
         self._number = 0
         self._step_bytes = 0  # of the step under way
-        self._on_disk = 0
         self._durable_step = -1
         self.base_step = 0
+        self.disk = DiskLog(options, channel)
+        self.relieved_to: Callable[[], int | None] = lambda: None
+        self.overrun: Callable[[], None] = lambda: None
         self._under: _Under | None = None
         self._layouts = Layouts()
+        self._declared = DeclaredLog(state)
         self._groupings: dict[str, _Grouping] = {}
         self._shape: Shape | None = None
         self._entries: Any = None
@@ -182,17 +175,20 @@ class Recorder:
                 self._block = None
                 if pool is not None:
                     self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
+            for kept in self._kept:
+                kept.to_disk = False  # by whom, now?
             self._durable_step = -1
-            self._on_disk = 0
-            self._numbers.clear()
+        self.disk.start(keeper)
+        self._declared.start()
         self.base_due = self.base_due or "a new timeline"
 
-    def consumed(self, key: str, lsn: int, step: int) -> None:
+    def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """The gradients of an optimizer are what it is going to consume: begins to copy them.
 
         Args:
             lsn: of the update.
             step: that is under way.
+            over: it has consumed them already: a hook that was registered later came last.
         """
         if self._pool is None:
             return
@@ -201,7 +197,7 @@ class Recorder:
             self._under.calls += 1  # a closure that is called again: not recorded (see applied)
             return
         try:
-            self._under = self._copy(key, lsn, step)
+            self._under = self._copy(key, lsn, step, over)
         except EverstepError as error:
             self._hole(error.message)
             self._channel.post(error)
@@ -224,7 +220,24 @@ class Recorder:
 
     def skipped(self, why: str) -> None:
         """Something has changed what optimizers own that replay cannot repeat."""
+        self._declared.start()
         self._hole(why)
+
+    def declared(self, pattern: str, lsn: int, step: int) -> None:
+        """The function registered for ``pattern`` has run: replay runs it at this place (I8).
+
+        Args:
+            lsn: of the update.
+            step: that is under way.
+        """
+        if self._pool is None:
+            return
+        start_s = self._clock.monotonic_s()
+        named = self._declared.ran(pattern)
+        head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact, pattern)
+        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items())
+        self._copy_now(head, key, named, dict)
+        self.stats.stall_s += self._clock.monotonic_s() - start_s
 
     def mark(self, survey: Survey, lsn: int, step: int) -> None:
         """The step is over: records what no optimizer replays (I8)."""
@@ -235,19 +248,20 @@ class Recorder:
         shape = survey.shape
         if shape.entries is not self._entries:
             changed, self._entries = self._entries is not None, shape.entries
-            self._digest = self._digest_of(shape)
+            self._groupings.clear()
+            self._digest = digest_of(self._state, shape)
             self._layouts.found.clear()
             if changed:
                 self.base_due = "what the state consists of has changed"
-        named = {entry.name: survey.tensors[entry.name] for entry in self._logged(shape)}
-        layout = self._layouts.of("mark", named)
-        room = self._room(layout.size_bytes)
-        if room is not None:
-            head = RecordHead("mark", self._timeline, step, lsn, self._digest, self._exact)
-            pool.populate(room)
-            block = self._block[room.offset : room.offset + room.size_bytes]
-            self._lane.mark(plan_batches(layout, named, named.keys()), block)
-            told = self._lane.run(lambda: self._tell(head, layout, room, survey.objects))
+        named = {
+            entry.name: survey.tensors[entry.name]
+            for entry in shape.entries
+            if shape.owners[entry.name].in_marks
+        }
+        samples, ran = self._declared.samples(survey)
+        head = RecordHead("mark", self._timeline, step, lsn, self._digest, self._exact)
+        told = self._copy_now(head, "mark", named | samples, survey.objects, ran)
+        if told is not None:
             # Or more than the step in flight could be lost. Behind it on the lane is nothing but
             # the updates of this step: no update begins while a base is being copied.
             try:
@@ -257,34 +271,15 @@ class Recorder:
                 self._channel.post(DeadlineError("recording a step hangs", step=step))
             step_bytes, self._step_bytes = self._step_bytes, 0
             self._lane.run(lambda: pool.warm_ahead(2 * step_bytes))  # behind the next backward
-            self._wait_for_disk(step)
+            self.stats.marks += 1
+            self.disk.marked(self._number, step)
         self.stats.stall_s += self._clock.monotonic_s() - start_s
-
-    def _wait_for_disk(self, step: int) -> None:
-        """Until the log on disk is no further behind than it may be."""
-        lag = self._options.log.lag_steps
-        if lag is None:
-            return
-        self._numbers.append(self._number)
-        if len(self._numbers) <= lag:
-            return
-        wanted = self._numbers.popleft()
-        timeout_s = self._options.progress_timeout_s
-        with self._written:
-            there = self._written.wait_for(lambda: self._on_disk >= wanted, timeout_s)
-        if not there:
-            self._channel.post(
-                DeadlineError(
-                    f"the log was not written within {timeout_s:g} s: the storage hangs",
-                    step=step,
-                    hint="look at the disk or the network file system (dmesg, df, iostat)",
-                )
-            )
 
     def base_taken(self, save: Save) -> None:
         """A base of this very step is being captured."""
         self.base_due = None
         self.base_step = save.step
+        self.disk.base_taken()
 
         def durable(_: Any) -> None:
             if not save.durable.cancelled() and save.durable.exception() is None:
@@ -300,13 +295,11 @@ class Recorder:
 
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk; in any thread."""
-        with self._written:
-            self._on_disk = max(self._on_disk, number)
-            self._written.notify_all()
+        self.disk.reached(number)
         self._release()
 
-    def _copy(self, key: str, lsn: int, step: int) -> _Under | None:
-        optimizer = self._state.optimizers[key]
+    def _copy(self, key: str, lsn: int, step: int, over: bool) -> _Under | None:
+        optimizer = eager(key, self._state.optimizers[key])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         grouping = self._grouping(key, parameters)
         gradients = [p.grad for p in parameters]
@@ -332,6 +325,11 @@ class Recorder:
             value = getattr(optimizer, name, None)
             if isinstance(value, torch.Tensor):
                 named[name] = value.detach()
+        written = any(name in named for name in _SCALER)  # a fused kernel divides in place
+        written = written or writes_gradients(type(optimizer), optimizer.param_groups)
+        if written and over:
+            self._hole(f"gradients of {key} were changed before they could be copied")
+            return None
         sizes = tuple(tensor.numel() for tensor in named.values()) if compressed else len(named)
         where = (key, grouping.ids, tuple(g is None for g in gradients), sizes)
         layout = self._layouts.of(where, named)
@@ -352,9 +350,9 @@ class Recorder:
         batches = plan_batches(layout, named, named.keys())
         transfer = self._lane.submit(batches, block, lambda end: None)
         head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact)
-        if any(name in named for name in _SCALER):
-            # A fused kernel divides the gradients in place: it must not begin before the copy ends.
-            transfer.gate(layout.size_bytes, self._options.progress_timeout_s)
+        # It must not begin before the copy ends.
+        if written and not transfer.gate(layout.size_bytes, self._options.progress_timeout_s):
+            raise DeadlineError("copying gradients hangs", step=step)
         about: dict[str, Any] = {
             "optimizer": key,
             "kind": kind_name(type(optimizer)),
@@ -377,7 +375,41 @@ class Recorder:
         compressor.check()
         return {key: form for key, form in compressor.last.items() if form is not None}
 
-    def _tell(self, head: RecordHead, layout: ShardLayout, room: Room, objects: Any) -> None:
+    def _copy_now(
+        self,
+        head: RecordHead,
+        key: object,
+        named: Mapping[str, torch.Tensor],
+        objects: Callable[[], Mapping[str, bytes]],
+        ran: frozenset[str] = frozenset(),
+    ) -> Future[None] | None:
+        """Copies tensors that may change at once, and lets the keeper be told; None if there is
+        no memory.
+
+        Args:
+            key: of the layout.
+            ran: declared updates since the last mark.
+        """
+        pool = self._pool
+        assert pool is not None
+        assert self._block is not None
+        layout = self._layouts.of(key, named)
+        room = self._room(layout.size_bytes)
+        if room is None:
+            return None
+        pool.populate(room)
+        block = self._block[room.offset : room.offset + room.size_bytes]
+        self._lane.mark(plan_batches(layout, named, named.keys()), block)
+        return self._lane.run(lambda: self._tell(head, layout, room, objects, ran))
+
+    def _tell(
+        self,
+        head: RecordHead,
+        layout: ShardLayout,
+        room: Room,
+        objects: Callable[[], Mapping[str, bytes]],
+        ran: frozenset[str] = frozenset(),
+    ) -> None:
         """In the lane's thread, behind the copies: the record is whole."""
         keeper = self._keeper
         try:
@@ -386,8 +418,11 @@ class Recorder:
             with self._lock:
                 self._number += 1
                 number = self._number
-                self._kept.append(_Kept(number, head.timeline, head.step, room))
+                self._kept.append(_Kept(number, head.timeline, head.step, room, self.disk.on))
             assert keeper is not None
+            if head.kind == "mark":
+                assert self._block is not None
+                self._declared.check(head, layout, self._block[room.offset :], ran)
             keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
@@ -404,32 +439,49 @@ class Recorder:
         """Memory for a record; None, and a new base is due, if there is none."""
         pool = self._pool
         assert pool is not None
-        with self._lock:
-            held = sum(kept.room.size_bytes for kept in self._kept)
+        held, relieved_to = self._held_bytes(), self.relieved_to()
+        if held + size_bytes > self.log_bytes_max // 2:
+            if relieved_to is None:
+                self.base_due = self.base_due or "the log has half filled its memory"
+            else:
+                self._release(relieved_to)
+                held = self._held_bytes()
         self.stats.held_bytes = held
-        if held + size_bytes > self._log_bytes_max // 2:
-            self.base_due = self.base_due or "the log has half filled its memory"
-        room = None
         self._step_bytes += size_bytes
-        if held + size_bytes <= self._log_bytes_max:
+        fits = held + size_bytes <= self.log_bytes_max
+        room = pool.acquire_now(max(1, size_bytes)) if fits else None
+        if room is None and fits and relieved_to is not None:  # there is more in the arena
+            self._release(relieved_to)
             room = pool.acquire_now(max(1, size_bytes))
         if room is None:
             self._hole("there is no host memory for the log")
+            if relieved_to is not None:
+                self.overrun()
         return room
+
+    def _held_bytes(self) -> int:
+        with self._lock:
+            return sum(kept.room.size_bytes for kept in self._kept)
 
     def _hole(self, why: str) -> None:
         self.stats.holes += 1
         self.base_due = self.base_due or why
 
-    def _release(self) -> None:
+    def _release(self, relieved_to: int = 0) -> None:
+        """Lets go of records that nobody needs.
+
+        Args:
+            relieved_to: nor those up to this number.
+        """
         pool, keeper = self._pool, self._keeper
         with self._lock:
             free: list[_Kept] = []
-            limit = self._on_disk if self._options.log.on_disk else 1 << 62
             while self._kept:
                 kept = self._kept[0]
                 old = kept.timeline < self._timeline and self._durable_step >= 0
-                if kept.number > limit or (kept.step > self._durable_step and not old):
+                unwritten = kept.to_disk and not self.disk.has(kept.number)
+                needed = kept.step > self._durable_step and not old
+                if unwritten or (needed and kept.number > relieved_to):
                     break
                 free.append(self._kept.pop(0))
         if free and pool is not None and keeper is not None:
@@ -446,19 +498,3 @@ class Recorder:
             names = tuple(name for group in provider.groups() for name in group)
             known = self._groupings[key] = _Grouping(ids, names)
         return known
-
-    def _logged(self, shape: Shape) -> list[Any]:
-        return [
-            entry
-            for entry in shape.entries
-            if shape.owners[entry.name].kind not in ("replayed", "static")
-        ]
-
-    def _digest_of(self, shape: Shape) -> str:
-        groups = {}
-        self._groupings.clear()
-        for key in self._state.optimizers:
-            provider = self._state.providers[key]
-            assert isinstance(provider, OptimizerProvider)
-            groups[key] = provider.groups()
-        return shape_digest(shape.entries, shape.aliases, groups)

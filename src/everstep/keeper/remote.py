@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -18,6 +18,7 @@ from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import LogRecord, RecordHead, layout_to_index
+from everstep.keeper.asked import Asked
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import base_from_wire
@@ -25,11 +26,12 @@ from everstep.keeper.local import KeeperStats
 from everstep.keeper.log import records_from_wire
 from everstep.keeper.messages import (
     OBJECT_PART_BYTES,
-    identity_to_wire,
+    begin_to_wire,
     layout_to_wire,
     parts_of,
 )
-from everstep.keeper.save import done, failed
+from everstep.keeper.samples import Samples
+from everstep.keeper.save import Save, done, failed
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.held import Recalled
 from everstep.seams import Clock
@@ -82,7 +84,13 @@ class RemoteKeeper:
         self._replies: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
         self._layouts: set[int] = set()
+        self._telling = threading.Lock()  # of captures
+        self._abandoned: set[int] = set()
         self._log_layouts: dict[int, tuple[int, ShardLayout]] = {}
+        self._asked = Asked(self._changed)
+        self.replica_step: int | None = None
+        self.replica_applied = 0
+        self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
         self.on_disk: Callable[[int], None] = lambda number: None
         self._timeline = 0
         self._heard_s = clock.monotonic_s()
@@ -102,15 +110,19 @@ class RemoteKeeper:
         verified: BaseId | None,
         log: Mapping[str, Any] | None = None,
         history: str = "last",
+        replica: Mapping[str, Any] | None = None,
     ) -> None:
         """From now on bases are of this timeline.
 
         Args:
             log: how the log is put on disk (see :class:`.logs.Logs`); None if it is not.
             history: which of its segments stay.
+            replica: what the replica may take (see :class:`.replica.ReplicaLimits`); None: there
+                is none.
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline, self.stats = timeline, KeeperStats()
+        self.replica_step, self.replica_applied = None, 0
         self._send(
             {
                 "kind": "serve",
@@ -119,6 +131,7 @@ class RemoteKeeper:
                 "verified": known,
                 "log": log,
                 "history": history,
+                "replica": replica,
             }
         )
 
@@ -159,7 +172,7 @@ class RemoteKeeper:
         self._send({"kind": "forget", "number": None})
 
     def begin(self, capture: Capture) -> None:
-        """Announces a capture; one that streams is written as it arrives.
+        """Takes a capture on; the keeper is told of it with :meth:`announce`.
 
         Raises:
             KeeperError: the keeper is gone.
@@ -169,21 +182,18 @@ class RemoteKeeper:
                 raise self.lost
             capture.begun = True
             self._waiting[capture.number] = self._writing[capture.number] = capture
-        if capture.layout not in self._layouts:
-            self._layouts.add(capture.layout)
-            layout = layout_to_wire(capture.plan)
-            self._send({"kind": "layout", "number": capture.layout, "layout": layout})
-        self._send(
-            {
-                "kind": "begin",
-                "number": capture.number,
-                "layout": capture.layout,
-                "identity": identity_to_wire(capture.plan.identity),
-                "offset": capture.offset,
-                "word": capture.word,
-                "stream": capture.stream,
-            }
-        )
+
+    def announce(self, capture: Capture) -> None:
+        """Tells the keeper of a capture, unless it was abandoned meanwhile; one that streams is
+        written as it arrives. In any thread, but in the order of captures."""
+        with self._telling:
+            if capture.number in self._abandoned:
+                return
+            if capture.layout not in self._layouts:
+                self._layouts.add(capture.layout)
+                layout = layout_to_wire(capture.plan)
+                self._send({"kind": "layout", "number": capture.layout, "layout": layout})
+            self._send(begin_to_wire(capture))
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """All of a capture has arrived; the keeper makes it durable, whatever happens to us."""
@@ -195,7 +205,9 @@ class RemoteKeeper:
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
         """The rest of a capture will never arrive; ``error`` is None when it was withdrawn."""
         why = None if error is None else error_to_wire(error)
-        self._send({"kind": "abandon", "number": capture.number, "error": why})
+        with self._telling:
+            self._abandoned.add(capture.number)
+            self._send({"kind": "abandon", "number": capture.number, "error": why})
 
     def log(
         self,
@@ -227,12 +239,42 @@ class RemoteKeeper:
             }
         )
 
+    def ask(self, save: Save, samples: Sequence[Samples], *, exact: bool) -> None:
+        """Asks for a base of the replica's, of the step of ``save`` or (not ``exact``) later.
+
+        Args:
+            samples: of the state as it is now.
+        """
+        with self._changed:
+            if self.lost is not None:
+                failed(save.durable, self.lost)
+                return
+            number = self._asked.add(save)
+        self._send(
+            {
+                "kind": "ask",
+                "number": number,
+                "step": save.step,
+                "exact": exact,
+                "samples": [[some.width_bytes, some.where, some.values] for some in samples],
+            }
+        )
+
+    def drop_replica(self) -> None:
+        """There is to be no replica any more."""
+        self._send({"kind": "no_replica"})
+        self._asked.lose(KeeperError("there is no replica any more"))
+
     def forget_log(self, upto: int) -> None:
         """The memory of records up to this number is going to be used again."""
         self._send({"kind": "forget_log", "upto": upto})
 
+    def log_to_disk(self, on: bool) -> None:
+        """Records of the steps from now on are written to disk, too; or they are not."""
+        self._send({"kind": "log_to_disk", "on": on})
+
     def forget(self, capture: Capture) -> None:
-        """The memory of a durable capture is going to be overwritten."""
+        """The memory of a capture is going to be overwritten."""
         self._send({"kind": "forget", "number": capture.number})
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
@@ -249,7 +291,7 @@ class RemoteKeeper:
         with progress("save", total) as bar:
             while True:
                 with self._changed:
-                    if not self._waiting:
+                    if not self._waiting and not self._asked.pending:
                         break
                     self._changed.wait(_LOOK_AGAIN_S)
                 if show:
@@ -342,6 +384,7 @@ class RemoteKeeper:
         kind = message["kind"]
         if message.get("timeline") == self._timeline:  # else of what was served before
             self.stats = KeeperStats(**message["stats"])
+            self.replica_step, self.replica_applied = message["replica"]
         if kind == "blob":
             self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
         elif kind in ("settled", "recalled"):
@@ -359,8 +402,19 @@ class RemoteKeeper:
             self._end(message["number"], error_from_wire(message["error"]), 0)
         elif kind == "done":
             with self._changed:
-                self._waiting.pop(message["number"], None)
+                ended = self._waiting.pop(message["number"], None)
                 self._changed.notify_all()
+            if ended is not None:
+                self._asked.retained(ended.step)
+        elif kind == "persisted":
+            self._asked.persisted(message["numbers"], message["step"], message["size_bytes"])
+        elif kind == "retained":
+            self._asked.retained(message["step"])
+        elif kind == "asks_refused":
+            error = error_from_wire(message["error"])
+            self._asked.refused(message["numbers"], error, message["step"])
+        elif kind == "replica_stopped":
+            self.on_replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
             self.on_disk(message["upto"])
         elif kind == "replaced":
@@ -390,6 +444,7 @@ class RemoteKeeper:
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()
+        self._asked.lose(self.lost)
         for capture in captures:
             failed(capture.save.durable, self.lost)
             capture.on_end(capture)

@@ -17,6 +17,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.retention import plan_retention
 from everstep.errors import DamageError, FencedError, StorageError
 from everstep.format.names import (
+    AUDIT_RECORD,
     CONDEMNED,
     MANIFEST,
     SLOTS_DIR,
@@ -248,7 +249,8 @@ def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | Non
         elif entry.name.endswith(TEMPORARY_SUFFIX) and entry.kind == "file":
             remove_if_there(filesystem, path)
     filesystem.sync_dir(base.path)
-    for name in (MANIFEST, CONDEMNED):  # last: until then the directory says what it was
+    # Last: until then the directory says what it was.
+    for name in (AUDIT_RECORD, MANIFEST, CONDEMNED):
         remove_if_there(filesystem, base.path / name)
     with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
         filesystem.remove_dir(base.path)
@@ -260,7 +262,7 @@ def _only_ours(base: BaseFound) -> bool:
 
     def ours(name: str) -> bool:
         name = name.removesuffix(TEMPORARY_SUFFIX)
-        known = name in (MANIFEST, CONDEMNED) or parse_marker(name) is not None
+        known = name in (AUDIT_RECORD, MANIFEST, CONDEMNED) or parse_marker(name) is not None
         return known or parse_shard(name) is not None
 
     return all(entry.kind == "file" and ours(entry.name) for entry in base.files)

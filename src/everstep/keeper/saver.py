@@ -48,6 +48,8 @@ class Keeper(Protocol):
 
     def begin(self, capture: Capture) -> None: ...
 
+    def announce(self, capture: Capture) -> None: ...
+
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
@@ -62,6 +64,8 @@ class Keeper(Protocol):
     ) -> None: ...
 
     def forget_log(self, upto: int) -> None: ...
+
+    def log_to_disk(self, on: bool) -> None: ...
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
 
@@ -182,6 +186,12 @@ class Saver:
         self._channel.check()
         return save
 
+    def asked(self, survey: Survey, identity: ShardIdentity) -> Prepared:
+        """A base is not taken here, but asked for; returns what a base of this state is like."""
+        self.saves += 1
+        self.last_save_s = self._clock.monotonic_s()
+        return self._prepare(survey, identity)
+
     def gate(self, optimizer: str | None) -> None:
         """Holds an update back until what it is going to change has been copied (I1).
 
@@ -297,6 +307,7 @@ class Saver:
             if gated:
                 flight.check = prepared.spot_check(survey.tensors)
                 flight.sample = flight.check.take()
+            self._lane.run(lambda: self._announce(flight))
             flight.transfer = self._lane.submit(
                 gated, block, lambda end: arena.set_progress(word, end)
             )
@@ -315,6 +326,15 @@ class Saver:
             if not isinstance(error, Exception):
                 raise
         self.stall_s["capture"] += self._clock.monotonic_s() - begun_s
+
+    def _announce(self, flight: _Flight) -> None:
+        """In the lane's thread, before any progress: the keeper is told what is coming."""
+        try:
+            flight.keeper.announce(flight.capture)
+        except BaseException as error:
+            self._lose(flight, error)
+            if not isinstance(error, Exception):
+                raise
 
     def _finish(self, flight: _Flight, block: torch.Tensor) -> None:
         """Behind the copies, in the lane's thread: the objects, and the word that all is there."""
@@ -388,10 +408,13 @@ class Saver:
             capture.users -= 1
             if capture.users:
                 return
-        if isinstance(keeper, RemoteKeeper) and capture.durable:
-            pool.keep(room, lambda: keeper.forget(capture))
-        else:
-            pool.release(room)
+        if isinstance(keeper, RemoteKeeper):
+            if capture.durable:
+                pool.keep(room, lambda: keeper.forget(capture))
+                return
+            # Whoever takes the block next writes into it before the keeper hears of that.
+            keeper.forget(capture)
+        pool.release(room)
 
 
 def _changed(name: str, step: int) -> AuditError:

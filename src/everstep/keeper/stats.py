@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep.keeper.cadence import Cadence
 from everstep.keeper.keepers import Keepers
+from everstep.keeper.recorder import Recorder
 from everstep.keeper.saver import Saver
 
 __all__ = ["Stats", "stats_of"]
@@ -28,6 +30,17 @@ class Stats:
         host_bytes: host memory that was taken for captured state.
         keeper_cpu_s: processor time of the keeper process.
         keeper_restarts: keeper processes that were lost and replaced.
+        replica_step: step of the state that the keeper's replica has; None while none follows.
+        log_bytes: bytes that the gradient log has taken into host memory.
+        log_written_bytes: bytes of the log that were written to disk.
+        log_steps_in_memory: steps that should have gone to disk with the log, and stayed in
+            memory for the daily write budget.
+        log_holes: updates that could not be recorded; behind each a base is taken.
+        interval_steps: from base to base; None where it is a time, or not known yet.
+        step_s: seconds of a step without what bases add; None before there was one.
+        mtbf_s: seconds of training between two failures, as ``every="auto"`` believes.
+        forecast_bytes_per_day: what bases and log write to disk in a day at this pace; None
+            as long as that is not known.
     """
 
     step: int
@@ -42,11 +55,22 @@ class Stats:
     host_bytes: int
     keeper_cpu_s: float = 0.0
     keeper_restarts: int = 0
+    replica_step: int | None = None
+    log_bytes: int = 0
+    log_written_bytes: int = 0
+    log_steps_in_memory: int = 0
+    log_holes: int = 0
+    interval_steps: int | None = None
+    step_s: float | None = None
+    mtbf_s: float | None = None
+    forecast_bytes_per_day: float | None = None
 
 
-def stats_of(step: int, saver: Saver, keepers: Keepers) -> Stats:
+def stats_of(
+    step: int, saver: Saver, keepers: Keepers, recorder: Recorder | None, cadence: Cadence
+) -> Stats:
     """What they have done so far."""
-    keeper = keepers.stats
+    keeper, forecast = keepers.stats, cadence.forecast
     durable = keeper.durable_step
     return Stats(
         step=step,
@@ -61,4 +85,13 @@ def stats_of(step: int, saver: Saver, keepers: Keepers) -> Stats:
         host_bytes=keepers.pool.touched_bytes if keepers.pool else 0,
         keeper_cpu_s=keeper.cpu_s,
         keeper_restarts=keepers.restarts,
+        replica_step=keepers.replica_step,
+        log_bytes=0 if recorder is None else recorder.stats.record_bytes,
+        log_written_bytes=keeper.log_bytes,
+        log_steps_in_memory=0 if recorder is None else recorder.disk.steps_in_memory,
+        log_holes=0 if recorder is None else recorder.stats.holes,
+        interval_steps=cadence.interval_steps,
+        step_s=cadence.step_s,
+        mtbf_s=cadence.mtbf_s,
+        forecast_bytes_per_day=None if forecast is None else forecast.total_bytes,
     )

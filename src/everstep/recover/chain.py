@@ -7,7 +7,7 @@ and at a fork it goes on only with what the younger timeline has written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.commit.lineage import BaseId
@@ -25,11 +25,13 @@ class Chain:
         base: where it begins.
         steps: ``(timeline, step)`` of every step that the log adds, in order.
         stopped: why it goes no further, in words.
+        lost: newest step of the history that has a mark and is not reached: between lies a hole.
     """
 
     base: BaseId
     steps: tuple[tuple[int, int], ...]
     stopped: str
+    lost: int | None = None
 
     @property
     def end(self) -> tuple[int, int]:
@@ -43,11 +45,33 @@ class LogIndex:
     def __init__(self, heads: Iterable[RecordHead]) -> None:
         self.marks: dict[tuple[int, int], RecordHead] = {}
         self.updates: set[tuple[int, int]] = set()
+        self._declared: dict[tuple[int, int], str] = {}
         for head in heads:
             if head.kind == "mark":
                 self.marks[head.timeline, head.step] = head
             else:
                 self.updates.add((head.timeline, head.lsn))
+                if head.declared:
+                    self._declared[head.timeline, head.lsn] = head.declared
+
+    def first_beyond(
+        self, chain: Chain, lsn: int, functions: Collection[str]
+    ) -> tuple[int, str] | None:
+        """The first step of a chain that needs a declared update without a function here: its
+        place in the chain, and the pattern.
+
+        Args:
+            lsn: of the base.
+            functions: patterns for which there is one.
+        """
+        for place, (timeline, step) in enumerate(chain.steps):
+            last = self.marks[timeline, step].lsn
+            for number in range(lsn + 1, last + 1):
+                pattern = self._declared.get((timeline, number))
+                if pattern is not None and pattern not in functions:
+                    return place, pattern
+            lsn = last
+        return None
 
     def follow(
         self, base: BaseId, lsn: int, shape: str | None, path: Sequence[tuple[int, int | None]]
@@ -60,25 +84,32 @@ class LogIndex:
             path: a history, youngest first (see :func:`path_of`).
         """
         steps: list[tuple[int, int]] = []
-        step = base.step
         while True:
-            step += 1
+            step = base.step + len(steps) + 1
             timeline = _timeline_of(step, path)
             if timeline is None:
                 return Chain(base, tuple(steps), "the history ends")
             mark = self.marks.get((timeline, step))
-            if mark is None:
-                return Chain(base, tuple(steps), f"there is no record of step {step}")
-            shape = mark.shape if shape is None else shape
-            if mark.shape != shape:
-                why = f"at step {step} the state consists of something else"
-                return Chain(base, tuple(steps), why)
-            missing = [n for n in range(lsn + 1, mark.lsn + 1) if (timeline, n) not in self.updates]
-            if missing or mark.lsn < lsn:
-                why = f"update {missing[0] if missing else lsn} of step {step} is missing"
-                return Chain(base, tuple(steps), why)
+            shape = mark.shape if mark is not None and shape is None else shape
+            why = self._break(step, timeline, mark, lsn, shape)
+            if why or mark is None:
+                later = [s for t, s in self.marks if s >= step and t == _timeline_of(s, path)]
+                return Chain(base, tuple(steps), why, max(later, default=None))
             lsn = mark.lsn
             steps.append((timeline, step))
+
+    def _break(
+        self, step: int, timeline: int, mark: RecordHead | None, lsn: int, shape: str | None
+    ) -> str:
+        """Why a step cannot follow update ``lsn``; "" if it can."""
+        if mark is None:
+            return f"there is no record of step {step}"
+        if mark.shape != shape:
+            return f"at step {step} the state consists of something else"
+        missing = [n for n in range(lsn + 1, mark.lsn + 1) if (timeline, n) not in self.updates]
+        if missing or mark.lsn < lsn:
+            return f"update {missing[0] if missing else lsn} of step {step} is missing"
+        return ""
 
 
 def path_of(

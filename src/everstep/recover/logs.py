@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from everstep.errors import EverstepError, StorageError
 from everstep.format.log import LogRecord
@@ -56,9 +56,9 @@ class LogFound:
 
     def steps(
         self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
-    ) -> Iterator[tuple[list[LogRecord], LogRecord | EverstepError]]:
+    ) -> Generator[tuple[list[LogRecord], LogRecord | EverstepError], None, None]:
         """Updates and mark of each step of a chain; an error instead of a mark, and the end,
-        where a record cannot be read.
+        where a record cannot be read. To be used by one thread at a time, whichever it is.
 
         Args:
             lsn: of the base.

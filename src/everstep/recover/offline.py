@@ -29,7 +29,7 @@ from everstep.replay.updates import Update
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
-from everstep.state.log import UPDATE_OBJECT
+from everstep.state.log import SAMPLE, UPDATE_OBJECT
 from everstep.state.objects import TensorRef, decode, encode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import host_bytes
@@ -142,6 +142,7 @@ class OfflineState:
         """
         for record in (*updates, mark):
             record.verify()
+            _refuse_declared(record)
         if mark.head.shape != self.shape:
             raise ReplayError(
                 f"{mark.head} is of a state that consists of something else", step=mark.head.step
@@ -157,6 +158,15 @@ class OfflineState:
             self._put(mark, place)
         self._last, self.step, self.lsn = mark, mark.head.step, mark.head.lsn
 
+    def work_off(self) -> None:
+        """Applies what is waiting: from now on no record of the steps taken so far is read.
+
+        Raises:
+            ReplayError: an update failed half-way; the state is of no use then.
+        """
+        for one in self._optimizers.values():
+            one.work_off()
+
     def finish(self, *, counterfactual: bool = False) -> None:
         """Applies what is waiting, and puts everything else as the last mark has it.
 
@@ -167,13 +177,13 @@ class OfflineState:
         Raises:
             FormatError, ReplayError: the mark does not fit the state.
         """
-        for one in self._optimizers.values():
-            one.work_off()
+        self.work_off()
         mark = self._last
         if mark is None:
             return
         for place in mark.layout.placed:
-            self._put(mark, place)
+            if not place.entry.name.startswith(SAMPLE):
+                self._put(mark, place)
         logged = {place.entry.name for place in mark.layout.placed}
         trees = {
             name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
@@ -368,6 +378,21 @@ class OfflineState:
             raise ReplayError(f"replay gives {what} in another form")
         if found is not target:
             target.copy_(found)
+
+
+def _refuse_declared(record: LogRecord) -> None:
+    """Raises:
+    UnsupportedStateError: only a function of the program that trained it can redo the record.
+    """
+    pattern = record.head.declared
+    if pattern:
+        raise UnsupportedStateError(
+            f"{record.head}: what {pattern!r} declares is updated by a function, which takes the "
+            "program that trained it",
+            leaves=((pattern, "a declared update"),),
+            step=record.head.step,
+            hint="resume(step=...) in that program replays it",
+        )
 
 
 class _Lookup(Mapping[str, torch.Tensor]):

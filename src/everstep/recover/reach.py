@@ -73,7 +73,8 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
 
 
 def _cut(chain: Chain, step: int) -> Chain:
-    return replace(chain, steps=tuple(item for item in chain.steps if item[1] <= step))
+    steps = tuple(item for item in chain.steps if item[1] <= step)
+    return replace(chain, steps=steps, lost=None)
 
 
 def _listed(

@@ -28,6 +28,7 @@ from everstep.errors import (
 )
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.recover.ahead import Ahead
 from everstep.recover.chain import Chain
 from everstep.recover.decide import Skipped
 from everstep.recover.logged import RunLog, spans
@@ -209,10 +210,12 @@ class Rebuilder:
         """
         updates_seen = 0
         lineage = "" if logged.marker.exact else "the base is not exact"
-        with progress("replay", len(chain.steps), "items") as bar:
-            for updates, mark in self.log.log.steps(
-                chain, logged.lsn, self.filesystem, self.ring, self.timeout_s
-            ):
+        found = self.log.log.steps(chain, logged.lsn, self.filesystem, self.ring, self.timeout_s)
+        with (
+            progress("replay", len(chain.steps), "items") as bar,
+            Ahead(found, count=1) as steps,  # as much again as is being replayed: a segment
+        ):
+            for updates, mark in steps:
                 if isinstance(mark, EverstepError):
                     raise mark
                 logged.advance(updates, mark)
@@ -325,10 +328,10 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
         if record is None:
             return None, "the record that says where it was trained is damaged"
         theirs = record.fingerprint
-        for key, what in (("torch", "torch"), ("machine", "machine"), ("system", "system")):
-            if theirs.get(key) != mine[key]:
-                found = theirs.get(key, "unknown")
-                return None, f"trained with {what} {found}, replayed with {mine[key]}"
+        for key in ("torch", "machine", "system", "denormals"):
+            if theirs.get(key) != mine.get(key):
+                found, here = theirs.get(key, "unknown"), mine.get(key, "kept")
+                return None, f"trained with {key} {found}, replayed with {here}"
         if "cuda" in theirs or "device" in theirs:
             device = theirs.get("device", "a GPU")
             return None, f"trained on {device}, replayed on the CPU"

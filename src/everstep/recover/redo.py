@@ -7,32 +7,82 @@ owns is put back from the last step mark, which holds all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
-from everstep.errors import DamageError, FormatError, MismatchError
+from everstep.errors import DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
+from everstep.recover.declared import DeclaredRedo
+from everstep.recover.tensors import tensor_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
+from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 from everstep.seams.fingerprint import fingerprint
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.processes import available_cores
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.layout import Placed
 from everstep.state.log import GRADIENT, HYPER, INDICES, INT8, SCALES, UPDATE_OBJECT, VALUES
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
-from everstep.state.tensors import stored_form, torch_dtype
+from everstep.state.tensors import stored_form
 from everstep.state.tree import join, references, split
 
-__all__ = ["Redo", "other_conditions", "tensor_of", "update_of"]
+__all__ = ["STEPS_AT_ONCE", "Redo", "Step", "checked", "other_conditions", "tensor_of", "update_of"]
 
-_STEPS_AT_ONCE = 5  # memory-bound by then (LIMITS of the machine, not of the method)
+STEPS_AT_ONCE = 5
+"""Steps that are replayed in one pass over the state, at most: beyond that nothing is gained."""
+
+_SHARE_OF_MEMORY = 8  # of what is available: gradients in hand, and as much of those to come
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step of the log, every bit of it verified.
+
+    Attributes:
+        updates: in order, with their records; None for those that a registered function redoes.
+    """
+
+    updates: tuple[tuple[LogRecord, Update | None], ...]
+    mark: LogRecord
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its records."""
+        return self.mark.size_bytes + sum(record.size_bytes for record, _ in self.updates)
+
+
+def checked(
+    steps: Iterable[tuple[Sequence[LogRecord], LogRecord | EverstepError]],
+) -> Generator[Step | EverstepError, None, None]:
+    """Verifies and decodes steps of the log, which takes no live state, so any thread may do it.
+
+    Yields:
+        An error instead of a step, and nothing behind it, where a record is damaged.
+
+    Raises:
+        FormatError: a record is whole, but none of an update.
+    """
+    for updates, mark in steps:
+        if isinstance(mark, EverstepError):
+            yield mark
+            return
+        try:
+            for record in (*updates, mark):
+                record.verify()
+        except DamageError as error:
+            yield error
+            return
+        found = ((r, None if r.head.declared else update_of(r)) for r in updates)
+        yield Step(tuple(found), mark)
 
 
 class Redo:
@@ -40,16 +90,21 @@ class Redo:
 
     Args:
         state: as a base has left it.
+
+    Attributes:
+        limit_bytes: of the log, that wait to be applied; one step may always.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
-        self._waiting = 0
+        self._waiting = self._waiting_bytes = 0
+        self.limit_bytes = memory_available_bytes() // _SHARE_OF_MEMORY
         self._doubtful: list[str] | None = None  # found at the first mark
         self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
+        self._declared = DeclaredRedo(state)
 
     @property
     def last(self) -> LogRecord | None:
@@ -62,28 +117,31 @@ class Redo:
         for replayer in self._replayers.values():
             if not replayer.exact.exact:
                 return replayer.exact
-        return Exactness(True, "")
+        return self._declared.exactness
 
-    def step(self, updates: Sequence[LogRecord], mark: LogRecord) -> None:
+    def step(self, step: Step) -> None:
         """Redoes one step: all of it, or nothing (I3).
 
         Raises:
-            DamageError: a record is damaged; nothing was applied.
             FormatError, ReplayError: a record does not fit the state.
         """
-        for record in (*updates, mark):
-            record.verify()
+        mark = step.mark
         doubtful = self._find_doubtful(mark)
-        for update in [update_of(record) for record in updates]:
-            self._pending.setdefault(update.optimizer, []).append(update)
-            if doubtful:
+        for record, update in step.updates:
+            if update is not None:
+                self._pending.setdefault(update.optimizer, []).append(update)
+            if doubtful or update is None:
                 self._apply()
+            if update is None:
+                self._declared.run(record)
         self._last = mark
         self._waiting += 1
+        self._waiting_bytes += step.size_bytes
         if doubtful:
             self._put(mark, doubtful)
-        elif self._waiting >= _STEPS_AT_ONCE:
+        elif self._waiting >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes:
             self._apply()
+        self._declared.settle(mark)
 
     def finish(self) -> list[str]:
         """Restores what the last mark holds; returns what could not be taken back, in words.
@@ -166,7 +224,8 @@ class Redo:
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
         nothing: what two of them own is logged."""
-        pending, self._pending, self._waiting = self._pending, {}, 0
+        pending, self._pending = self._pending, {}
+        self._waiting = self._waiting_bytes = 0
         for key, updates in pending.items():
             self._replayer(key).apply(updates)
 
@@ -180,7 +239,9 @@ class Redo:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             names = [name for group in provider.groups() for name in group]
             known = {id(p): name for p, name in zip(parameters, names, strict=True)}
-            replayer = self._replayers[key] = Replayer.of(optimizer, known)
+            # Training stands still: its second core is free, whatever torch was told to use.
+            threads = max(torch.get_num_threads(), min(2, len(available_cores())))
+            replayer = self._replayers[key] = Replayer.of(optimizer, known, threads=threads)
         return replayer
 
 
@@ -237,7 +298,7 @@ def update_of(record: LogRecord) -> Update:
                     if name.startswith(GRADIENT)
                 },
                 **{
-                    name: _dense(name, fields, tensors)
+                    name: _compressed(name, fields, tensors)
                     for name, fields in about.get("compressed", {}).items()
                 },
             },
@@ -248,9 +309,9 @@ def update_of(record: LogRecord) -> Update:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
 
 
-def _dense(
+def _compressed(
     name: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+) -> Gradient:
     """A gradient that training consumed compressed, as it consumed it."""
     form: Sparse | Int8
     shape, stride = tuple(fields["shape"]), fields["stride"]
@@ -260,39 +321,16 @@ def _dense(
     else:
         form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
     form.check()
-    dense = form.dense().view(shape)
+    packed = Packed(form, shape)
+    if form.numel != packed.numel():
+        raise FormatError(f"the gradient of {name!r} has {form.numel} elements, not {list(shape)}")
     if stride is None:
-        return dense
+        return packed
+    dense = packed.dense()
     return torch.empty_strided(shape, tuple(stride), dtype=dense.dtype).copy_(dense)
-
-
-def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
-    """An entry of a record as a tensor; it may share the record's memory, so only to read."""
-    entry = place.entry
-    data = record.data[place.begin : place.end]
-    if entry.logical_dtype is not None:
-        raw = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
-        tensor = torch.view_as_complex(raw)
-    else:
-        tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
-    if entry.stride is None:
-        return tensor
-    strided = torch.empty_strided(tuple(tensor.shape), entry.stride, dtype=tensor.dtype)
-    return strided.copy_(tensor)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"options of a group are no {type(value).__name__}")
     return value
-
-
-def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data.nbytes:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if data.readonly:
-        data = memoryview(bytearray(data))
-    try:
-        return torch.frombuffer(data, dtype=dtype).view(shape)
-    except ValueError as error:  # not aligned for the dtype
-        raise DamageError(f"an entry of the log lies where none can: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep.recover.audits import audit_in_words
 from everstep.recover.decide import Skipped
 from everstep.recover.resume import Resumed
 
@@ -53,6 +54,9 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
     if resumed.replayed:
         evidence += f"; {resumed.replayed} step(s) replayed from the log"
+    audit = "" if resumed.audit is None else audit_in_words(resumed.audit)
+    if audit and audit != resumed.inexact:
+        evidence += f"; {audit}"
     if resumed.inexact:
         evidence += f"; not exact: {resumed.inexact}"
     return Recovery(

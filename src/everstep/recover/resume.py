@@ -14,6 +14,7 @@ from everstep.errors import (
     DamageError,
     EverstepError,
     FormatError,
+    MismatchError,
     NewerFormatError,
     RecoveryError,
     StorageError,
@@ -25,8 +26,10 @@ from everstep.format.names import (
     parse_timeline,
     timeline_dir,
 )
-from everstep.format.records import Manifest, TimelineRecord
+from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.recover.ahead import Ahead
+from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.chain import Chain
 from everstep.recover.decide import Skipped, candidates
 from everstep.recover.held import HeldBase, Recalled
@@ -60,6 +63,9 @@ class Resumed:
         loaded: what was restored from it.
         source: ``"memory"``, ``"disk"``, or ``"fresh"``.
         exact: by lineage, and nothing left out now.
+        audit: what the state rests on (see :func:`.audits.audit_of`).
+        load_s, replay_s: seconds that loading the base, and replaying behind it, took.
+        forks: steps at which earlier processes took the run over.
     """
 
     timeline: int
@@ -73,6 +79,10 @@ class Resumed:
     lsn: int = 0
     replayed: int = 0
     inexact: str = ""
+    audit: AuditRecord | None = None
+    load_s: float = 0.0
+    replay_s: float = 0.0
+    forks: tuple[int, ...] = ()
 
 
 def resume(
@@ -112,6 +122,9 @@ def resume(
             except _VanishedError:
                 continue
             found, loaded = restored.base, restored.loaded
+            audit = None if restored.end is None else audit_of(inventory, restored.end)
+            if audit is not None and audit.verdict == "different":
+                restored.inexact = restored.inexact or audit_in_words(audit)
             exact = loaded is None or (
                 loaded.marker.exact
                 and not loaded.mismatches
@@ -144,6 +157,14 @@ def resume(
                     lsn=restored.lsn,
                     replayed=restored.replayed,
                     inexact=restored.inexact,
+                    audit=audit,
+                    load_s=restored.load_s,
+                    replay_s=restored.replay_s,
+                    forks=tuple(
+                        record.fork_step
+                        for record in inventory.timelines.values()
+                        if record is not None and record.parent is not None
+                    ),
                 )
         raise RecoveryError(
             "another process keeps deleting the bases that this one chooses",
@@ -276,6 +297,8 @@ class _Restored:
     lsn: int = 0
     replayed: int = 0
     inexact: str = ""
+    load_s: float = 0.0
+    replay_s: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
 
 
@@ -283,7 +306,11 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
     filesystem = loader.seams.filesystem
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
-    for base, chain in chosen.ordered:
+    for base, whole in chosen.ordered:
+        chain = _redoable(base, whole, loader, log, skipped)
+        if step is not None and chain.end[1] != step:
+            continue
+        start_s = loader.seams.clock.monotonic_s()
         try:
             loaded = loader.load(inventory, base)
         except NewerFormatError:
@@ -303,10 +330,16 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
             with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
                 write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
         restored = _Restored(base, loaded, base.id, loaded.marker.lsn, skipped=skipped)
+        restored.load_s = loader.seams.clock.monotonic_s() - start_s
         if chain.steps:
             _replay(restored, chain, loader, log, inventory.timelines)
+            restored.replay_s = loader.seams.clock.monotonic_s() - start_s - restored.load_s
             if step is not None and restored.end is not None and restored.end.step != step:
                 continue  # the log is damaged before it; perhaps it is not needed from another base
+        if chain.lost is not None:
+            timeline, end = chain.end
+            why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
+            skipped.append(Skipped(timeline, end + 1, why))
         return restored
     if chosen.ordered or chosen.candidates.damaged:
         reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
@@ -318,6 +351,36 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
     return _Restored(skipped=skipped)
 
 
+def _redoable(
+    base: BaseFound, chain: Chain, loader: _Loader, log: LogFound, skipped: list[Skipped]
+) -> Chain:
+    """As much of a chain as needs no function that this program has not registered (I8).
+
+    Raises:
+        MismatchError: that is not all of it, and nothing may be left out.
+    """
+    assert base.manifest is not None
+    functions = loader.state.told.updates
+    beyond = log.index.first_beyond(chain, base.manifest.markers[0].lsn, functions)
+    if beyond is None:
+        return chain
+    place, pattern = beyond
+    cut = replace(chain, steps=chain.steps[:place])
+    timeline, step = chain.steps[place]
+    why = f"the log needs the function that updates {pattern!r}, and none is registered here"
+    if loader.strict:
+        raise MismatchError(
+            f"from step {step} on {why}",
+            mismatches=((pattern, "a declared update without a function"),),
+            step=step,
+            path=base.path,
+            hint=f"Checkpointer(..., declared={{{pattern!r}: function}}), or "
+            f"resume(strict=False) to go on from step {cut.end[1]}",
+        )
+    skipped.append(Skipped(timeline, step, why))
+    return cut
+
+
 def _replay(
     restored: _Restored,
     chain: Chain,
@@ -326,7 +389,8 @@ def _replay(
     timelines: Mapping[int, TimelineRecord | None],
 ) -> None:
     """Redoes the steps of a chain, as far as its records are whole."""
-    from everstep.recover.redo import Redo, other_conditions  # only now: most runs have no log
+    # Only now: most runs have no log.
+    from everstep.recover.redo import STEPS_AT_ONCE, Redo, checked, other_conditions
 
     loaded = restored.loaded
     assert loaded is not None
@@ -337,23 +401,27 @@ def _replay(
         restored.skipped.append(Skipped(timeline, at, why))
         return
     redo = Redo(loader.state)
-    with progress("replay", len(chain.steps), "items") as bar:
-        for updates, mark in log.steps(
-            chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s
-        ):
-            if isinstance(mark, EverstepError):
+    found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
+    with (
+        progress("replay", len(chain.steps), "items") as bar,
+        Ahead(
+            checked(found),
+            count=STEPS_AT_ONCE,
+            size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.size_bytes,
+            limit_bytes=redo.limit_bytes,
+        ) as steps,
+    ):
+        for step in steps:
+            if isinstance(step, EverstepError):
                 timeline, at = chain.steps[restored.replayed]
-                restored.skipped.append(Skipped(timeline, at, f"log: {mark.message}"))
+                restored.skipped.append(Skipped(timeline, at, f"log: {step.message}"))
                 break
-            try:
-                redo.step(updates, mark)
-            except DamageError as error:
-                restored.skipped.append(Skipped(mark.head.timeline, mark.head.step, error.message))
-                break
+            redo.step(step)
+            head = step.mark.head
             restored.replayed += 1
-            restored.end = BaseId(mark.head.timeline, mark.head.step)
-            restored.lsn = mark.head.lsn
-            if not mark.head.exact:
+            restored.end = BaseId(head.timeline, head.step)
+            restored.lsn = head.lsn
+            if not head.exact:
                 restored.inexact = "the log is of a state that was not exact"
             bar.advance(1)
     notes = redo.finish()

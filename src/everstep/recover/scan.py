@@ -18,7 +18,9 @@ from everstep.errors import (
     ForeignDirectoryError,
     NewerFormatError,
 )
+from everstep.format.digests import digest
 from everstep.format.names import (
+    AUDIT_RECORD,
     BASE_DIR,
     CONDEMNED,
     MANIFEST,
@@ -32,12 +34,19 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.reader import read_record_bytes
-from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord, manifest_of
+from everstep.format.records import (
+    AuditRecord,
+    Manifest,
+    Marker,
+    RunRecord,
+    TimelineRecord,
+    manifest_of,
+)
 from everstep.seams.filesystem import DirEntry, FileSystem
 
 __all__ = ["BaseFound", "Inventory", "newest_timeline", "scan_base", "scan_run"]
 
-_Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest)
+_Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
 _TO_LOSE: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
 _ATTEMPTS = 8
@@ -55,6 +64,8 @@ class BaseFound:
         manifest: for ``committed`` and ``complete``.
         problem: damage to its records, in words.
         files: everything in the directory.
+        audit: what replay from an older base has said of it, if that was tried.
+        audit_problem: damage to the record of that, in words; the base is none the worse.
     """
 
     id: BaseId
@@ -63,6 +74,8 @@ class BaseFound:
     manifest: Manifest | None
     problem: str | None
     files: tuple[DirEntry, ...]
+    audit: AuditRecord | None = None
+    audit_problem: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -218,7 +231,10 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
         status = "damaged" if problems else "incomplete"
         problems.append(_how_many_markers(names))
     problem = "; ".join(problems) or None
-    return BaseFound(base, path, status, manifest, problem, files)
+    audit, why = None, ""
+    if manifest is not None and AUDIT_RECORD in names:
+        audit, why = _audit(filesystem, path, manifest)
+    return BaseFound(base, path, status, manifest, problem, files, audit, why or None)
 
 
 def _scan_timeline(
@@ -243,7 +259,10 @@ def _scan_timeline(
             continue
         base = BaseId(number, step)
         try:
-            inventory.bases.append(scan_base(filesystem, inventory.path, base))
+            one = scan_base(filesystem, inventory.path, base)
+            inventory.bases.append(one)
+            if one.audit_problem is not None:
+                inventory.problems.append((one.path, one.audit_problem))
         except FileNotFoundError:
             raise
         except OSError as error:  # this one cannot be read; the others may be fine
@@ -274,6 +293,22 @@ def _from_markers(
         elif marker is not None:
             problems.append(f"{name} is of another base or rank")
     return manifest_of(markers)
+
+
+def _audit(
+    filesystem: FileSystem, path: PurePath, manifest: Manifest
+) -> tuple[AuditRecord | None, str]:
+    """The audit of the base with this manifest, or what is wrong with its record."""
+    problems: list[str] = []
+    found = _try(filesystem, path / AUDIT_RECORD, AuditRecord, problems)
+    if found is None:
+        return None, "; ".join(problems)
+    first = manifest.markers[0]
+    if (found.run, found.timeline, found.step) != (first.run, first.timeline, first.step):
+        return None, f"{AUDIT_RECORD} is of another base"
+    if found.manifest != digest(manifest.encode()):
+        return None, f"{AUDIT_RECORD} is of other contents of this base"
+    return found, ""
 
 
 def _how_many_markers(names: set[str]) -> str:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.replay.cuts import Block, Scratch, cut, flat, memory_order
+from everstep.replay.cuts import Block, Scratch, cut, line
 from everstep.replay.forms import Tensors, form_of, options_of
 from everstep.replay.own import writes_gradients
+from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 
 __all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
@@ -30,6 +31,10 @@ __all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
 BLOCK_ELEMENTS = 512 * 1024
 """Elements of a block: with fp32 moments 6 MB, which stay in the last-level cache; in smaller ones
 Python's part (some 15 us for each block and update) shows."""
+
+UNFUSED_ELEMENTS = 128 * 1024
+"""Where torch takes several passes over a block (for-loop, foreach), at most so many. Temporaries
+of 1 MB and more come from the system each time, page by page: 6 times slower, measured."""
 
 ALIGNMENT_ELEMENTS = 64
 """Blocks are multiples of this. torch's CPU loops take two vectors at a time: 32 fp32 or 64
@@ -48,8 +53,8 @@ class _Batch:
         updates: in their order.
         options: hyperparameters, for each update and group.
         keys: names of the moments that they need, likewise.
-        parameters, moments, gradients: large tensors as flat views; moments by key and name,
-            gradients for each update.
+        parameters, moments, gradients: large tensors as flat views, but for compressed gradients;
+            moments by key and name, gradients for each update.
         steps: step counters as they are before.
         counted: step counters as they are after, as far as it is known.
     """
@@ -59,13 +64,13 @@ class _Batch:
     keys: Sequence[Sequence[tuple[str, ...]]]
     parameters: Mapping[str, torch.Tensor]
     moments: Mapping[str, Mapping[str, torch.Tensor]]
-    gradients: Sequence[Mapping[str, torch.Tensor]]
+    gradients: Sequence[Mapping[str, Gradient]]
     steps: Mapping[str, torch.Tensor]
     counted: dict[str, torch.Tensor]
 
     def of_group(
         self, number: int
-    ) -> Iterator[tuple[Update, Mapping[str, Any], tuple[str, ...], Mapping[str, torch.Tensor]]]:
+    ) -> Iterator[tuple[Update, Mapping[str, Any], tuple[str, ...], Mapping[str, Gradient]]]:
         """Update, hyperparameters, names of moments and gradients, one update at a time."""
         for update, options, keys, gradients in zip(
             self.updates, self.options, self.keys, self.gradients, strict=True
@@ -119,7 +124,7 @@ class Blocked:
                     return False
         return True
 
-    def _ready(self, name: str, keys: Iterable[str], gradient: torch.Tensor) -> bool:
+    def _ready(self, name: str, keys: Iterable[str], gradient: Gradient) -> bool:
         parameter, state = self._parameters[name], self._state(name)
         moments = [state.get(key) for key in keys]
         if gradient.device != parameter.device:
@@ -131,10 +136,14 @@ class Blocked:
             for moment in moments
         ):
             return False
-        if parameter.numel() <= self._block_elements:
+        if parameter.numel() <= min(self._block_elements, UNFUSED_ELEMENTS):
             return True
-        order = memory_order(parameter)
-        return all(flat(tensor, order) is not None for tensor in (parameter, gradient, *moments))
+        tensors = [parameter, *moments]
+        if not isinstance(gradient, Packed):
+            tensors.append(gradient)
+        elif not parameter.is_contiguous() or not gradient.splits_at(self._block_elements):
+            return False
+        return all(line(tensor, parameter) is not None for tensor in tensors)
 
     def run(self, updates: Sequence[Update]) -> None:
         """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
@@ -159,12 +168,13 @@ class Blocked:
         """Of a block. One fused update passes over the state once: cutting gains nothing then,
         but for sharing out."""
         update = updates[0]
+        if not all(options.get("fused") for one in updates for options in one.groups):
+            return min(self._block_elements, UNFUSED_ELEMENTS)
         if len(updates) > 1 or update.grad_scale is not None:
             return self._block_elements
-        if not all(options.get("fused") for options in update.groups):
-            return self._block_elements
-        if any(g.dtype != self._parameters[n].dtype for n, g in update.gradients.items()):
-            return self._block_elements
+        for name, gradient in update.gradients.items():
+            if isinstance(gradient, Packed) or gradient.dtype != self._parameters[name].dtype:
+                return self._block_elements
         return self._block_elements * (SINGLE if self._threads == 1 else SINGLE_SHARED)
 
     def _prepare(self, updates: Sequence[Update], elements: int) -> _Batch:
@@ -182,7 +192,7 @@ class Blocked:
             keys=keys,
             parameters=self._lines(self._parameters, elements),
             moments=moments,
-            gradients=[self._lines(update.gradients, elements) for update in updates],
+            gradients=[self._gradients(update, elements) for update in updates],
             steps={n: state["step"] for n, state in states.items() if self._counted(state)},
             counted={},
         )
@@ -196,16 +206,32 @@ class Blocked:
         for name, tensor in tensors.items():
             found[name] = tensor.detach()
             if tensor.numel() > elements:
-                line = flat(found[name], memory_order(self._parameters[name]))
+                whole = line(found[name], self._parameters[name])
                 # Of a parameter that has no gradient in these updates, it may have gaps.
-                found[name] = found[name] if line is None else line
+                found[name] = found[name] if whole is None else whole
         return found
+
+    def _gradients(self, update: Update, elements: int) -> dict[str, Gradient]:
+        packed, plain = {}, {}
+        for name, gradient in update.gradients.items():
+            if isinstance(gradient, Packed):
+                packed[name] = gradient
+            else:
+                plain[name] = gradient
+        return {**packed, **self._lines(plain, elements)}
 
     def _run_block(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
         def parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Tensors:
             if block.elements is None:
                 return [tensors[name] for name in names]
             return [tensors[name][block.elements] for name in names]
+
+        def logged_part(gradient: Gradient) -> Gradient:
+            if block.elements is None:
+                return gradient
+            if isinstance(gradient, Packed):
+                return gradient.part(block.elements)
+            return gradient[block.elements]
 
         # The same step counts for all blocks of a tensor: each block counts for itself.
         steps = {name: batch.steps[name].clone() for name in block.names if name in batch.steps}
@@ -220,12 +246,11 @@ class Blocked:
             _, _, parameters, moments = held
             copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
             scratch.clear()
-            logged = parts(gradients, names)
             self._form.call(
                 list(parameters),
                 [
-                    scratch.gradient(gradient, parameter.dtype, copies)
-                    for gradient, parameter in zip(logged, parameters, strict=True)
+                    scratch.gradient(logged_part(gradients[name]), parameter.dtype, copies)
+                    for name, parameter in zip(names, parameters, strict=True)
                 ],
                 {key: list(tensors) for key, tensors in moments.items()},
                 [steps[name] for name in names] if steps else [],

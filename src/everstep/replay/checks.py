@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from everstep.errors import ReplayError
 from everstep.replay.exactness import options_refusal
+from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
 
 __all__ = ["Checks", "check_order"]
@@ -109,7 +110,7 @@ class Checks:
                 )
             momentum.update(concerned)
 
-    def _misfit(self, name: str, gradient: torch.Tensor) -> str | None:
+    def _misfit(self, name: str, gradient: Gradient) -> str | None:
         """Why this cannot be the gradient of that parameter, or None."""
         parameter = self.parameters.get(name)
         if parameter is None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Block", "Scratch", "cut", "flat", "memory_order"]
+from everstep.replay.packed import Gradient, Packed
+
+__all__ = ["Block", "Scratch", "cut", "flat", "line", "memory_order"]
 
 MAX_TENSORS = 256
 """Small tensors go together until they fill a block, but not more of them than this, or there
@@ -58,7 +60,8 @@ def cut(
 
 
 class Scratch:
-    """Memory for the gradients of one block, where they must be converted or may be written to.
+    """Memory for the gradients of one block, where they are compressed, must be converted, or may
+    be written to.
 
     Args:
         elements: of a block.
@@ -73,25 +76,37 @@ class Scratch:
         """Forgets the gradients of the last update."""
         self._used = 0
 
-    def gradient(self, logged: torch.Tensor, dtype: torch.dtype, copies: bool) -> torch.Tensor:
-        """``logged`` in ``dtype``; another tensor than that if ``copies``."""
+    def gradient(self, logged: Gradient, dtype: torch.dtype, copies: bool) -> torch.Tensor:
+        """``logged`` in ``dtype``, dense; another tensor than that if ``copies``."""
+        if isinstance(logged, Packed):
+            return logged.into(self._room(logged.numel(), dtype))
         if logged.dtype == dtype and not copies:
             return logged
         if not logged.is_contiguous():
             return logged.to(dtype, copy=True)  # keeps the strides
+        return self._room(logged.numel(), dtype).view(logged.shape).copy_(logged)
+
+    def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         line = self._lines.get(dtype)
         if line is None:
             line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype)
         # Fresh memory would be several times slower to write to.
-        own = line[self._used : self._used + logged.numel()].view(logged.shape)
-        self._used += logged.numel()
-        return own.copy_(logged)
+        own = line[self._used : self._used + numel]
+        self._used += numel
+        return own
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dimensions from the one with the longest stride to the one with the shortest."""
     dims = range(tensor.dim())
     return tuple(sorted(dims, key=lambda d: (tensor.stride(d), tensor.shape[d] > 1), reverse=True))
+
+
+def line(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+    """:func:`flat`, in the memory order of ``like``, a tensor of the same shape."""
+    if tensor.is_contiguous() and like.is_contiguous():  # mostly, and ten times quicker
+        return tensor.reshape(-1)
+    return flat(tensor, memory_order(like))
 
 
 def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor | None:

@@ -53,10 +53,12 @@ def _call_adam(
 ) -> None:
     beta1, beta2 = options["betas"]
     decoupled = options["decoupled_weight_decay"]
-    if options["fused"] and len(parameters) == 1 and isinstance(beta1, float):
+    alike = len({parameter.dtype for parameter in parameters}) == 1
+    if options["fused"] and alike and isinstance(beta1, float):
         # As torch.optim.adam._fused_adam does it, but for the sorting by device and dtype,
         # which takes Python several times as long.
-        steps[0].add_(1)
+        for step in steps:
+            step.add_(1)
         operator: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
         operator(
             parameters,
@@ -76,7 +78,8 @@ def _call_adam(
             found_inf=update.found_inf,
         )
         if update.found_inf is not None:
-            steps[0].sub_(update.found_inf)
+            for step in steps:
+                step.sub_(update.found_inf)
         return
     function: Any = adamw if decoupled else adam
     function(

@@ -10,10 +10,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim import optimizer as torch_hooks
 
 from everstep.errors import UnsupportedStateError
+from everstep.replay.packed import Gradient, Packed, dense
 from everstep.replay.updates import Update
 
 __all__ = ["build", "own_step", "set_options", "step_over", "writes_gradients"]
@@ -24,6 +38,7 @@ def _nothing() -> None: ...
 
 _HOOKED = Optimizer.profile_hook_step(_nothing).__code__
 _NOT_OPTIONS = ("params", "param_names")
+_LEAVE_GRADIENTS = (Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop)
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch_hooks._global_optimizer_pre_hooks,
     torch_hooks._global_optimizer_post_hooks,
@@ -106,7 +121,7 @@ def writes_gradients(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]])
 
     foreach SGD with Nesterov momentum adds the momentum into them.
     """
-    if kind in (Adam, AdamW):
+    if kind in _LEAVE_GRADIENTS:
         return False
     if kind is SGD:
         return any(
@@ -130,17 +145,21 @@ def step_over(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], upda
     set_options(optimizer, update.groups)
     try:
         for name, parameter in parameters.items():
-            gradient = update.gradients.get(name)
-            if gradient is not None:
-                logged = gradient.detach()
-                gradient = logged.to(parameter.device, parameter.dtype)
-                gradient = gradient.clone() if copies and gradient is logged else gradient
-            parameter.grad = gradient
+            logged = update.gradients.get(name)
+            parameter.grad = None if logged is None else _as_consumed(logged, parameter, copies)
         with _scaler(optimizer, update), _without_hooks(optimizer) as step, torch.no_grad():
             step(optimizer)
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+def _as_consumed(gradient: Gradient, parameter: torch.Tensor, copies: bool) -> torch.Tensor:
+    """A gradient as ``parameter.grad``; another tensor than the logged one if ``copies``."""
+    logged = dense(gradient)
+    found = logged.to(parameter.device, parameter.dtype)
+    own = isinstance(gradient, Packed) or found is not logged
+    return found.clone() if copies and not own else found
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from everstep.errors import ReplayError
+from everstep.replay.packed import Gradient
 
 __all__ = ["Update", "check_complete"]
 
@@ -25,9 +26,10 @@ class Update:
         groups: hyperparameters of each parameter group as they were in that call, without
             ``"params"``. Values may be 0-dim tensors (a tensor learning rate).
         gradients: by parameter name, in the parameter's shape and with the strides that the
-            gradient had. A parameter that is absent had ``grad is None``: its step counter
-            does not move, so that is not a zero gradient. To bring only some parameters up to
-            a later LSN (a fuzzy base), leave the others out.
+            gradient had; compressed ones in the form in which training consumed them. A
+            parameter that is absent had ``grad is None``: its step counter does not move, so
+            that is not a zero gradient. To bring only some parameters up to a later LSN (a
+            fuzzy base), leave the others out.
         grad_scale: what a ``GradScaler`` handed to a fused optimizer. The kernel divides the
             gradients by it: ``gradients`` are then the *scaled* ones.
         found_inf: likewise; a fused kernel does nothing where it is 1.
@@ -36,7 +38,7 @@ class Update:
     lsn: int
     optimizer: str
     groups: tuple[Mapping[str, Any], ...]
-    gradients: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, Gradient]
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 

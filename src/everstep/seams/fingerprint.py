@@ -8,6 +8,8 @@ import torch
 
 __all__ = ["cuda_in_use", "fingerprint"]
 
+_DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and no getter
+
 
 def cuda_in_use() -> bool:
     """Whether this process has CUDA devices in use; asking does not initialise any."""
@@ -23,7 +25,15 @@ def fingerprint() -> dict[str, str]:
         "system": platform.system(),
         "threads": str(torch.get_num_threads()),
     }
+    if _flushes_denormals():
+        found["denormals"] = "flushed"
     if cuda_in_use():
         found["cuda"] = str(torch.version.cuda)
         found["device"] = torch.cuda.get_device_name()
     return found
+
+
+def _flushes_denormals() -> bool:
+    """Whether ``torch.set_flush_denormal(True)`` is in force in this thread."""
+    small = torch.full((8,), _DENORMAL, dtype=torch.float32, device="cpu")
+    return bool((small * 1.0 == 0).all())

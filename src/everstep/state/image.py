@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
 from everstep.state.entries import Entry
+from everstep.state.objects import TensorRef
 from everstep.state.optimizers import OptimizerProvider
-from everstep.state.owners import Told
+from everstep.state.owners import DeclaredUpdate, Told
 from everstep.state.providers import (
     ModuleProvider,
     ParameterNames,
@@ -35,6 +36,7 @@ from everstep.state.survey import (
     is_reserved,
     unsupported,
 )
+from everstep.state.tensors import host_bytes
 from everstep.state.tree import references, split
 
 __all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State"]
@@ -48,20 +50,24 @@ class State:
     Args:
         values: the state dict; kept by reference, plain data is read from it at each save.
         declared: patterns on names of entries that a declared update covers (see
-            :class:`.owners.Told`).
+            :class:`.owners.Told`), perhaps with the functions that replay runs.
         static: patterns on names of entries that do not change.
 
     Raises:
         OptionError: for a state dict that is no dict of named values, and for patterns that
             match nothing, or what an optimizer owns.
         UnsupportedStateError: listing every leaf that cannot be stored.
+
+    Attributes:
+        told: the patterns, and the functions.
+        replaying: one of the functions is being run by replay.
     """
 
     def __init__(
         self,
         values: MutableMapping[str, Any],
         *,
-        declared: Sequence[str] = (),
+        declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
     ) -> None:
         if not isinstance(values, MutableMapping):
@@ -76,7 +82,8 @@ class State:
                     f"{name!r} cannot name a part of the state",
                     hint=f'names are non-empty strings without "/", other than "{RESERVED}"',
                 )
-        told = Told.of(declared, static)
+        self.told = told = Told.of(declared, static)
+        self.replaying = False
         modules: dict[str, ModuleProvider] = {}
         names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -177,11 +184,37 @@ class State:
         return plans
 
 
+def _is_usual(state: Mapping[str, Any]) -> bool:
+    """Whether states of generators need not be looked through for what cannot be stored."""
+    return state["numpy"]["bit_generator"] == "MT19937" and type(state["python"]["gauss"]) in (
+        float,
+        type(None),
+    )
+
+
 class _RngProvider(Unproven):
     section = RNG_SECTION
 
     def collect(self) -> Any:
         return collect_rng()
+
+    def look(self) -> Part:
+        state = self.collect()
+        found = [state["torch"], *state.get("cuda", ())]
+        if not self._blocks or not _is_usual(state):
+            return self._look_at(state)
+        (kept,) = self._blocks
+        if [len(tensor) for tensor in found] != [len(tensor) for tensor in kept.tensors]:
+            return self._look_at(state)
+        # Into the same tensors, which nobody reads later than at the step mark: they are as they
+        # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
+        for tensor, target in zip(found, kept.tensors, strict=True):
+            host_bytes(target)[:] = host_bytes(tensor)
+        first, *others = map(TensorRef, kept.names)
+        state["torch"] = first
+        if "cuda" in state:
+            state["cuda"] = others
+        return Part(self._blocks, state)
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         return RestorePlan(saved.tree)

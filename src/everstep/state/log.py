@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["GRADIENT", "HYPER", "INDICES", "INT8", "SCALES", "UPDATE_OBJECT", "VALUES"]
+__all__ = [
+    "GRADIENT",
+    "HYPER",
+    "INDICES",
+    "INT8",
+    "SAMPLE",
+    "SCALES",
+    "UPDATE_OBJECT",
+    "VALUES",
+]
 
 GRADIENT = "gradient/"
 """Entries of an update under this prefix are gradients, by name of the parameter."""
@@ -15,6 +24,10 @@ INT8, SCALES = "int8/", "scales/"
 
 HYPER = "hyper"
 """Entries of an update under this prefix are hyperparameters that are tensors."""
+
+SAMPLE = "everstep/sample/"
+"""Entries of a mark under this prefix are a few elements of what a declared update covers: its
+pattern, their width in bytes, their device."""
 
 UPDATE_OBJECT = "update"
 """The object of an update: optimizer, hyperparameters."""

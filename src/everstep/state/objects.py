@@ -64,6 +64,7 @@ import numpy as np
 import torch
 
 from everstep.errors import FormatError, UnsupportedStateError
+from everstep.state.plain import FIXED, is_plain
 from everstep.state.refusals import refusal
 
 __all__ = [
@@ -81,8 +82,7 @@ MAX_DEPTH: Final = 100
 """How many containers may lie inside each other, on the way in and on the way out."""
 
 _BIN_BYTES_MAX = 2**32 - 1  # msgpack's longest bin and str
-_FIXED = frozenset((type(None), bool, int, float))
-_NATIVE = _FIXED | {str, bytes}
+_NATIVE = FIXED | {str, bytes}
 _HOSTILE = (ValueError, TypeError, OverflowError, RuntimeError, IndexError, msgpack.OutOfData)
 _NUMPY_DTYPE = re.compile(  # strings are bounded because even an empty array allocates one item
     r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(8|16)"
@@ -153,6 +153,8 @@ def unsupported_leaves(value: object, name: str) -> list[tuple[str, str]]:
     has no key or index; in a path it is ``*``. A container that several paths lead to is
     searched once, under the first of them.
     """
+    if is_plain(value):
+        return []
     walker = _Walker()
     walker.walk(value, name, "", 0)
     return walker.found
@@ -438,7 +440,7 @@ def _children(value: Any) -> Iterator[tuple[object, object, str]]:
             yield key, item, ""
     elif kind in (range, slice):
         yield from zip(("start", "stop", "step"), _bounds(value), ("", "", ""), strict=True)
-    elif not set(map(type, value)) <= _FIXED:
+    elif not set(map(type, value)) <= FIXED:
         indexed = kind not in (set, frozenset)
         yield from ((index if indexed else "*", part, "") for index, part in enumerate(value))
 
@@ -466,7 +468,7 @@ def _why_not_leaf(value: Any) -> str | None:
 
 def _why_not_native(value: Any) -> str | None:
     kind = type(value)
-    if kind in _FIXED:
+    if kind in FIXED:
         return None
     try:
         size_bytes = len(value.encode()) if kind is str and not value.isascii() else len(value)

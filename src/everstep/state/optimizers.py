@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from everstep.errors import StateError, UnsupportedStateError
 from everstep.state.objects import join_path
 from everstep.state.owners import Holding, Memory, holding_of
+from everstep.state.plain import is_fixed
 from everstep.state.proofs import OptimizerProof
 from everstep.state.providers import ParameterNames, RestorePlan, Saved, difference
 from everstep.state.survey import Block, Part, checked_block, look_at
@@ -56,13 +57,13 @@ class OptimizerProvider:
 
     def look(self) -> Part:
         names = self._names.as_looked_at()
-        if self._proof is None or not self._proof.holds(self._optimizer) or not self._still(names):
+        if self._proof is None or not self._holds(self._proof, names):
             self._proof = None
             named = self._parameters(names)
             part = look_at(self._collect(named), self.section, self._blocks)
             self._blocks = part.blocks
             holding = holding_of(self.section, self._optimizer)
-            self._proof = OptimizerProof.of(self._optimizer, part, holding)
+            self._proof = OptimizerProof.of(self._optimizer, part, holding, names)
             if self._proof is None:
                 return replace(part, holding=self._as_before(holding))
             self._named, self._names_then = named, names
@@ -79,9 +80,12 @@ class OptimizerProvider:
         groups = _named_groups(tree) if isinstance(tree, dict) else None
         return None if groups is None else [[name for name, _ in group] for group in groups]
 
-    def _still(self, names: Mapping[int, str]) -> bool:
-        """Whether parameters have the names that they had."""
-        if names is not self._names_then and self._parameters(names) != self._named:
+    def _holds(self, proof: OptimizerProof, names: Mapping[int, str]) -> bool:
+        """Whether the proof holds, and parameters have the names that they had."""
+        same = names is self._names_then  # and so the modules are proven
+        if not proof.holds(self._optimizer, modules_hold=same):
+            return False
+        if not same and self._parameters(names) != self._named:
             return False
         self._names_then = names
         return True
@@ -89,17 +93,29 @@ class OptimizerProvider:
     def _with_options(self, proof: OptimizerProof) -> Part:
         """The proven part with the options of the groups, which are read anew: equal ones
         (1, 1.0 and True; 0.0 and -0.0) need not be the same."""
-        where, named = join_path(self.section, "param_groups"), dict[str, torch.Tensor]()
-        groups = []
-        for number, group in enumerate(self._optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            copied: Any = split(options, join_path(where, number), named, depth=2)
-            groups.append({**copied, "params": proof.parameters[number]})
-        tree = {"state": proof.state_tree, "param_groups": groups}
-        block = checked_block(tree, named, self.section, self._blocks)
+        groups: list[Any] = [dict(group) for group in self._optimizer.param_groups]
+        for options in groups:
+            del options["params"]
+        holding, block = proof.holding, Block.of({}, ())
+        if not all(map(is_fixed, groups)):
+            groups, block = self._checked(groups)
+            shared = tuple(key for key in block.identities if isinstance(key, Memory))
+            holding = replace(holding, shared=shared)
         self._blocks = (proof.state, block)
-        shared = tuple(key for key in block.identities if isinstance(key, Memory))
-        return Part(self._blocks, tree, self._as_before(replace(proof.holding, shared=shared)))
+        for options, parameters in zip(groups, proof.parameters, strict=True):
+            options["params"] = parameters
+        tree = {"state": proof.state_tree, "param_groups": groups}
+        return Part(self._blocks, tree, self._as_before(holding))
+
+    def _checked(self, groups: list[Any]) -> tuple[list[Any], Block]:
+        """Options that may change, or be tensors: copies, and the tensors."""
+        where, named = join_path(self.section, "param_groups"), dict[str, torch.Tensor]()
+        copies = [
+            split(options, join_path(where, number), named, depth=2)
+            for number, options in enumerate(groups)
+        ]
+        tree = {"param_groups": copies}
+        return copies, checked_block(tree, named, self.section, self._blocks)
 
     def _as_before(self, holding: Holding) -> Holding:
         """The holding, or that of the last look if they are equal."""

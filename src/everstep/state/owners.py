@@ -14,10 +14,11 @@ tensors, because replay on separate copies of them would give something else.
 from __future__ import annotations
 
 import difflib
+import inspect
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from everstep.state.tensors import why_not_storable
 
 __all__ = [
     "Claims",
+    "DeclaredUpdate",
     "Holding",
     "Memory",
     "Owner",
@@ -40,18 +42,30 @@ __all__ = [
 ]
 
 
+DeclaredUpdate = Callable[[], object]
+"""A function that updates entries which no optimizer owns, from the state alone."""
+
+
 class Owner(NamedTuple):
     """Who answers for an entry.
 
     Attributes:
         kind: ``"replayed"``: by its optimizer. ``"logged"``: in full at each step mark.
-            ``"declared"``: by a registered update that replay can run. ``"static"``: it does
+            ``"declared"``: it changes only where everstep is told. ``"static"``: it does
             not change; its digest is compared at each base.
         optimizer: section key of the optimizer that replays it.
+        update: of a declared entry, the pattern under which the function is registered that
+            replay runs; None: there is none, so it is logged as well.
     """
 
     kind: Literal["replayed", "logged", "declared", "static"]
     optimizer: str | None = None
+    update: str | None = None
+
+    @property
+    def in_marks(self) -> bool:
+        """Whether each step mark of a log holds it in full."""
+        return self.kind not in ("replayed", "static") and self.update is None
 
 
 class Memory(NamedTuple):
@@ -181,17 +195,24 @@ class Told:
     Attributes:
         declared: for entries that a declared update covers.
         static: for entries that do not change.
+        updates: functions that replay runs, by the pattern of what they update.
     """
 
     declared: tuple[str, ...] = ()
     static: tuple[str, ...] = ()
+    updates: Mapping[str, DeclaredUpdate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, declared: Sequence[str], static: Sequence[str]) -> Told:
+    def of(
+        cls,
+        declared: Sequence[str] | Mapping[str, DeclaredUpdate | None],
+        static: Sequence[str],
+    ) -> Told:
         """Checks what can be checked without the state.
 
         Raises:
-            OptionError: for what is no sequence of patterns.
+            OptionError: for what is no sequence of patterns, and for a function that cannot be
+                called without arguments.
         """
         for option, patterns in (("declared", declared), ("static", static)):
             listed = isinstance(patterns, Iterable) and not isinstance(patterns, (str, bytes))
@@ -200,7 +221,12 @@ class Told:
                     f"{option}= must be a list of patterns on names of entries, not {patterns!r}",
                     hint=f'for example {option}=["model/running_*"]',
                 )
-        return cls(tuple(declared), tuple(static))
+        updates: dict[str, DeclaredUpdate] = {}
+        if isinstance(declared, Mapping):
+            updates = {key: update for key, update in declared.items() if update is not None}
+        for pattern, update in updates.items():
+            _check_callable(pattern, update)
+        return cls(tuple(declared), tuple(static), updates)
 
     def kinds(self, names: Iterable[str]) -> set[Literal["declared", "static"]]:
         """What is said about an entry that has all these names."""
@@ -211,6 +237,23 @@ class Told:
         if any(_matches(pattern, name) for pattern in self.static for name in names):
             kinds.add("static")
         return kinds
+
+    def update(self, names: Iterable[str]) -> str | None:
+        """The first pattern with a function that matches an entry with all these names."""
+        names = list(names)
+        return next((p for p in self.updates if any(_matches(p, name) for name in names)), None)
+
+    def check_updates(self, patterns: Iterable[str]) -> None:
+        """Raises:
+        OptionError: for a pattern without a function.
+        """
+        for pattern in patterns:
+            if pattern not in self.updates:
+                there = ", ".join(map(repr, self.updates)) or "none"
+                raise OptionError(
+                    f"no function is registered for {pattern!r}; there are: {there}",
+                    hint=f"Checkpointer(..., declared={{{pattern!r}: function}})",
+                )
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raises:
@@ -264,11 +307,32 @@ def owners_of(
                 hint="make one of the patterns narrower",
             )
         own = len(optimizers) == 1 and memory[name] not in claims.options
-        if own and memory[name] not in overlapping:
+        alone = memory.get(name) not in overlapping
+        if own and alone:
             owners[name] = Owner("replayed", optimizers[0])
+        elif kinds == {"declared"}:
+            owners[name] = Owner("declared", update=told.update(also) if alone else None)
         else:
             owners[name] = Owner(kinds.pop() if kinds else "logged")
     return owners
+
+
+def _check_callable(pattern: str, update: DeclaredUpdate) -> None:
+    problem = None
+    if not callable(update):
+        problem = f"{update!r} is no function"
+    else:
+        try:
+            inspect.signature(update).bind()
+        except TypeError as error:
+            problem = f"it cannot be called without arguments: {error}"
+        except ValueError:
+            pass  # one of C: nothing says what it takes
+    if problem is not None:
+        raise OptionError(
+            f"declared={{{pattern!r}: ...}}: {problem}",
+            hint='for example declared={"ema/*": lambda: ema.update_parameters(model)}',
+        )
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -14,8 +14,10 @@ tensors, or a torch whose methods read more than is known here.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -84,15 +86,44 @@ _OPTIMIZER_NAMES = frozenset(_OPTIMIZER_ATTRIBUTES) | set(
 )
 _optimizer_state_dict = Optimizer.state_dict
 
-_MODULES_PROVABLE = all(_is_torchs_own(m, _MODULE_NAMES) for m in _MODULE_METHODS.values())
-_OPTIMIZERS_PROVABLE = _is_torchs_own(_optimizer_state_dict, _OPTIMIZER_NAMES)
-_MODULE_OWN = _MODULE_METHODS | {
-    name: getattr(object, name) for name in ("__eq__", "__getattribute__", "__hash__")
-}
+# What a class may not define itself, if its modules are to do nothing but torch's own.
+_MODULE_OWN = (
+    *_MODULE_METHODS,
+    *_MODULE_ATTRIBUTES,
+    "__class__",
+    "__eq__",
+    "__getattribute__",
+    "__hash__",
+)
+
+# A proof is held up against the state at every save, by few calls that look at many objects.
+_own_dict, _keys, _values = attrgetter("__dict__"), methodcaller("keys"), methodcaller("values")
+_bases_of = attrgetter("__mro__")
+_members_of = itemgetter(*_MODULE_ATTRIBUTES)
+_methods_of = itemgetter(*_MODULE_METHODS)
+_overrides_none = methodcaller("isdisjoint", tuple(_MODULE_METHODS))
+_HOOKS = slice(4, 6)  # in _MODULE_ATTRIBUTES
+_UNSAVED = 3
 
 _data_ptr, _is_set_to = torch.Tensor.data_ptr, torch.Tensor.is_set_to
-_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _is_conj, _is_neg, _dtype = torch.Tensor.is_conj, torch.Tensor.is_neg, attrgetter("dtype")
+
+
+def _is_set_to_tells() -> bool:
+    """Whether a conjugated or negated tensor is set to nothing, as ``Watch`` relies on."""
+    pairs = torch.ones(1, dtype=torch.complex64, device="cpu")
+    conjugated = pairs.conj()
+    return not conjugated.is_set_to(pairs) and not conjugated.imag.is_set_to(pairs.imag)
+
+
+_MODULES_PROVABLE = (
+    _is_set_to_tells()
+    and all(_is_torchs_own(method, _MODULE_NAMES) for method in _MODULE_METHODS.values())
+    and {name for name in _MODULE_OWN if name in vars(nn.Module)} == set(_MODULE_METHODS)
+)
+_OPTIMIZERS_PROVABLE = _is_set_to_tells() and _is_torchs_own(
+    _optimizer_state_dict, _OPTIMIZER_NAMES
+)
 
 
 class Watch:
@@ -109,39 +140,38 @@ class Watch:
     def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._views = views
-        self._reading = _reading(views)
+        self._reading = None
+        # A conjugated or negated view is like nothing, not even itself.
+        if len(tensors) == len(views) and not any(map(_is_read_otherwise, views)):
+            self._reading = _reading(views)
 
     def holds(self) -> bool:
         """Whether views taken now would be the same: the same storage, offset, shape and strides
-        (``is_set_to``), at the same place (a storage can move), read as the same dtype.
-        Whatever it cannot tell does not hold."""
-        tensors, views = self._tensors, self._views
-        if len(tensors) != len(views) or self._reading is None:
-            return False
-        if _reading(tensors) != self._reading:
+        (``is_set_to``, which no conjugated or negated tensor is), at the same place (a storage
+        can move), read as the same dtype. Whatever it cannot tell does not hold."""
+        if self._reading is None or _reading(self._tensors) != self._reading:
             return False
         try:
             with torch._C.DisableTorchFunction():
-                return all(map(_is_set_to, tensors, views))
+                return all(map(_is_set_to, self._tensors, self._views))
         except RuntimeError:  # a device that cannot tell
             return False
 
 
+def _is_read_otherwise(tensor: torch.Tensor) -> bool:
+    return bool(_is_conj(tensor) or _is_neg(tensor))
+
+
 def _reading(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dtype]] | None:
-    """Where tensors begin, and as what they are read; None if one is more than a tensor, has no
-    memory of its own, or is conjugated or negated as it is read (``is_set_to`` cannot tell)."""
+    """Where tensors begin, and as what they are read; None if one is more than a tensor, or has
+    no memory of its own."""
     if not PLAIN_TENSORS.issuperset(map(type, tensors)):
         return None
     try:
         # Under a mode of the user's (a default device is one) each call takes ten times as
         # long; on plain tensors none of these does anything else without it.
         with torch._C.DisableTorchFunction():
-            dtypes = list(map(_dtype, tensors))
-            if not _COMPLEX.isdisjoint(dtypes) and any(map(_is_conj, tensors)):
-                return None
-            if any(map(_is_neg, tensors)):
-                return None
-            return list(map(_data_ptr, tensors)), dtypes
+            return list(map(_data_ptr, tensors)), list(map(_dtype, tensors))
     except RuntimeError:
         return None
 
@@ -149,6 +179,28 @@ def _reading(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dty
 def canonical_key(key: str) -> str:
     """A state-dict key without what ``torch.compile`` puts into it."""
     return key.replace("_orig_mod.", "")
+
+
+class _Containers:
+    """Tells whether dicts still hold the same keys and values, in the same order.
+
+    The dicts themselves are kept; by whom they are held is for others to prove.
+    """
+
+    def __init__(self, dicts: Sequence[Mapping[Any, Any]]) -> None:
+        self._dicts = dicts
+        self._filled = [held for held in dicts if held]
+        self._lengths = list(map(len, dicts))
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = list(chain.from_iterable(map(_values, self._filled)))
+
+    def hold(self) -> bool:
+        """Whether they do; with the lengths, no member can be taken for one of the next dict."""
+        return (
+            list(map(len, self._dicts)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._filled), self._keys))
+            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._values))
+        )
 
 
 class ModuleProof:
@@ -162,8 +214,17 @@ class ModuleProof:
         self.part = part
         self._modules = modules
         self._types = list(map(type, modules))
-        self._members = _members(modules)
-        self._unsaved = [frozenset(found) for found in _unsaved_buffers(modules)]
+        self._kinds = list(dict.fromkeys(self._types))
+        self._bases = list(map(_bases_of, self._kinds))
+        self._classes = list(map(_own_dict, set(chain.from_iterable(self._bases))))
+        self._defined = list(map(list, self._classes))  # names: no class has a new method
+        self._owns = list(map(_own_dict, modules))
+        held = [_members_of(own) for own in self._owns]
+        self._held = list(chain.from_iterable(held))
+        self._containers = _Containers([members for row in held for members in row[:_UNSAVED]])
+        self._hooks = [hooks for row in held for hooks in row[_HOOKS]]
+        self._unsaved = [row[_UNSAVED] for row in held]
+        self._unsaved_then = list(map(frozenset, self._unsaved))
         self._watch = watch
 
     @classmethod
@@ -187,24 +248,44 @@ class ModuleProof:
     def holds(self, module: nn.Module) -> bool:
         """Whether looking at ``module`` now would find the same."""
         modules = self._modules
-        if module is not modules[0] or not same_objects(list(map(type, modules)), self._types):
-            return False
-        if not all(map(_is_plain, set(self._types))):
-            return False
-        members = _members(modules)
         return (
-            members is not None
-            and self._members is not None
-            and same_objects(members, self._members)
-            and _unsaved_buffers(modules) == self._unsaved
+            module is modules[0]
+            and all(map(is_, map(type, modules), self._types))
+            and all(map(is_, map(_bases_of, self._kinds), self._bases))
+            and list(map(list, self._classes)) == self._defined
+            and _is_torch_unpatched()
+            and all(map(is_, map(_own_dict, modules), self._owns))
+            and self._members_hold()
             and self._watch.holds()
         )
 
+    def _members_hold(self) -> bool:
+        """Whether every module has the members that it had, and neither hooks nor overrides."""
+        try:
+            held = list(chain.from_iterable(map(_members_of, self._owns)))
+        except KeyError:
+            return False
+        return (
+            same_objects(held, self._held)
+            and not any(self._hooks)
+            and all(map(_overrides_none, map(_keys, self._owns)))
+            and self._unsaved == self._unsaved_then
+            and self._containers.hold()
+        )
 
-def _is_plain(kind: type) -> bool:
-    """Whether modules of this class do nothing but torch's own when their state is asked for."""
-    return all(getattr(kind, name) is own for name, own in _MODULE_OWN.items()) and not any(
-        hasattr(kind, name) for name in _MODULE_ATTRIBUTES
+
+def _is_torch_unpatched() -> bool:
+    return same_objects(_methods_of(vars(nn.Module)), tuple(_MODULE_METHODS.values()))
+
+
+def _is_plain(bases: tuple[type, ...]) -> bool:
+    """Whether modules of a class with these bases do nothing but torch's own when their state is
+    asked for."""
+    others = [vars(kind).keys() for kind in bases if kind not in (nn.Module, object)]
+    return (
+        nn.Module in bases
+        and _is_torch_unpatched()
+        and all(names.isdisjoint(_MODULE_OWN) for names in others)
     )
 
 
@@ -213,16 +294,17 @@ def _find(
 ) -> bool:
     """Finds all modules, and the tensors that torch's ``state_dict`` finds, by its keys; False
     where that is not sure to be torch's own."""
-    if not _is_plain(type(module)):
+    bases, own = _bases_of(type(module)), module.__dict__
+    if not _is_plain(bases) or type(own) is not dict:
         return False
-    own = module.__dict__
     if not own.keys() >= set(_MODULE_ATTRIBUTES):
         return False
-    parameters, buffers, children = (own[name] for name in _MODULE_MEMBERS)
+    parameters, buffers, children, unsaved, *_ = _members_of(own)
     if not {dict, OrderedDict}.issuperset(map(type, (parameters, buffers, children))):
         return False
+    if type(unsaved) is not set:
+        return False
     modules[id(module)] = module
-    unsaved = own["_non_persistent_buffers_set"]
     saved = {key: tensor for key, tensor in buffers.items() if key not in unsaved}
     for key, tensor in (*parameters.items(), *saved.items()):
         if tensor is not None:
@@ -232,34 +314,6 @@ def _find(
         or (isinstance(child, nn.Module) and _find(child, f"{prefix}{key}.", modules, tensors))
         for key, child in children.items()
     )
-
-
-def _members(modules: Sequence[nn.Module]) -> list[object] | None:
-    """Parameters, buffers and children of every module with their names, in order; None where a
-    hook or an override may take part.
-
-    The containers themselves stand between their members, so that none of these can be taken
-    for a member of the next one.
-    """
-    found: list[object] = []
-    for module in modules:
-        own = module.__dict__
-        if own.get("_state_dict_hooks", True) or own.get("_state_dict_pre_hooks", True):
-            return None
-        if module.__class__ is not type(module) or not own.keys().isdisjoint(_MODULE_METHODS):
-            return None
-        for name in _MODULE_MEMBERS:
-            members: Any = own.get(name)
-            found.append(members)
-            if members:
-                found += members
-                found += members.values()
-    return found
-
-
-def _unsaved_buffers(modules: Sequence[nn.Module]) -> list[Any]:
-    """Names of the buffers of every module that are not saved."""
-    return [module.__dict__.get("_non_persistent_buffers_set", ()) for module in modules]
 
 
 class OptimizerProof:
@@ -272,28 +326,41 @@ class OptimizerProof:
         holding: what it owns, but for hyperparameters, which are options.
     """
 
-    def __init__(self, optimizer: Optimizer, part: Part, holding: Holding) -> None:
+    def __init__(
+        self, optimizer: Optimizer, part: Part, holding: Holding, named: Container[int]
+    ) -> None:
         (block,) = part.blocks
         tree: Any = part.tree
-        self.holding = holding
-        self._members = _optimizer_members(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.holding = replace(holding, shared=())
+        self._parts = _parts_of(optimizer)
+        self._groups = list(optimizer.param_groups)
+        self._lists = [group["params"] for group in self._groups]
+        self._lengths = list(map(len, self._lists))
+        self._parameters = list(chain.from_iterable(self._lists))
+        self._containers = _Containers([optimizer.state, *optimizer.state.values()])
         tensors = [t for values in optimizer.state.values() for t in values.values()]
         self.state = block.first(len(tensors))
         self.state_tree = Encoded(encode(tree["state"], checked=True))
         self.parameters = [
             Encoded(encode(group["params"], checked=True)) for group in tree["param_groups"]
         ]
-        self._watches = (
-            Watch(tensors, self.state.tensors),
-            Watch(parameters, [parameter.detach() for parameter in parameters]),
-        )
+        self._state_watch = Watch(tensors, self.state.tensors)
+        inside = [parameter for parameter in self._parameters if id(parameter) in named]
+        outside = [parameter for parameter in self._parameters if id(parameter) not in named]
+        self._inside_watch, self._outside_watch = map(_watch_of, (inside, outside))
 
     @classmethod
-    def of(cls, optimizer: Optimizer, part: Part, holding: Holding) -> OptimizerProof | None:
+    def of(
+        cls, optimizer: Optimizer, part: Part, holding: Holding, named: Container[int]
+    ) -> OptimizerProof | None:
         """The proof that ``part`` and ``holding`` are what looking at ``optimizer`` finds, if
-        there can be one."""
-        if not _OPTIMIZERS_PROVABLE or _optimizer_members(optimizer) is None:
+        there can be one.
+
+        Args:
+            named: ids of the parameters of all modules of the state.
+        """
+        parts = _parts_of(optimizer)
+        if not _OPTIMIZERS_PROVABLE or parts is None or not _is_plainly_kept(*parts[1:]):
             return None
         tree: Any = part.tree
         if list(tree) != ["state", "param_groups"] or type(tree["state"]) is not dict:
@@ -304,24 +371,47 @@ class OptimizerProof:
             return None
         if any(type(leaf) is not TensorRef for values in found for leaf in values.values()):
             return None
-        proof = cls(optimizer, part, holding)
+        proof = cls(optimizer, part, holding, named)
         return proof if proof.holds(optimizer) else None
 
-    def holds(self, optimizer: Optimizer) -> bool:
+    def holds(self, optimizer: Optimizer, *, modules_hold: bool = False) -> bool:
         """Whether looking at ``optimizer`` now would find the same, given the same names of
-        parameters, but for the options."""
-        members = _optimizer_members(optimizer)
+        parameters, but for the options.
+
+        Args:
+            modules_hold: all modules of the state were just proven to be what they were when
+                this last held, and so their parameters to be the same memory.
+        """
+        parts = _parts_of(optimizer)
         return (
-            members is not None
-            and self._members is not None
-            and same_objects(members, self._members)
-            and all(watch.holds() for watch in self._watches)
+            parts is not None
+            and self._parts is not None
+            and same_objects(parts, self._parts)
+            and same_objects(parts[2], self._groups)
+            and self._lists_hold()
+            and self._containers.hold()
+            and self._state_watch.holds()
+            and self._outside_watch.holds()
+            and (modules_hold or self._inside_watch.holds())
+        )
+
+    def _lists_hold(self) -> bool:
+        """Whether the groups have the same lists of the same parameters."""
+        lists: list[Any] = [group.get("params") for group in self._groups]
+        return (
+            same_objects(lists, self._lists)
+            and list(map(len, lists)) == self._lengths
+            and same_objects(list(chain.from_iterable(lists)), self._parameters)
         )
 
 
-def _optimizer_members(optimizer: Optimizer) -> list[object] | None:
-    """An optimizer's type, groups, parameters and state, in order, with the containers between
-    them; None where that is not all there is, or not sure to be torch's own."""
+def _watch_of(tensors: Sequence[torch.Tensor]) -> Watch:
+    return Watch(tensors, [tensor.detach() for tensor in tensors])
+
+
+def _parts_of(optimizer: Optimizer) -> tuple[Any, Any, Any] | None:
+    """An optimizer's type, state and groups; None where these are not all there is, or not sure
+    to be torch's own."""
     kind = type(optimizer)
     if (
         kind.state_dict is not _optimizer_state_dict
@@ -332,21 +422,13 @@ def _optimizer_members(optimizer: Optimizer) -> list[object] | None:
     own = optimizer.__dict__
     if "state_dict" in own or any(own.get(name, True) for name in _OPTIMIZER_ATTRIBUTES[2:]):
         return None
-    state: Any = own.get("state")
-    groups: Any = own.get("param_groups")
+    return kind, own.get("state"), own.get("param_groups")
+
+
+def _is_plainly_kept(state: Any, groups: Any) -> bool:
+    """Whether an optimizer keeps everything in containers whose members can be compared."""
     if type(state) not in (dict, defaultdict) or type(groups) is not list:
-        return None
-    found: list[object] = [kind, state, groups]
-    for group in groups:
-        if type(group) is not dict or type(group.get("params")) is not list:
-            return None
-        found += (group, group["params"])
-        found += group["params"]
-    found += state
-    for values in state.values():
-        if type(values) is not dict:
-            return None
-        found.append(values)
-        found += values
-        found += values.values()
-    return found
+        return False
+    return {dict}.issuperset(map(type, (*groups, *state.values()))) and all(
+        type(group.get("params")) is list for group in groups
+    )

@@ -251,7 +251,10 @@ class Unproven:
         raise NotImplementedError
 
     def look(self) -> Part:
-        part = look_at(self.collect(), self.section, self._blocks)
+        return self._look_at(self.collect())
+
+    def _look_at(self, collected: Any) -> Part:
+        part = look_at(collected, self.section, self._blocks)
         self._blocks = part.blocks
         return part
 

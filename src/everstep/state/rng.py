@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,18 @@ def collect_rng() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         # An array instead of a tuple of 625 integers, which costs milliseconds to take apart.
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "python": {"version": version, "words": _as_array(words), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
     if cuda_in_use():
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
+
+
+def _as_array(words: Sequence[int]) -> np.ndarray[Any, Any]:
+    """32-bit words as an array; twice as fast as ``np.array``."""
+    return np.frombuffer(array("I", words), np.uint32)
 
 
 def restore_rng(state: dict[str, Any]) -> list[str]:

@@ -76,7 +76,9 @@ def stored_form(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat ``uint8`` tensor; no copy."""
     assert tensor.is_contiguous()
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # No more calls than needed: it is made for every gradient of every step.
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    return (flat if flat.dim() == 1 else flat.view(-1)).view(torch.uint8)
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import random
-import re
 import shutil
 import statistics
 import time
@@ -27,9 +26,8 @@ from everstep.bench.persist.state import SIZE_BYTES_MIN, BenchState
 from everstep.bench.persist.workspace import check_room, interruptible, workspace
 from everstep.errors import OptionError
 
-__all__ = ["PersistOptions", "parse_size", "run_persist"]
+__all__ = ["PersistOptions", "run_persist"]
 
-_UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 _SCREEN_BYTES = 256 << 20
 _SCREEN_TIMES = 2
 _FINALISTS = 3
@@ -62,18 +60,6 @@ class PersistOptions:
             )
         if self.repeats < 1:
             raise OptionError(f"repeats={self.repeats}: at least one round is needed")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"1GiB"``, ``"512M"``, ``"3000000"``; powers of 1024 throughout.
-
-    Raises:
-        OptionError: for anything else.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    if match is None:
-        raise OptionError(f"{text!r} is no size", hint="like 1GiB, 512MiB")
-    return int(float(match[1]) * (1 << _UNITS[match[2]] if match[2] else 1))
 
 
 def run_persist(options: PersistOptions, display: Display) -> PersistReport:

@@ -15,7 +15,7 @@ from everstep.bench.persist.machine import Machine
 from everstep.bench.persist.raw import RING_BYTES
 from everstep.errors import OptionError, OutOfSpaceError, PermissionDeniedError
 
-__all__ = ["check_room", "interruptible", "workspace"]
+__all__ = ["check_room", "interruptible", "refuse_without_room", "workspace"]
 
 _COPIES_ON_DISK = 8  # the most that lie there at once: four bases, one file of each reader
 _COPIES_IN_MEMORY = 2.5  # the state, what a peer loads, buffers of peers
@@ -28,22 +28,41 @@ def check_room(machine: Machine, size_bytes: int, folder: Path) -> None:
     Raises:
         OutOfSpaceError: when disk or memory would not do.
     """
-    need = _COPIES_ON_DISK * size_bytes
-    if machine.free_bytes < need:
+    refuse_without_room(
+        machine,
+        folder,
+        disk_bytes=_COPIES_ON_DISK * size_bytes,
+        memory_bytes=int(_COPIES_IN_MEMORY * size_bytes) + _MEMORY_BESIDES,
+        hint="a smaller --size",
+    )
+
+
+def refuse_without_room(
+    machine: Machine, folder: Path, *, disk_bytes: int, memory_bytes: int, hint: str
+) -> None:
+    """Looks whether so much is free.
+
+    Args:
+        folder: of the benchmark, on the file system that it writes to.
+        hint: what takes less.
+
+    Raises:
+        OutOfSpaceError: when disk or memory would not do.
+    """
+    if machine.free_bytes < disk_bytes:
         raise OutOfSpaceError(
-            f"the benchmark writes up to {need / 2**30:.1f} GiB at a time, "
+            f"the benchmark writes up to {disk_bytes / 2**30:.1f} GiB at a time, "
             f"{machine.free_bytes / 2**30:.1f} GiB are free",
             tier="disk",
             path=folder.parent,
-            hint="a smaller --size, or --dir on another file system",
+            hint=f"{hint}, or --dir on another file system",
         )
-    need = int(_COPIES_IN_MEMORY * size_bytes) + _MEMORY_BESIDES
-    if machine.memory_available_bytes < need:
+    if machine.memory_available_bytes < memory_bytes:
         raise OutOfSpaceError(
-            f"the benchmark takes {need / 2**30:.1f} GiB of memory, "
+            f"the benchmark takes up to {memory_bytes / 2**30:.1f} GiB of memory, "
             f"{machine.memory_available_bytes / 2**30:.1f} GiB are available",
             tier="memory",
-            hint="a smaller --size",
+            hint=hint,
         )
 
 

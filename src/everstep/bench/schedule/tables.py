@@ -242,7 +242,7 @@ def _holds_from(problem: Problem) -> float | None:
     """The least time of an operator from which on everything leaves within the step."""
 
     def enough(least_s: float) -> bool:
-        return at_least(problem, least_s).needed_bytes_per_s("paper") <= problem.link_bytes_per_s
+        return _at_least(problem, least_s).needed_bytes_per_s("paper") <= problem.link_bytes_per_s
 
     if enough(0.0):
         return 0.0
@@ -255,7 +255,7 @@ def _holds_from(problem: Problem) -> float | None:
     return high
 
 
-def at_least(problem: Problem, least_s: float) -> Problem:
+def _at_least(problem: Problem, least_s: float) -> Problem:
     """The same, with no operator that takes less."""
     return dataclasses.replace(problem, seconds=tuple(max(s, least_s) for s in problem.seconds))
 
@@ -265,7 +265,7 @@ def _columns(name: str, batch: int, order: str, trace: StepTrace, on: Device) ->
     modes: tuple[Mode, ...] = ("paper", "direct")
     plain = problem_of(trace, seconds_of(trace.operators, on), _LINKS_BYTES_PER_S[0])
     for least_s in (0.0, LAUNCH_S):
-        problem = at_least(plain, least_s)
+        problem = _at_least(plain, least_s)
         for mode in modes:
             start_s = time.monotonic()
             planned = gap = None

@@ -12,6 +12,7 @@ between two blocks of the same round. What the first does not explain is interfe
 ``gauges``    memory and processor time of processes
 ``arms``      what an arm is; a save under way
 ``ours``      everstep, by its public interface, and with mechanisms taken away
+``running``   runs of everstep inside a benchmark
 ``dcp``       torch.distributed.checkpoint
 ``peers``     torch.save, torchsnapshot, torch_checkpointing
 ``files``     what peers write: named anew, synced where they do not, removed

@@ -16,6 +16,8 @@ __all__ = [
     "own_resident_bytes",
     "private_bytes",
     "reset_peak",
+    "shared_bytes",
+    "written_bytes",
 ]
 
 _PROC = Path("/proc")
@@ -58,6 +60,25 @@ def private_bytes(pid: int) -> int:
     if None in parts:
         parts = [_field(str(pid), "status", name) for name in ("RssAnon", "RssFile")]
     return sum(part or 0 for part in parts)
+
+
+def shared_bytes(pid: int) -> int:
+    """Shared memory that a process has touched; 0 if it is gone."""
+    return _field(str(pid), "status", "RssShmem") or 0
+
+
+def written_bytes(pid: int) -> int | None:
+    """Bytes that a process has sent on their way to storage so far; None if that is secret.
+
+    What goes through the page cache counts when it is written there.
+    """
+    try:
+        for line in (_PROC / str(pid) / "io").read_text().splitlines():
+            if line.startswith("write_bytes:"):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def cpu_s(pid: int) -> float:

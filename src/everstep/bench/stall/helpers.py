@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -13,7 +15,7 @@ import everstep
 from everstep.bench.stall.arms import TIMEOUT_S
 from everstep.errors import DeadlineError, EverstepError
 
-__all__ = ["answer", "end", "start", "tell"]
+__all__ = ["answer", "end", "running", "start", "tell"]
 
 _END_S = 10.0
 
@@ -30,6 +32,19 @@ def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         start_new_session=True,  # Ctrl-C is for the benchmark, which ends them in good order
     )
+
+
+@contextlib.contextmanager
+def running(module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The same, until the end of the block; killed if that fails."""
+    process = start(module, *arguments)
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        end(process)
 
 
 def tell(process: subprocess.Popen[bytes], word: bytes) -> None:

@@ -7,24 +7,47 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from everstep.bench.persist.state import flatten
-from everstep.bench.stall.options import StallOptions
 from everstep.bench.workloads import GPTConfig, Training, TrainingConfig, gpt_of, stdlib_text
 from everstep.bench.workloads.training import training_of
 from everstep.errors import UnavailableError
 
-__all__ = ["Loop", "Span", "Step", "seeded_single_thread"]
+__all__ = ["Loop", "Span", "Step", "Workload", "seeded_single_thread"]
 
 _TEXT_BYTES = 1 << 20
 _SCHEDULE_STEPS = 1_000_000
 _CALIBRATE = 3
 _CALIBRATE_ROUNDS = 20_000
 _CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (512, 16)}  # short steps, so that a save fills some
+
+
+class Workload(Protocol):
+    """What of a benchmark's options says what is trained."""
+
+    @property
+    def params(self) -> int:
+        """Of the model, about."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Of weights and data."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        ...
+
+    @property
+    def python_heavy(self) -> bool:
+        """Whether each step has a part of pure Python."""
+        ...
 
 
 class Span(NamedTuple):
@@ -52,6 +75,7 @@ class Loop:
 
     Args:
         options: size, seed, device, whether there is a part of pure Python.
+        batch: sequences of a step; None: so few that a save fills some steps.
 
     Attributes:
         training: the run; its optimizer has made its state.
@@ -61,10 +85,11 @@ class Loop:
         python_part_s: about so long does the part of pure Python take; 0 where there is none.
     """
 
-    def __init__(self, options: StallOptions) -> None:
+    def __init__(self, options: Workload, *, batch: int | None = None) -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("this torch sees no CUDA device", hint="leave out --device cuda")
-        context, batch = _CONTEXT_BATCH[options.device]
+        context, usual = _CONTEXT_BATCH[options.device]
+        batch = usual if batch is None else batch
         shape: GPTConfig = gpt_of(options.params, context=context)
         config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
         text = stdlib_text(_TEXT_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,10 @@ __all__ = [
     "NEIGHBOUR",
     "Ablation",
     "StallOptions",
+    "check_arm",
+    "check_training",
     "parse_arms",
     "parse_every",
-    "parse_link",
     "parse_params",
 ]
 
@@ -68,7 +70,6 @@ compared with the arm that has none either."""
 
 _ONE_CORE = "lazy-one-core"
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-_BINARY = {"": 1, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _PARAMS_MIN, _PARAMS_MAX = 100_000, 10_000_000_000
 _WRITERS_MAX = 64
 
@@ -110,17 +111,9 @@ class StallOptions:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        if not _PARAMS_MIN <= self.params <= _PARAMS_MAX:
-            raise OptionError(
-                f"params={self.params}: between {_PARAMS_MIN:,} and {_PARAMS_MAX:,}",
-                hint="like 10M",
-            )
+        check_training(self.params, self.repeats, self.seed)
         if not self.every or min(self.every) < 1:
             raise OptionError(f"every={self.every!r}: blocks have at least one step")
-        if self.repeats < 1:
-            raise OptionError(f"repeats={self.repeats}: at least one round is needed")
-        if not 0 <= self.seed < 2**32:
-            raise OptionError(f"seed must be in [0, 2**32), not {self.seed}")
         if self.device not in ("cpu", "cuda"):
             raise OptionError(f"no device {self.device!r}; there are: cpu, cuda")
         if not 0 <= self.writers <= _WRITERS_MAX:
@@ -134,13 +127,13 @@ class StallOptions:
                     hint="leave out --link, or --device",
                 )
         for name in self.arms or ():
-            _check_arm(name)
+            check_arm(name, _known())
         if self.arms is not None and not set(self.arms) - {IDEAL, NEIGHBOUR}:
             raise OptionError("no arm that saves was chosen", hint="like --arms lazy,torch.save")
 
     def names(self) -> tuple[str, ...]:
         """The arms to measure, the ideal first, each once, in the order of :data:`ARMS`."""
-        known = ARMS + _without_a_mechanism()
+        known = _known()
         chosen = set(ARMS if self.arms is None else self.arms) | {IDEAL}
         if self.ablate:
             chosen |= {name for a in ABLATIONS for name in (a.without, a.with_it)}
@@ -176,23 +169,11 @@ def parse_every(text: str) -> tuple[int, ...]:
     return found
 
 
-def parse_link(text: str) -> float:
-    """A bandwidth in bytes per second: ``"2GB/s"``, ``"500MB/s"``, ``"1GiB/s"``.
-
-    Raises:
-        OptionError: for anything else.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)(i?)b/s\s*", text.lower())
-    if match is None or (match[3] and not match[2]):
-        raise OptionError(f"{text!r} is no bandwidth", hint="like 2GB/s, 500MB/s")
-    unit = _BINARY[match[2] + "i"] if match[3] else _SCALES[match[2]]
-    if not float(match[1]):
-        raise OptionError("a link carries more than nothing", hint="like 2GB/s")
-    return float(match[1]) * unit
-
-
-def parse_arms(text: str | None) -> tuple[str, ...] | None:
+def parse_arms(text: str | None, known: Collection[str] | None = None) -> tuple[str, ...] | None:
     """Names of arms: ``"lazy,dcp-warm"``; None for all.
+
+    Args:
+        known: the arms that there are (default: of ``bench stall``).
 
     Raises:
         OptionError: naming the nearest arm.
@@ -201,12 +182,32 @@ def parse_arms(text: str | None) -> tuple[str, ...] | None:
         return None
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for name in names:
-        _check_arm(name)
+        check_arm(name, _known() if known is None else known)
     return names
 
 
-def _check_arm(name: str) -> None:
-    known = ARMS + _without_a_mechanism()
+def check_training(params: int, repeats: int, seed: int) -> None:
+    """Refuses what cannot be trained and measured.
+
+    Raises:
+        OptionError: naming the bounds.
+    """
+    if not _PARAMS_MIN <= params <= _PARAMS_MAX:
+        raise OptionError(
+            f"params={params}: between {_PARAMS_MIN:,} and {_PARAMS_MAX:,}", hint="like 10M"
+        )
+    if repeats < 1:
+        raise OptionError(f"repeats={repeats}: at least one round is needed")
+    if not 0 <= seed < 2**32:
+        raise OptionError(f"seed must be in [0, 2**32), not {seed}")
+
+
+def check_arm(name: str, known: Collection[str]) -> None:
+    """Refuses an arm that does not exist.
+
+    Raises:
+        OptionError: naming the nearest.
+    """
     if name not in known:
         guess = nearest(name, known)
         raise OptionError(
@@ -215,5 +216,6 @@ def _check_arm(name: str) -> None:
         )
 
 
-def _without_a_mechanism() -> tuple[str, ...]:
-    return tuple(a.without for a in ABLATIONS if a.without not in ARMS)
+def _known() -> tuple[str, ...]:
+    """Those of a plain run, then those that lack a mechanism."""
+    return ARMS + tuple(a.without for a in ABLATIONS if a.without not in ARMS)

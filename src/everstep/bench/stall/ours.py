@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -13,21 +11,19 @@ import torch
 from everstep.bench.stall.arms import TIMEOUT_S, Arm, Pending, Role
 from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.loop import Loop
+from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet
 from everstep.capture.batches import Batch
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
 from everstep.checkpointer import Checkpointer
-from everstep.errors import KeeperTimeoutError, UnavailableError
-from everstep.keeper.registry import list_keepers
+from everstep.errors import UnavailableError
 from everstep.options import Budget, KeeperOptions
 from everstep.seams import PosixFileSystem, ReadFile, Seams, WriteFile
-from everstep.seams.processes import process_gone
 
 __all__ = ["Buffered", "Ours", "ours_arm"]
 
 _COPIES = 2  # the last durable one stays until a newer one is captured
 _SLACK_BYTES = 64 << 20
-_LINGER_S = 10.0
 _DETAILS = {
     "sync": "training waits until the base is durable",
     "async": "training waits for a copy in host memory",
@@ -110,13 +106,13 @@ class Ours(Arm):
         self._loop = loop
         self._run = run
         cores = (placement.training,) if one_core else placement.others
-        self._keeper = KeeperOptions(process=process, cores=cores, linger_s=_LINGER_S)
+        self._keeper = KeeperOptions(process=process, cores=cores, linger_s=LINGER_S)
         self._seams = Seams(filesystem=filesystem or PosixFileSystem(), lane=lane)
         self._checkpointer: Checkpointer | None = None
 
     def open(self) -> None:
         """Begins the run."""
-        with _quiet():
+        with quiet():
             self._checkpointer = Checkpointer(
                 self._run,
                 self._loop.training.state(),
@@ -147,7 +143,7 @@ class Ours(Arm):
         """Waits for the retention that follows a commit, too; nothing is left unsynced."""
         assert self._checkpointer is not None
         pending.wait()
-        with _quiet():
+        with quiet():
             self._checkpointer.wait(TIMEOUT_S)
         return 0.0
 
@@ -163,19 +159,12 @@ class Ours(Arm):
 
     def processes(self) -> list[int]:
         """The keeper, if it is a process."""
-        run = str(self._run.resolve())
-        return [info.pid for info in list_keepers() if info.run == run]
+        return keepers_of(self._run)
 
     def close(self) -> None:
-        """Closes the run, and waits until its keeper has ended: it may still be clearing up."""
-        if self._checkpointer is None:
-            return
-        keepers = self.processes()
-        with _quiet():
-            self._checkpointer.close()
-        for pid in keepers:
-            if not process_gone(pid, _LINGER_S):
-                raise KeeperTimeoutError(f"the keeper (process {pid}) of {self.name} goes on")
+        """Closes the run, and waits until its keeper has ended."""
+        if self._checkpointer is not None:
+            close_run(self._checkpointer, self.processes(), self.name)
 
 
 def ours_arm(
@@ -231,10 +220,3 @@ def _unpacked(batches: Sequence[Batch]) -> list[Batch]:
         if batch.rearranged is not None:
             single.append(batch)
     return single
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No announcement and no progress bar of its own inside the benchmark's."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield

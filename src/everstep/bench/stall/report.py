@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.bench.persist.machine import Machine
 from everstep.bench.persist.report import Spread, Verdict
 from everstep.bench.stall.figures import Block, Interval, Row
 from everstep.bench.stall.options import ABLATIONS, NEIGHBOUR, StallOptions
 
-__all__ = ["StallReport"]
+__all__ = ["StallReport", "facts_as_json"]
 
 _OURS = "lazy"
 _PEER = "dcp-warm"
@@ -92,21 +92,11 @@ class StallReport:
         """Everything, every block included."""
         options = self.options
         return {
-            "labels": self.labels(),
-            "machine": self.machine.as_json(),
-            "load_after": self.load_after,
-            "folder": self.folder,
-            "workload": self.workload,
-            "size_bytes": self.size_bytes,
-            "tensors": self.tensors,
+            **facts_as_json(self),
             "device": options.device,
-            "rounds": options.repeats,
-            "seed": options.seed,
             "emulated_link_bytes_per_s": options.link_bytes_per_s,
             "writers": options.writers,
-            "free_core": self.free_core,
             "python_part_s": self.python_part_s,
-            "seconds": self.seconds,
             "intervals": [self._interval_as_json(interval) for interval in self.intervals],
         }
 
@@ -226,3 +216,44 @@ class StallReport:
             "writers_s": block.writers_s,
             "others_cores": block.others_cores,
         }
+
+
+class _Rounds(Protocol):
+    @property
+    def repeats(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+class _Measured(Protocol):
+    machine: Machine
+    load_after: float
+    folder: str
+    workload: str
+    size_bytes: int
+    tensors: int
+    free_core: bool
+    seconds: float
+
+    @property
+    def options(self) -> _Rounds: ...
+
+    def labels(self) -> list[str]: ...
+
+
+def facts_as_json(report: _Measured) -> dict[str, Any]:
+    """Where the figures come from, as plain data."""
+    return {
+        "labels": report.labels(),
+        "machine": report.machine.as_json(),
+        "load_after": report.load_after,
+        "folder": report.folder,
+        "workload": report.workload,
+        "size_bytes": report.size_bytes,
+        "tensors": report.tensors,
+        "rounds": report.options.repeats,
+        "seed": report.options.seed,
+        "free_core": report.free_core,
+        "seconds": report.seconds,
+    }

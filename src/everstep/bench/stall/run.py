@@ -14,7 +14,11 @@ from pathlib import Path
 from everstep.bench.persist.machine import Machine, look_at
 from everstep.bench.persist.meter import busy_s
 from everstep.bench.persist.show import Display
-from everstep.bench.persist.workspace import interruptible, workspace
+from everstep.bench.persist.workspace import (
+    interruptible,
+    refuse_without_room,
+    workspace,
+)
 from everstep.bench.stall.arms import TIMEOUT_S, Arm, Pending
 from everstep.bench.stall.arms import Ideal as IdealArm
 from everstep.bench.stall.cores import Placement, descendants
@@ -34,7 +38,7 @@ from everstep.bench.stall.ours import ours_arm
 from everstep.bench.stall.peers import TorchCheckpointing, TorchSave, TorchSnapshot, installed
 from everstep.bench.stall.report import StallReport
 from everstep.bench.stall.writers import Writers
-from everstep.errors import DeadlineError, OutOfSpaceError, UnavailableError
+from everstep.errors import DeadlineError, UnavailableError
 
 __all__ = ["run_stall"]
 
@@ -314,20 +318,12 @@ def _check_room(options: StallOptions, machine: Machine, size_bytes: int, folder
     """Looks before anything is written."""
     arms = len(options.names()) - 1
     disk = _COPIES_ON_DISK * (arms + options.writers) * size_bytes
-    if machine.free_bytes < disk:
-        raise OutOfSpaceError(
-            f"the benchmark writes up to {disk / 2**30:.1f} GiB at a time, "
-            f"{machine.free_bytes / 2**30:.1f} GiB are free",
-            tier="disk",
-            path=folder.parent,
-            hint="fewer --params, fewer --arms, or --dir on another file system",
-        )
     memory = int(_COPIES_IN_MEMORY * arms * size_bytes) + arms * _KEEPER_BYTES + _MEMORY_BESIDES
     memory += options.writers * (size_bytes + _WRITER_BYTES)
-    if machine.memory_available_bytes < memory:
-        raise OutOfSpaceError(
-            f"the benchmark takes up to {memory / 2**30:.1f} GiB of memory, "
-            f"{machine.memory_available_bytes / 2**30:.1f} GiB are available",
-            tier="memory",
-            hint="fewer --params, or fewer --arms",
-        )
+    refuse_without_room(
+        machine,
+        folder,
+        disk_bytes=disk,
+        memory_bytes=memory,
+        hint="fewer --params, or fewer --arms",
+    )

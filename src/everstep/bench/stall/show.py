@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.bench.persist.report import Spread
+from everstep.bench.persist.machine import Machine
+from everstep.bench.persist.report import Spread, Verdict
 from everstep.bench.stall.figures import Interval, Row
 from everstep.bench.stall.options import ABLATIONS
 from everstep.bench.stall.report import StallReport
 
-__all__ = ["present"]
+__all__ = ["machine_facts", "plain_table", "present", "print_verdicts", "titled"]
 
 _BUSY_CORES = 0.25
 _COST = ("arm", "stall", "capture", "gate", "back-pr.", "persist", "other", "slow-down",
          "min - max", "unexplained", "of training", "GB/s")  # fmt: skip
 _BEHIND = ("arm", "durable", "loop rate", "min - max", "serialise", "copy", "file", "CPU trainer",
            "CPU helper", "memory")  # fmt: skip
+_LEFT = ("arm", "mechanism", "without", "with")
 _WORDS = {True: ("met", "green"), False: ("not met", "red"), None: ("-", "dim")}
 
 
@@ -32,7 +34,7 @@ def present(report: StallReport, console: Console) -> None:
             title, table = made(report, interval)
             if table.row_count:
                 console.print()
-                console.print(Text(_title(report, title), style="bold"), soft_wrap=True)
+                console.print(Text(titled(title, report.labels()), style="bold"), soft_wrap=True)
                 console.print(table)
     for line in _details(report.intervals[0].rows):
         console.print(Text(line, style="dim"))
@@ -42,23 +44,35 @@ def present(report: StallReport, console: Console) -> None:
     for interval in report.intervals:
         console.print()
         if len(report.intervals) > 1 or report.labels():
-            console.print(_title(report, f"Targets, {_steps(interval)}"))
-        for verdict in report.verdicts(interval):
-            word, style = _WORDS[verdict.met]
-            text = f"{verdict.target}: {verdict.figure}"
-            console.print(Text.assemble((f"{word:8}", style), text))
+            console.print(titled(f"Targets, {_steps(interval)}", report.labels()))
+        print_verdicts(report.verdicts(interval), console)
 
 
-def _facts(report: StallReport) -> list[str]:
-    machine, options = report.machine, report.options
+def print_verdicts(verdicts: Iterable[Verdict], console: Console) -> None:
+    """One line for each target."""
+    for verdict in verdicts:
+        word, style = _WORDS[verdict.met]
+        text = f"{verdict.target}: {verdict.figure}"
+        console.print(Text.assemble((f"{word:8}", style), text))
+
+
+def machine_facts(machine: Machine, folder: str, *, free_core: bool) -> list[str]:
+    """Where the figures come from."""
     cores = "training on a core of its own, everything else on the others"
-    if not report.free_core:
+    if not free_core:
         cores = "training and everything else on one core"
     return [
         f"{machine.cpu}, {machine.cores} cores: {cores}; torch {machine.torch}, "
         f"Python {machine.python}, {machine.system}",
-        f"{report.folder} on {machine.device}, {machine.file_system}"
+        f"{folder} on {machine.device}, {machine.file_system}"
         + ("" if machine.direct else "; no O_DIRECT here: everything is buffered"),
+    ]
+
+
+def _facts(report: StallReport) -> list[str]:
+    options = report.options
+    return [
+        *machine_facts(report.machine, report.folder, free_core=report.free_core),
         f"{report.size_bytes / 1e9:.3f} GB in {report.tensors} tensors: {report.workload}",
         f"{options.repeats} rounds, order drawn with seed {options.seed}; {report.seconds:.0f} s",
         *report.labels(),
@@ -69,7 +83,7 @@ def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
     step = interval.step_s()
     ideal = "" if step is None else f"; an ideal step takes {1e3 * step.median:.1f} ms"
     title = f"What a save costs training, ms; {_steps(interval)}{ideal}"
-    made = _table(_COST)
+    made = plain_table(_COST)
     for row in interval.rows:
         if not row.blocks:
             made.add_row(row.name, "-", *[""] * (len(_COST) - 2))
@@ -96,7 +110,7 @@ def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
 def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
     title = f"What happens behind it, ms, CPU ms, MB; {_steps(interval)}"
     columns = _BEHIND + (("writers",) if report.options.writers else ())
-    made = _table(columns)
+    made = plain_table(columns)
     for row in interval.rows:
         if not row.blocks:
             continue
@@ -119,7 +133,7 @@ def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
 def _ablations(report: StallReport, interval: Interval) -> tuple[str, Table]:
     columns = ("mechanism", "without", "stall", "slow-down", "loop rate", "with", "stall",
                "slow-down", "loop rate")  # fmt: skip
-    title, made = f"Each mechanism off in turn, ms; {_steps(interval)}", _table(columns)
+    title, made = f"Each mechanism off in turn, ms; {_steps(interval)}", plain_table(columns)
     for ablation in ABLATIONS if report.options.ablate else ():
         cells: list[str] = [ablation.mechanism]
         for name in (ablation.without, ablation.with_it):
@@ -182,17 +196,17 @@ def _others_cores(report: StallReport) -> float:
     return sum(block.others_cores * block.wall_s for block in blocks) / total_s if total_s else 0.0
 
 
-def _table(columns: tuple[str, ...]) -> Table:
+def plain_table(columns: tuple[str, ...], words: Collection[str] = _LEFT) -> Table:
+    """A table without lines; columns of words are flush left."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
     for column in columns:
-        words = column in ("arm", "mechanism", "without", "with")
-        made.add_column(column, justify="left" if words else "right", no_wrap=True)
+        made.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return made
 
 
-def _title(report: StallReport, text: str) -> str:
+def titled(text: str, labels: Iterable[str]) -> str:
     """With the first word of each label: no table is read without it."""
-    words = [label.split(":", 1)[0] for label in report.labels()]
+    words = [label.split(":", 1)[0] for label in labels]
     return f"{text} [{'; '.join(words)}]" if words else text
 
 

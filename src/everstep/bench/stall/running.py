@@ -1,0 +1,44 @@
+"""Runs of everstep inside a benchmark: without their own announcements, and ended for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from everstep.checkpointer import Checkpointer
+from everstep.errors import KeeperTimeoutError
+from everstep.keeper.registry import list_keepers
+from everstep.seams.processes import process_gone
+
+__all__ = ["LINGER_S", "close_run", "keepers_of", "quiet"]
+
+LINGER_S = 10.0
+"""A keeper whose benchmark is gone stays so long."""
+
+
+def keepers_of(run: Path) -> list[int]:
+    """Process ids of the keepers of a run folder."""
+    name = str(run.resolve())
+    return [info.pid for info in list_keepers() if info.run == name]
+
+
+def close_run(checkpointer: Checkpointer, keepers: list[int], name: str) -> None:
+    """Closes the run, and waits until its keepers have ended: they may still be clearing up.
+
+    Raises:
+        KeeperTimeoutError: one goes on.
+    """
+    with quiet():
+        checkpointer.close()
+    for pid in keepers:
+        if not process_gone(pid, LINGER_S):
+            raise KeeperTimeoutError(f"the keeper (process {pid}) of {name} goes on")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No announcement and no progress bar of its own inside the benchmark's."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,111 @@
+"""everstep by its public interface: bases each step, and logs between bases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import everstep
+from everstep.bench.stall.arms import TIMEOUT_S
+from everstep.bench.stall.cores import Placement
+from everstep.bench.stall.loop import Loop
+from everstep.bench.stall.running import close_run, keepers_of
+from everstep.bench.step.arms import Recovered, StepArm
+from everstep.bench.step.options import Setting
+from everstep.checkpointer import Checkpointer
+from everstep.options import KeeperOptions, LogOptions
+
+__all__ = ["LINGER_KILLED_S", "Ours", "missing"]
+
+LINGER_KILLED_S = 120.0
+"""A keeper waits so long for a trainer that takes the place of a killed one."""
+
+_WARM_BASES = 3  # two blocks of memory, and a recycled file
+_DETAILS = {
+    "checkfreq": "bases are copied behind the next step, and written once they are whole",
+    "lazy": "bases are copied behind the next step, and written while they arrive",
+    "logged": "dense gradients in memory, applied at recovery; bases in between",
+    "lowdiff": "compressed gradients on disk, {batch_steps} steps at a time; bases in between",
+    "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
+}
+
+
+def missing(arm: str) -> str | None:
+    """Why this version has no such arm; None if it has."""
+    if arm in _DETAILS and arm not in everstep.presets:
+        return f'this version has no preset "{arm}"'
+    return None
+
+
+class Ours(StepArm):
+    """A method of everstep, by its preset's name, with a keeper process."""
+
+    def __init__(self, setting: Setting, loop: Loop, folder: Path, placement: Placement) -> None:
+        super().__init__(setting, loop, folder, placement)
+        arm = setting.arm
+        self.saves_each_step = setting.every == 1
+        words = _DETAILS[arm].format(batch_steps=setting.batch_steps)
+        self.detail = f'method="{arm}", every={setting.every}, keep=1: {words}'
+        if setting.compresses:
+            self.detail += f"; {self.compression}, without error feedback"
+        self._checkpointer: Checkpointer | None = None
+
+    def open(self) -> None:
+        """Begins, or goes on with, the run."""
+        super().open()
+        state: dict[str, Any] = self._loop.training.state()
+        log = LogOptions()
+        if self._compressor is not None:
+            state["compressor"] = self._compressor
+            log = LogOptions(to="disk", batch_steps=self.setting.batch_steps)
+        self._checkpointer = Checkpointer(
+            self._folder,
+            state,
+            method=self.setting.arm,
+            every=self.setting.every,
+            keep=1,
+            log=log,
+            keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
+        )
+
+    def resume(self) -> Recovered:
+        """As a training script does."""
+        found = self._run.resume()
+        return Recovered(found.step, found.source, found.base_step, found.replayed, found.exact)
+
+    def warm_up(self) -> None:
+        """Bases until memory is touched and files are recycled, whatever the interval is."""
+        for _ in range(_WARM_BASES):
+            self._loop.step()
+            self.after_step()
+            self._run.save()
+            self.settle()
+
+    def after_step(self) -> None:
+        """As a training script does after each step."""
+        self._run.step()
+
+    def settle(self) -> None:
+        """Waits for what was taken, and for retention."""
+        self._run.wait(TIMEOUT_S)
+
+    def memory_bytes(self) -> int | None:
+        """Bases and records, as the engine counts them."""
+        stats = self._run.stats()
+        return stats.saves * self._loop.size_bytes + stats.log_bytes
+
+    def processes(self) -> list[int]:
+        """The keeper."""
+        return keepers_of(self._folder)
+
+    def close(self) -> None:
+        """Closes the run, and waits until its keeper has ended."""
+        if self._checkpointer is not None:
+            closing, self._checkpointer = self._checkpointer, None
+            close_run(closing, self.processes(), self.setting.arm)
+        super().close()
+
+    @property
+    def _run(self) -> Checkpointer:
+        assert self._checkpointer is not None
+        return self._checkpointer

@@ -1,0 +1,71 @@
+"""Bases that the training process has asked the keeper's replica for, until they are durable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from everstep.errors import EverstepError
+from everstep.keeper.save import Save, done, failed
+
+__all__ = ["Asked"]
+
+
+class Asked:
+    """Who waits for them.
+
+    Args:
+        changed: held while anything changes; told when something ends.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._numbers = 0
+        self._saves: dict[int, Save] = {}
+        self._retaining: dict[int, int] = {}  # steps of those whose retention is not over
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to wait for."""
+        return bool(self._saves or self._retaining)
+
+    def add(self, save: Save) -> int:
+        """One is asked for; returns the number that names it."""
+        with self._changed:
+            self._numbers += 1
+            self._saves[self._numbers] = save
+            return self._numbers
+
+    def persisted(self, numbers: Sequence[int], step: int, size_bytes: int) -> None:
+        """They are durable, in a base of ``step``."""
+        for save in self._pop(numbers, step):
+            done(save.durable, size_bytes)
+
+    def refused(self, numbers: Sequence[int], error: EverstepError, step: int | None) -> None:
+        """There will be no such bases.
+
+        Args:
+            step: of the base that has failed; the keeper has still to clean up behind it.
+        """
+        for save in self._pop(numbers, step):
+            failed(save.durable, error)
+
+    def retained(self, step: int) -> None:
+        """Retention behind the base of a step is over."""
+        with self._changed:
+            self._retaining = {n: at for n, at in self._retaining.items() if at > step}
+            self._changed.notify_all()
+
+    def lose(self, error: EverstepError) -> None:
+        """Nobody is there any more to answer."""
+        with self._changed:
+            self._retaining.clear()
+        self.refused(list(self._saves), error, None)
+
+    def _pop(self, numbers: Sequence[int], step: int | None) -> list[Save]:
+        with self._changed:
+            found = [self._saves.pop(number, None) for number in numbers]
+            if step is not None:
+                self._retaining.update(dict.fromkeys(numbers, step))
+            self._changed.notify_all()
+        return [save for save in found if save is not None]

@@ -1,0 +1,354 @@
+"""When bases are taken, what that writes in a day, and whether the log may go to disk.
+
+What is measured while training runs goes to :class:`~everstep.plan.estimator.Estimator`; what
+it recommends is kept within three bounds: a base is durable before the next is taken (CheckFreq's
+rule), the log between two bases fits its memory, and a day's bases fit the write budget (I10).
+All of it happens in the training thread, at the end of a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rich.filesize import decimal
+
+from everstep.errors import InfeasibleError
+from everstep.keeper.budget import DAY_S, DayMeter, Forecast, budget_in_words, interval_steps_within
+from everstep.keeper.keepers import Keepers
+from everstep.keeper.recorder import Recorder
+from everstep.keeper.save import Save
+from everstep.keeper.saver import Saver
+from everstep.options import Options
+from everstep.plan.estimator import Estimator, FailurePrior
+from everstep.plan.interval import checkfreq_interval, without_log
+from everstep.recover.resume import Resumed
+from everstep.seams import Clock
+
+__all__ = ["FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
+
+FIRST_STEPS = 10
+"""So many steps are measured before anything is said or chosen; then a first base is."""
+
+REPLAY_SHARE = 0.1
+"""Of a step, what redoing it is believed to take until a resume has measured it."""
+
+_LOOK_AGAIN_STEPS = 64
+_CERTAIN = 1e6  # a belief of so many failures is not moved by those that happen
+_NEAR = 0.25  # the waste is flat around its minimum: what is so near stays as it is
+_SLACK = 0.1  # between what is refused and what is allowed again
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Totals when a base was last measured."""
+
+    saves: int = 0
+    stall_s: float = 0.0
+    committed: int = 0
+    persist_s: float = 0.0
+
+
+class Cadence:
+    """Watches steps and bases of one training process, and says when the next base is due.
+
+    Args:
+        run: the run folder; for messages.
+        base_bytes: size of a base, until one was written.
+
+    Attributes:
+        interval_steps: from base to base; None as long as that is not known, or where it is
+            given in seconds.
+        forecast: bytes that are written in a day at this pace; None before it is known.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        run: PurePath,
+        saver: Saver,
+        keepers: Keepers,
+        recorder: Recorder | None,
+        clock: Clock,
+        *,
+        base_bytes: int,
+    ) -> None:
+        self._options = options
+        self._run = run
+        self._saver = saver
+        self._keepers = keepers
+        self._recorder = recorder
+        self._clock = clock
+        self._base_bytes = base_bytes
+        prior = None
+        if options.every.mtbf_s is not None:
+            prior = FailurePrior(_CERTAIN, _CERTAIN * options.every.mtbf_s)
+        self._estimator = Estimator(log=options.logs, replay_share=REPLAY_SHARE, prior=prior)
+        self._failed_at: list[int] | None = []  # steps; until it is known how long they take
+        self._first_step = 0
+        self._trained_s = 0.0
+        self._last_s: float | None = None
+        self._last_stall_s = 0.0
+        self._samples = 0
+        self._looked = 0
+        self._seen = _Seen()
+        self._under: Save | None = None
+        self._base_step = 0
+        self._meter = DayMeter()
+        self._recorded = 0
+        self._told = False  # that bases alone exceed the budget
+        self.interval_steps = options.every.steps
+        self.forecast: Forecast | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step without what bases add, as measured; None before there was one."""
+        return self._estimator.step_s
+
+    @property
+    def mtbf_s(self) -> float:
+        """Seconds of training between two failures, as estimated."""
+        return self._estimator.mtbf_s
+
+    def began(self, resumed: Resumed, *, again: bool) -> None:
+        """A state was restored, and training goes on from there.
+
+        Args:
+            again: this very process had trained before; nothing has failed.
+        """
+        self._last_s = None
+        self._base_step = resumed.step
+        loaded = resumed.loaded
+        if loaded is not None and resumed.load_s > 0:
+            self._estimator.observe_load(loaded.size_bytes, resumed.load_s)
+        if resumed.replayed and resumed.replay_s > 0:
+            self._estimator.observe_replay(resumed.replayed, resumed.replay_s)
+        if not again and self._failed_at is not None:
+            self._first_step = resumed.step
+            self._failed_at = [*resumed.forks, *([] if loaded is None else [resumed.step])]
+
+    def asked(self, step: int) -> None:
+        """A base of ``step`` is asked for; if it fails, the next is due an interval later."""
+        self._base_step = step
+
+    def taken(self, save: Save) -> None:
+        """That base is under way."""
+        self._under = save
+
+    def due(self, step: int) -> bool:
+        """Whether a base is due at the end of ``step``."""
+        every = self._options.every
+        if not every.auto:
+            return every.due(step, self._clock.monotonic_s() - self._saver.last_save_s)
+        if self._under is not None and not self._under.durable.done():
+            return False
+        since = step - self._base_step
+        if self.interval_steps is not None:
+            return since >= self.interval_steps
+        return since >= FIRST_STEPS and self._samples >= FIRST_STEPS
+
+    def stepped(self) -> None:
+        """A step is over, and recorded."""
+        now_s = self._clock.monotonic_s()
+        stall_s = sum(self._saver.stall_s.values())
+        if self._last_s is not None:
+            took_s = now_s - self._last_s - (stall_s - self._last_stall_s)
+            if took_s > 0:
+                self._estimator.observe_step(took_s)
+                self._trained_s += took_s
+                self._samples += 1
+        self._last_s, self._last_stall_s = now_s, stall_s
+        self._meter_day(now_s)
+        new = self._measure() and self.interval_steps is None
+        long_ago = self._samples - self._looked >= _LOOK_AGAIN_STEPS
+        if self._samples >= FIRST_STEPS and (new or long_ago or not self._looked):
+            self._looked = self._samples
+            if self._options.every.auto:
+                self._choose()
+            self._look_ahead()
+
+    # --- What was measured --------------------------------------------------------------
+
+    def _measure(self) -> bool:
+        """The base that is under way, if it is over."""
+        save = self._under
+        if save is None or not save.durable.done():
+            return False
+        self._under = None
+        if save.durable.cancelled() or save.durable.exception() is not None:
+            return False
+        keeper, before = self._keepers.stats, self._seen
+        self._seen = _Seen(
+            self._saver.saves,
+            sum(self._saver.stall_s.values()),
+            keeper.committed,
+            keeper.persist_s,
+        )
+        bases = self._seen.committed - before.committed
+        if bases > 0:
+            self._base_bytes = save.durable.result()
+            persist_s = (self._seen.persist_s - before.persist_s) / bases
+            saves = max(1, self._seen.saves - before.saves)
+            cost_s = (self._seen.stall_s - before.stall_s) / saves
+            self._estimator.observe_base(self._base_bytes, max(persist_s, 1e-9), cost_s)
+        return bases > 0
+
+    def _count_failures(self, step_s: float) -> None:
+        """Each time that another process took the run over, something had failed.
+
+        Its time is counted in steps, not by clocks of other machines.
+        """
+        for at in sorted(self._failed_at or []):
+            self._estimator.observe_failure(at * step_s)
+        if self._failed_at is not None:
+            self._trained_s += self._first_step * step_s
+        self._failed_at = None
+        self._estimator.advance(self._trained_s)
+
+    # --- What follows from it -----------------------------------------------------------
+
+    def _choose(self) -> None:
+        step_s = self._estimator.step_s
+        assert step_s is not None
+        self._count_failures(step_s)
+        costs = self._estimator.costs()
+        if costs is None:
+            return
+        why = ""
+        if self._options.method.apply == "replica":
+            cost_s = self._estimator.base_cost_s or 0.0
+            wanted = checkfreq_interval(step_s=step_s, stall_s=cost_s, persist_s=costs.write_s)
+            why = "as often as one is durable before the next"
+        else:
+            try:
+                found = self._estimator.recommend()
+                assert found is not None
+                wanted, wasted = found.interval_steps, found.waste.total
+            except InfeasibleError as error:
+                best = without_log(costs)
+                wanted, wasted, why = best.interval_steps, best.waste.total, f"{error.message}; "
+            why += f"{wasted:.2%} of the time wasted with a failure in {costs.mtbf_s / 3600:.3g} h"
+        self._take_over(wanted, step_s, why)
+
+    def _take_over(self, wanted: int, step_s: float, why: str) -> None:
+        """Chooses ``wanted`` steps, or what comes next to it within the bounds."""
+        held, least, most = self.interval_steps, self._interval_min(step_s), self._interval_max()
+        if most is not None and least > most and self._logs_to_disk:
+            self._hold_log("with the bases that it needs it is more than the budget")
+            least = self._interval_min(step_s)
+        if wanted < least:
+            wanted, why = round(least * (1 + _SLACK)), "the write budget allows no more"
+        if most is not None and wanted > most:
+            wanted, why = most, "the memory of the log holds no more"
+        within = held is not None and held >= least and (most is None or held <= most)
+        if held == wanted or (held is not None and within and abs(held - wanted) <= _NEAR * held):
+            return
+        self.interval_steps = wanted
+        before = "" if held is None else f"; before: {_steps(held)}"
+        self._say(f"a base every {_steps(wanted)} ({wanted * step_s:.3g} s): {why}{before}")
+
+    def _interval_min(self, step_s: float) -> int:
+        """The fewest steps between bases that the write budget allows."""
+        budget = self._options.budget.write_bytes_per_day
+        if budget is None:
+            return 1
+        log = self._log_bytes_per_day(step_s) if self._logs_to_disk else 0.0
+        return interval_steps_within(budget - log, self._base_bytes, step_s)
+
+    def _interval_max(self) -> int | None:
+        """The most steps between bases: behind so many the log would ask for one itself."""
+        recorder = self._recorder
+        replica = self._options.method.apply == "replica"  # it needs no records behind it
+        if recorder is None or not self._log_step_bytes or replica:
+            return None
+        return max(1, int(recorder.log_bytes_max // 2 / self._log_step_bytes))
+
+    @property
+    def _logs_to_disk(self) -> bool:
+        return self._recorder is not None and self._recorder.disk.on
+
+    @property
+    def _log_step_bytes(self) -> float:
+        """Of the records of a step, on average."""
+        stats = None if self._recorder is None else self._recorder.stats
+        return stats.record_bytes / stats.marks if stats is not None and stats.marks else 0.0
+
+    def _log_bytes_per_day(self, step_s: float) -> float:
+        return self._log_step_bytes * DAY_S / step_s
+
+    # --- Bytes of a day -----------------------------------------------------------------
+
+    def _look_ahead(self) -> None:
+        """Forecasts a day's bytes, once aloud, and keeps the log within the budget."""
+        step_s = self._estimator.step_s
+        every = self._options.every
+        if step_s is None or (every.auto and self.interval_steps is None):
+            return
+        bases_s = every.seconds
+        if self.interval_steps is not None:
+            bases_s = self.interval_steps * step_s
+        first = self.forecast is None
+        bases_bytes = 0.0 if bases_s is None else self._base_bytes * DAY_S / bases_s
+        log_bytes = self._log_bytes_per_day(step_s) if self._options.log_on_disk else 0.0
+        self.forecast = Forecast(bases_bytes, log_bytes if self._logs_to_disk else 0.0)
+        if first and self.forecast.total_bytes:
+            self._say(
+                f"a step takes {step_s:.3g} s: {self.forecast.in_words} a day to disk; "
+                f"{budget_in_words(self._options)}"
+            )
+        self._keep_within(Forecast(bases_bytes, log_bytes))
+        if not self._logs_to_disk:
+            self.forecast = Forecast(bases_bytes, 0.0)
+
+    def _keep_within(self, forecast: Forecast) -> None:
+        """Stops the log on disk, or lets it go on, by what would be written with it."""
+        budget, recorder = self._options.budget.write_bytes_per_day, self._recorder
+        if budget is None:
+            return
+        if forecast.bases_bytes > budget and not self._told:
+            self._told = True
+            self._say(
+                "bases alone write more a day than the budget; they are taken all the same "
+                '(every="auto", or a longer interval, would keep it)'
+            )
+        if recorder is None or not self._options.log_on_disk:
+            return
+        if recorder.disk.on and forecast.total_bytes > budget:
+            self._hold_log(f"{forecast.in_words} a day are more than the budget")
+        elif not recorder.disk.on and self._has_room(forecast, budget) and recorder.disk.again():
+            self._say("the budget has room again: from the next base on the log goes to disk")
+
+    def _has_room(self, forecast: Forecast, budget: int) -> bool:
+        """Clearly: what goes back and forth is of no use."""
+        now_s = self._clock.monotonic_s()
+        most = max(forecast.total_bytes, self._meter.last_day_bytes(now_s))
+        return most <= (1 - _SLACK) * budget
+
+    def _meter_day(self, now_s: float) -> None:
+        """What was written within a day counts, too, and not only what was foretold."""
+        budget, recorder = self._options.budget.write_bytes_per_day, self._recorder
+        if budget is None or recorder is None or not self._options.log_on_disk:
+            return
+        stats = self._keepers.stats
+        self._meter.reached(now_s, stats.written_bytes + stats.log_bytes)
+        recorded, self._recorded = self._recorded, recorder.stats.record_bytes
+        batch = (self._options.log.batch_steps + 1) * (self._recorded - recorded)
+        written = self._meter.last_day_bytes(now_s)
+        if recorder.disk.on and written + batch > budget:
+            self._hold_log(f"{decimal(written)} were written within a day")
+
+    def _hold_log(self, why: str) -> None:
+        assert self._recorder is not None
+        self._recorder.disk.stop()
+        self._say(
+            f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); a "
+            "lost machine costs all steps behind the newest base"
+        )
+
+    def _say(self, text: str) -> None:
+        print(f"everstep: {self._run}: {text}", file=sys.stderr)
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"

@@ -1,0 +1,96 @@
+"""Which records of the log go to disk, and how far they have come."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from everstep.errors import DeadlineError
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.recordable import LogKeeper
+from everstep.options import Options
+
+__all__ = ["DiskLog"]
+
+
+class DiskLog:
+    """The trainer's view of a log that is written to disk behind it.
+
+    Attributes:
+        on: records that are made now go to disk.
+        steps_in_memory: steps that should have gone to disk, and did not, for the write budget.
+    """
+
+    def __init__(self, options: Options, channel: BackgroundChannel) -> None:
+        self._wanted = self.on = options.log_on_disk
+        self._lag = options.log.lag_steps
+        self._timeout_s = options.progress_timeout_s
+        self._channel = channel
+        self._keeper: LogKeeper | None = None
+        self._changed = threading.Condition()
+        self._reached = 0
+        self._marks: deque[int] = deque()  # the last ones
+        self._again = False
+        self.steps_in_memory = 0
+
+    def start(self, keeper: LogKeeper | None) -> None:
+        """From now on records go to ``keeper``, which writes nothing of what was made before."""
+        self._keeper = keeper
+        with self._changed:
+            self._reached = 0
+            self._marks.clear()
+        if keeper is not None and self._wanted and not self.on:
+            keeper.log_to_disk(False)
+
+    def reached(self, number: int) -> None:
+        """Records up to ``number`` are on disk; in any thread."""
+        with self._changed:
+            self._reached = max(self._reached, number)
+            self._changed.notify_all()
+
+    def has(self, number: int) -> bool:
+        """Whether a record is on disk, or never will be."""
+        return number <= self._reached
+
+    def marked(self, number: int, step: int) -> None:
+        """A step is over: waits until the log on disk is no further behind than it may be.
+
+        Args:
+            number: of its mark.
+        """
+        if self._wanted and not self.on:
+            self.steps_in_memory += 1
+        if self._lag is None or not self.on:
+            return
+        self._marks.append(number)
+        if len(self._marks) <= self._lag:
+            return
+        wanted = self._marks.popleft()
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._reached >= wanted, self._timeout_s)
+        if not there:
+            self._channel.post(
+                DeadlineError(
+                    f"the log was not written within {self._timeout_s:g} s: the storage hangs",
+                    step=step,
+                    hint="look at the disk or the network file system (dmesg, df, iostat)",
+                )
+            )
+
+    def stop(self) -> None:
+        """No more records go to disk; at the end of a step. What was made before, does."""
+        self.on = self._again = False
+        self._marks.clear()
+        if self._keeper is not None:
+            self._keeper.log_to_disk(False)
+
+    def again(self) -> bool:
+        """From the next base on records go to disk; False if that was asked for already."""
+        asked, self._again = self._again, not self.on
+        return self._again and not asked
+
+    def base_taken(self) -> None:
+        """A base of the step that is just over: behind it the log has no hole."""
+        if self._again and self._keeper is not None:
+            self._again, self.on = False, True
+            self._keeper.log_to_disk(True)

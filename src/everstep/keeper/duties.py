@@ -1,0 +1,309 @@
+"""What a keeper does for the training process that it serves: bases, log, what is in memory.
+
+Everything here is done in the thread that waits for messages, but for what the writing thread
+calls when a base has ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError, KeeperError, StateError
+from everstep.format.writer import ChunkRing
+from everstep.keeper.attached import Attached
+from everstep.keeper.auditor import Auditor
+from everstep.keeper.capture import Capture, Incoming
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.holding import Holding
+from everstep.keeper.local import LocalKeeper
+from everstep.keeper.logs import Logs
+from everstep.keeper.messages import identity_from_wire, layout_from_wire, parts_of
+from everstep.keeper.replicas import Replicas
+from everstep.keeper.save import Save
+from everstep.keeper.wire import error_from_wire, error_to_wire
+from everstep.seams import Seams
+from everstep.seams.failpoints import failpoint
+
+__all__ = ["HANDLERS", "Duties"]
+
+_log = logging.getLogger("everstep.keeper")
+
+
+class Duties:
+    """The duties of one keeper process, whichever training process is attached.
+
+    Args:
+        run: the run folder.
+        ring: chunks and threads that write.
+
+    Attributes:
+        keeper: makes bases durable; None before the first timeline.
+        channel: of what fails behind the training process that is served.
+        auditor: audits bases, if the training process wants it to.
+        timeline: that is served.
+        timeout_s: a transfer that takes longer counts as hung.
+        stopping: nothing new is begun.
+    """
+
+    def __init__(self, seams: Seams, run: PurePath, ring: ChunkRing, *, timeout_s: float) -> None:
+        self._seams = seams
+        self._run = run
+        self._ring = ring
+        self._reporting = threading.Lock()
+        self.keeper: LocalKeeper | None = None
+        self.channel: BackgroundChannel | None = None
+        self.holding = Holding()
+        self.logs = Logs(seams.filesystem, run, ring)
+        self.replicas = Replicas(seams.filesystem, run, self.holding)
+        self.auditor: Auditor | None = None
+        self.timeline = 0
+        self.timeout_s = timeout_s
+        self.stopping = False
+
+    def serve(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A new timeline."""
+        if self.auditor is not None:
+            self.auditor.close()
+        if self.keeper is not None:
+            if self.keeper.waiting:  # two that write at once would take each other's files away
+                raise KeeperError("earlier captures are still being written: settle first")
+            self.keeper.close()
+        verified = message["verified"]
+        self.channel = channel = BackgroundChannel(
+            lambda error: _report(trainer, error),
+            self._seams.clock,
+            progress_timeout_s=self.timeout_s,
+        )
+        self.keeper = LocalKeeper(
+            self._seams,
+            self._run,
+            message["timeline"],
+            channel,
+            self._ring,
+            trainer.arena,
+            keep=message["keep"],
+            verified=None if verified is None else BaseId(*verified),
+            timeout_s=self.timeout_s,
+            history=message.get("history", "last"),
+            on_done=lambda capture: self._on_done(trainer, channel, capture),
+        )
+        self.timeline = message["timeline"]
+        self.keeper.sweep_behind()
+        self.logs.serve(trainer, channel, message, self.timeout_s)
+        assert self.logs.current is not None
+        self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
+        self.auditor = None
+        if (message.get("log") or {}).get("audit"):
+            self.auditor = Auditor(
+                self._seams.filesystem,
+                self._run,
+                self.timeline,
+                self._seams.clock,
+                channel.post,
+                lambda: self.logs.settle(self.timeout_s),
+            )
+
+    def layout(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A layout of files that captures will have."""
+        trainer.layouts = {message["number"]: message["layout"]}  # the one before is over
+
+    def begin(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A capture has begun."""
+        assert self.keeper is not None
+        if self.stopping:  # or there would be no end of it
+            raise KeeperError("this keeper was asked to stop")
+        identity = identity_from_wire(message["identity"])
+        arena, word = trainer.arena, message["word"]
+        plan = layout_from_wire(trainer.layouts[message["layout"]], identity)
+        capture = Capture(
+            number=message["number"],
+            layout=message["layout"],
+            plan=plan,
+            save=Save(identity.step, identity.timeline),
+            offset=message["offset"],
+            word=word,
+            stream=message["stream"],
+            incoming=Incoming(lambda: arena.progress(word), timeout_s=self.timeout_s),
+            on_end=lambda ended: self._on_end(trainer, ended),
+        )
+        trainer.captures[capture.number] = capture
+        self.holding.written_over_by(capture, arena)
+        failpoint("keeper.after_begin")
+        self.keeper.begin(capture)
+
+    def part(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A part of an object of a capture, or of a record of the log."""
+        objects = trainer.objects.setdefault(message["number"], {})
+        objects.setdefault(message["name"], bytearray()).extend(message["part"])
+
+    def captured(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A capture is whole."""
+        parts = trainer.objects.pop(message["number"], {})
+        capture = trainer.captures.get(message["number"])
+        if capture is None or capture.incoming.lost:
+            return  # it has failed meanwhile, and the trainer may use its memory again
+        assert self.keeper is not None
+        failpoint("keeper.after_captured")
+        self.holding.take(capture, trainer.arena)
+        self.logs.drop_older()  # nothing needs them any more
+        self.keeper.captured(capture, {name: bytes(data) for name, data in parts.items()})
+
+    def abandon(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """The rest of a capture will never come."""
+        trainer.objects.pop(message["number"], None)
+        capture, why = trainer.captures.get(message["number"]), message["error"]
+        if capture is not None and self.keeper is not None:
+            self.keeper.abandon(capture, None if why is None else error_from_wire(why))
+            return
+        # It is over; or the trainer was interrupted before it said that it had begun.
+        gone = StateError("the save was interrupted")
+        number = {"number": message["number"]}
+        trainer.tell({"kind": "failed", "error": error_to_wire(gone), **number})
+        trainer.tell({"kind": "done", **number})
+
+    def log(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A record of the log, or of its layout, or of its end."""
+        if message["kind"] == "log":
+            self.replicas.arrived()
+        self.logs.on_message(trainer, message)
+
+    def forget(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """What is in memory is needed no more."""
+        self.holding.forget(message["number"], trainer.arena)
+
+    def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """Hands over what is in memory: the newest base, and the logs."""
+        keeper = self.keeper
+        audit = keeper.audit if keeper is not None else lambda plan, written: None
+        own = bool(message.get("own"))
+        self.replicas.freeze(trainer, own=own)
+        found = self.holding.recall(trainer.arena, audit, own=own)
+        base: dict[str, Any] | None = None
+        blobs: list[bytes] = []
+        arenas: list[Arena] = []
+        if found is not None:
+            base, blobs, arena = found
+            base["arena"], arenas = 0, [arena]
+        logs = []
+        for arena, index in self.logs.recall(trainer, own=own, timeout_s=self.timeout_s):
+            if arena not in arenas:
+                arenas.append(arena)
+            logs.append([len(blobs), arenas.index(arena)])
+            blobs.append(index)
+        for number, blob in enumerate(blobs):
+            for part in parts_of(blob):
+                trainer.connection.send({"kind": "blob", "number": number, "part": part})
+        fds = [arena.fd for arena in arenas if arena.fd is not None]
+        trainer.connection.send({"kind": "recalled", "base": base, "logs": logs}, fds)
+
+    def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A base is due, which the replica is to give."""
+        self.replicas.ask(trainer, message)
+
+    def no_replica(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """There is to be no replica any more."""
+        self.replicas.close()
+
+    def lose(self, trainer: Attached) -> None:
+        """The training process is gone: what it has not captured whole is dropped."""
+        self.replicas.lose()
+        for capture in list(trainer.captures.values()):
+            if not capture.incoming.complete and self.keeper is not None:
+                _log.info("step %d was not captured whole", capture.step)
+                self.keeper.abandon(capture, None)  # nobody is there to be told
+
+    def stats(self) -> dict[str, Any]:
+        """What was done so far, as messages hold it."""
+        assert self.keeper is not None
+        self.keeper.stats.cpu_s = time.process_time()
+        self.keeper.stats.log_bytes = self.logs.written_bytes
+        return {
+            "stats": dataclasses.asdict(self.keeper.stats),
+            "timeline": self.timeline,
+            "replica": self.replicas.progress,
+        }
+
+    def pass_on(self, channel: BackgroundChannel | None) -> None:
+        """Tells the trainer what has failed; when this returns, it has been told."""
+        if channel is not None:
+            with self._reporting:
+                channel.check()
+
+    @property
+    def held_step(self) -> int | None:
+        """Of the newest state in memory."""
+        step = self.replicas.step
+        return self.holding.step if step is None else step
+
+    def finish(self) -> bool:
+        """The keeper is about to end; whether something is still to be written before."""
+        return self.replicas.finish() and self.keeper is not None
+
+    def close(self) -> None:
+        """Ends all threads, behind what they have to do."""
+        self.replicas.close()
+        if self.auditor is not None:
+            self.auditor.close()
+        if self.keeper is not None:
+            self.keeper.close()
+        self.logs.flush()
+        self.logs.close(self.timeout_s)
+
+    def _on_done(self, trainer: Attached, channel: BackgroundChannel, capture: Capture) -> None:
+        """In the writing thread: retention is over, too. What failed is told before: whoever
+        waits for the end and then goes must have heard of it."""
+        self.pass_on(channel)
+        if capture.arena is None:
+            trainer.tell({"kind": "done", "number": capture.number})
+        else:
+            self.replicas.done(capture)
+        if self.auditor is not None and capture.save.durable.exception() is None:
+            self.auditor.base_durable()
+
+    def _on_end(self, trainer: Attached, capture: Capture) -> None:
+        """In the writing thread: a base is durable or has failed."""
+        trainer.captures.pop(capture.number, None)
+        error = capture.save.durable.exception()
+        if error is None:
+            self.replicas.base_durable(capture, trainer.arena)
+        message: dict[str, Any] = {"number": capture.number, **self.stats()}
+        if error is None:
+            size_bytes = capture.plan.size_bytes
+            trainer.tell({"kind": "durable", "size_bytes": size_bytes, **message})
+            return
+        self.holding.failed(capture, error, reused=not trainer.gone)
+        ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
+        trainer.tell({"kind": "failed", "error": error_to_wire(ours), **message})
+
+
+def _report(trainer: Attached, error: EverstepError) -> None:
+    """What fails is told to the trainer whose it is, and to no other."""
+    _log.error("%s", error)
+    trainer.tell({"kind": "error", "error": error_to_wire(error)})
+
+
+HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {
+    "serve": Duties.serve,
+    "layout": Duties.layout,
+    "begin": Duties.begin,
+    "object": Duties.part,
+    "captured": Duties.captured,
+    "abandon": Duties.abandon,
+    "log_layout": Duties.log,
+    "log": Duties.log,
+    "forget_log": Duties.log,
+    "log_to_disk": Duties.log,
+    "ask": Duties.ask,
+    "no_replica": Duties.no_replica,
+    "forget": Duties.forget,
+    "recall": Duties.recall,
+}
+"""What is done at each kind of message from the training process that is attached."""

@@ -1,0 +1,99 @@
+"""What a Checkpointer is made of, put together."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane, Lane
+from everstep.capture.updates import UpdateHooks
+from everstep.format.writer import ChunkRing
+from everstep.keeper.budget import (
+    announcement,
+    check_disk_budget,
+    gradients_of,
+    host_budget_bytes,
+    log_budget_bytes,
+    replica_budget_bytes,
+)
+from everstep.keeper.cadence import Cadence
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.keepers import Keepers
+from everstep.keeper.local import CHUNKS, WRITERS
+from everstep.keeper.recordable import refuse_optimizers
+from everstep.keeper.recorder import Recorder
+from everstep.keeper.saver import Saver
+from everstep.keeper.standby import Standby, refuse_unfollowable, why_inexact
+from everstep.options import Options
+from everstep.recover.folder import open_run_folder
+from everstep.seams import Seams
+from everstep.state.image import State
+
+__all__ = ["Parts", "assemble"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts on the trainer's side.
+
+    Attributes:
+        run_id: of the run folder.
+        recorder: None without a log.
+        standby: None without a replica.
+    """
+
+    run_id: str
+    channel: BackgroundChannel
+    ring: ChunkRing
+    lane: Lane
+    keepers: Keepers
+    saver: Saver
+    recorder: Recorder | None
+    standby: Standby | None
+    updates: UpdateHooks
+    cadence: Cadence
+
+
+def assemble(options: Options, run: PurePath, state: State, seams: Seams) -> Parts:
+    """Makes all parts, and says what they will take.
+
+    Raises:
+        OutOfSpaceError: more than a budget allows.
+        UnsupportedStateError, OptionError: updates that no log can repeat.
+        StorageError: the folder cannot be used.
+    """
+    shape = state.survey().shape
+    tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
+    gradients = gradients_of(state.optimizers.values())
+    host_bytes = host_budget_bytes(options, tensors_bytes)
+    replica_bytes = replica_budget_bytes(options, host_bytes, tensors_bytes, gradients[1])
+    arena_bytes = host_bytes - replica_bytes
+    check_disk_budget(options, run, max(1, shape.size_bytes))
+    run_id = open_run_folder(seams.filesystem, run).run or ""
+    clock = seams.clock
+    channel = BackgroundChannel(
+        options.on_failure, clock, progress_timeout_s=options.progress_timeout_s
+    )
+    ring = ChunkRing(CHUNKS, WRITERS)
+    lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
+    keepers = Keepers(options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes)
+    saver = Saver(options, run, state, lane, channel, clock)
+    recorder = standby = None
+    if options.logs:
+        refuse_optimizers(state, options.method.log)
+        log_bytes = log_budget_bytes(arena_bytes, tensors_bytes)
+        recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
+        keepers.on_disk = recorder.on_disk
+        if options.has_replica:
+            refuse_unfollowable(state)
+            standby = Standby(saver, channel)
+            recorder.relieved_to, recorder.overrun = standby.relieved_to, standby.overrun
+    updates = UpdateHooks(saver.gate)
+    base_bytes = max(1, shape.size_bytes)
+    cadence = Cadence(options, run, saver, keepers, recorder, clock, base_bytes=base_bytes)
+    print(announcement(options, run, shape.size_bytes, host_bytes, gradients), file=sys.stderr)
+    if standby is not None and (why := why_inexact(state)):
+        print(f"everstep: {run}: {why}", file=sys.stderr)
+    return Parts(run_id, channel, ring, lane, keepers, saver, recorder, standby, updates, cadence)

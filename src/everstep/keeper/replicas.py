@@ -1,0 +1,170 @@
+"""The replica of the timeline that is served, as the thread that waits for messages sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from everstep.arena.memory import Arena
+from everstep.errors import EverstepError
+from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import TimelineRecord
+from everstep.keeper.attached import Attached
+from everstep.keeper.capture import Capture
+from everstep.keeper.holding import Holding
+from everstep.keeper.local import LocalKeeper
+from everstep.keeper.log import LogStore
+from everstep.keeper.replica import Ask, Replica, ReplicaLimits
+from everstep.keeper.samples import Samples
+from everstep.keeper.wire import error_to_wire
+from everstep.seams.filesystem import FileSystem
+
+__all__ = ["Replicas"]
+
+_log = logging.getLogger("everstep.keeper")
+
+
+class Replicas:
+    """At most one replica at a time: that of the log of the process that is served."""
+
+    def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._holding = holding
+        self._replica: Replica | None = None
+        self._trainer: Attached | None = None
+        self._frozen: Capture | None = None  # in the memory that is held for the next process
+
+    @property
+    def step(self) -> int | None:
+        """Of the state that the replica holds, if there is one."""
+        return None if self._replica is None else self._replica.step
+
+    @property
+    def progress(self) -> list[int | None]:
+        """That step, and the number up to which records are read no more."""
+        return [self.step, 0 if self._replica is None else self._replica.applied]
+
+    def serve(
+        self,
+        trainer: Attached,
+        message: dict[str, Any],
+        log: LogStore,
+        keeper: LocalKeeper,
+        timeout_s: float,
+    ) -> None:
+        """A new timeline; ``message`` says whether it has a replica."""
+        self.close()
+        self._trainer, timeline, limits = trainer, message["timeline"], message.get("replica")
+        if limits is None:
+            return
+        self._replica = Replica(
+            log,
+            keeper,
+            lambda: self._record(timeline),
+            ReplicaLimits(limits["size_bytes"], limits["threads"]),
+            _Told(trainer),
+            timeout_s=timeout_s,
+        )
+
+    def close(self) -> None:
+        """No replica any more; what was frozen of it stays as it is."""
+        if self._replica is not None:
+            self._replica.close()
+        self._replica = self._frozen = self._trainer = None
+
+    def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """A base is due."""
+        samples = tuple(Samples(*some) for some in message["samples"])
+        ask = Ask(message["number"], message["step"], message["exact"], samples)
+        if self._replica is None:
+            gone = EverstepError("this keeper has no replica", step=ask.step)
+            _Told(trainer).refused([ask], gone)
+            return
+        self._replica.ask(ask)
+
+    def base_durable(self, base: Capture, arena: Arena) -> None:
+        """In the writing thread: the training process's own base, before it is told."""
+        if self._replica is not None:
+            self._replica.begin(base, arena)
+
+    def freeze(self, trainer: Attached, *, own: bool) -> None:
+        """Puts the replica as it is into the memory that is held for ``trainer``."""
+        if self._replica is None or (self._trainer is trainer and not own):
+            return
+        frozen = self._replica.freeze()
+        if frozen is not None and frozen.arena is not None and frozen is not self._frozen:
+            self._frozen = frozen
+            self._holding.take(frozen, frozen.arena)
+
+    def arrived(self) -> None:
+        """A record of the log has come: whoever wanted the state as it was goes on with its own."""
+        frozen, self._frozen = self._frozen, None
+        if frozen is not None and self._replica is not None:
+            self._holding.drop(frozen)
+            self._replica.thaw()
+
+    def lose(self) -> None:
+        """The training process is gone: nobody waits for what it has asked for, and the next one
+        does not want to."""
+        if self._replica is not None:
+            self._replica.forget_asks()
+
+    def finish(self) -> bool:
+        """The keeper is about to end; whether it has to wait for a base until then."""
+        self.arrived()
+        return self._replica is not None and self._replica.finish()
+
+    def done(self, base: Capture) -> None:
+        """In the writing thread: retention behind a base of the replica is over, too."""
+        if self._trainer is not None:
+            self._trainer.tell({"kind": "retained", "step": base.step})
+
+    def _record(self, timeline: int) -> TimelineRecord | None:
+        path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
+        try:
+            return TimelineRecord.decode(read_record_bytes(self._filesystem, path), path)
+        except (OSError, EverstepError) as error:
+            _log.error("%s", error)
+            return None
+
+
+class _Told:
+    """Tells the training process what becomes of its replica."""
+
+    def __init__(self, trainer: Attached) -> None:
+        self._trainer = trainer
+
+    def persisted(self, asks: Sequence[Ask], base: Capture) -> None:
+        error = base.save.durable.exception()
+        if error is not None:
+            ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
+            self.refused(asks, ours, base.step)
+            return
+        self._trainer.tell(
+            {
+                "kind": "persisted",
+                "numbers": [ask.number for ask in asks],
+                "step": base.step,
+                "size_bytes": base.plan.size_bytes,
+            }
+        )
+
+    def refused(self, asks: Sequence[Ask], error: EverstepError, step: int | None = None) -> None:
+        """``step``: of the base that has failed."""
+        self._trainer.tell(
+            {
+                "kind": "asks_refused",
+                "numbers": [ask.number for ask in asks],
+                "step": step,
+                "error": error_to_wire(error),
+            }
+        )
+
+    def stopped(self, error: EverstepError, *, for_good: bool) -> None:
+        _log.error("the replica does not follow any more: %s", error)
+        self._trainer.tell({"kind": "error", "error": error_to_wire(error)})
+        self._trainer.tell({"kind": "replica_stopped", "for_good": for_good, "why": error.message})

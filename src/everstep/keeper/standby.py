@@ -1,0 +1,174 @@
+"""The keeper's replica, seen from the training process: asked for bases instead of taking them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from everstep.capture.audit import SpotCheck
+from everstep.errors import EverstepError, UnsupportedStateError
+from everstep.format.header import ShardIdentity
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.prepared import Prepared
+from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.samples import Samples
+from everstep.keeper.save import Save, done
+from everstep.keeper.saver import Saver
+from everstep.replay.exactness import exactness, is_elementwise, kind_name
+from everstep.state.image import State
+from everstep.state.survey import Survey
+
+__all__ = ["Standby", "refuse_unfollowable", "why_inexact"]
+
+
+class Standby:
+    """Knows whether the keeper has, or soon will have, a replica of the state.
+
+    It does from the moment at which a base has been taken for it; where the replica stops, the
+    keeper says so, and the next base is taken here again.
+    """
+
+    def __init__(self, saver: Saver, channel: BackgroundChannel) -> None:
+        self._saver = saver
+        self._channel = channel
+        self._keeper: RemoteKeeper | None = None
+        self._expected = False
+        self._off = False
+        self._last: Save | None = None
+        self._prepared: Prepared | None = None
+        self._live: tuple[torch.Tensor, ...] = ()
+        self._check: SpotCheck | None = None
+        self.lost: str | None = None
+        """Why the replica has stopped, until the next base: one is due."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether bases are asked for, and not taken."""
+        return self._expected and not self._off
+
+    @property
+    def step(self) -> int | None:
+        """Of the state that the replica had, as the keeper last said."""
+        keeper = self._keeper
+        return None if keeper is None or self._off else keeper.replica_step
+
+    def start(self, keeper: object) -> None:
+        """A keeper has come into service, or a new timeline: no replica yet."""
+        self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
+        self._expected, self._last, self.lost = False, None, None
+        if self._keeper is not None:
+            self._keeper.on_replica_stopped = self._stopped
+
+    def base_taken(self, save: Save) -> None:
+        """A base was taken here; the replica begins with it when it is durable."""
+        self._expected, self.lost = True, None
+
+        def ended(_: object) -> None:
+            if save.durable.cancelled() or save.durable.exception() is not None:
+                self._expected = False
+
+        save.durable.add_done_callback(ended)
+
+    def ask(self, identity: ShardIdentity, survey: Survey, *, exact: bool) -> Save:
+        """Asks for a base of the step that has just ended.
+
+        Args:
+            exact: of no later step.
+        """
+        keeper, last = self._keeper, self._last
+        assert keeper is not None
+        base = (identity.timeline, identity.step)
+        if last is not None and (last.timeline, last.step) == base and not _failed(last):
+            return last
+        save = self._last = Save(identity.step, identity.timeline)
+        done(save.staged, None)  # the keeper has all of it
+        samples = self._samples(self._saver.asked(survey, identity), survey)
+        keeper.ask(save, samples, exact=exact)
+        return save
+
+    def relieved_to(self) -> int | None:
+        """Number up to which records have gone into the replica; None: none follows."""
+        keeper = self._keeper
+        return keeper.replica_applied if keeper is not None and self.follows else None
+
+    def overrun(self) -> None:
+        """The memory for steps that the replica has still to apply is full: without it, the log
+        is kept for recovery only (DESIGN section 9)."""
+        keeper = self._keeper
+        if keeper is None or not self.follows or keeper.replica_step is None:
+            return
+        self._off = True
+        keeper.drop_replica()
+        self._channel.post(
+            EverstepError(
+                "the replica does not keep up with training: the steps that it has still to apply "
+                "fill the memory of the log; from now on the log is applied at recovery only",
+                step=keeper.replica_step,
+                hint="more memory (Budget.host_bytes), more cores (KeeperOptions.cores), a faster "
+                "disk, or apply='recovery'",
+            )
+        )
+
+    def _stopped(self, why: str, for_good: bool) -> None:
+        """In the thread that reads what the keeper says."""
+        self._off = self._off or for_good
+        self._expected, self.lost = False, why
+
+    def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
+        """Of what the marks of the log do not hold, as it is now; on the CPU, where the replica
+        has the same bits."""
+        names = [name for name, kind in prepared.kinds.items() if kind in ("replayed", "static")]
+        names = [name for name in names if survey.tensors[name].device.type == "cpu"]
+        live = tuple(survey.tensors[name] for name in names)
+        same = len(live) == len(self._live) and all(map(operator.is_, live, self._live))
+        if self._check is None or prepared is not self._prepared or not same:
+            layouts = [
+                (shard.layout, offset)
+                for shard, offset in zip(prepared.shards, prepared.offsets, strict=True)
+            ]
+            self._prepared, self._live = prepared, live
+            self._check = SpotCheck(layouts, survey.tensors, frozenset(names))
+        packed = self._check.packed(self._check.take())
+        return [Samples(width, where, values) for width, where, values in packed]
+
+
+def refuse_unfollowable(state: State) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer that a keeper, which is without the program, cannot run;
+        or of which it would not give the same bits; or a function that is registered.
+    """
+    found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
+    for key, optimizer in state.optimizers.items():
+        kind = type(optimizer)
+        if exactness(kind, (), "cpu").why:
+            found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
+        elif not is_elementwise(kind):
+            found.append((key, f"{kind.__name__} does not update each element on its own"))
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a replica cannot follow {len(found)} kind(s) of updates:\n{listed}",
+            leaves=tuple(found),
+            hint="apply='recovery' (method=\"logged\") applies the log when it is needed",
+        )
+
+
+def why_inexact(state: State) -> str:
+    """Why no base of a replica will be exact (I9); "" if it may be."""
+    parameters = (
+        parameter
+        for optimizer in state.optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    elsewhere = sorted({p.device.type for p in parameters} - {"cpu"})
+    if not elsewhere:
+        return ""
+    return f"training updates on {elsewhere[0]}, the replica on the CPU: its bases are not exact"
+
+
+def _failed(save: Save) -> bool:
+    future = save.durable
+    return future.done() and (future.cancelled() or future.exception() is not None)

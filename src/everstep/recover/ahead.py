@@ -1,0 +1,107 @@
+"""Work that is prepared in a thread of its own while the caller does what comes before it.
+
+Replay of a step takes as long as reading, checking and decoding the next ones; so both go on at
+the same time (LowDiff section IV-C: recovery in parallel).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import Generic, TypeVar
+
+__all__ = ["Ahead"]
+
+_T = TypeVar("_T")
+
+
+class Ahead(Generic[_T]):
+    """The items of a generator, in their order, made ahead of whoever iterates.
+
+    An error of the generator is raised where the item would have been that it stands for. To be
+    used in a ``with`` block: when that ends, no thread is left, and the generator is closed.
+
+    Args:
+        items: run in the thread; nothing else may use what it uses meanwhile.
+        count: items that may wait, at most; one more is being made.
+        size_bytes: host memory that an item takes.
+        limit_bytes: that the waiting ones take together, at most; one may always wait.
+    """
+
+    def __init__(
+        self,
+        items: Generator[_T, None, None],
+        *,
+        count: int,
+        size_bytes: Callable[[_T], int] = lambda item: 0,
+        limit_bytes: int = 0,
+    ) -> None:
+        self._items = items
+        self._count = count
+        self._size_bytes = size_bytes
+        self._limit_bytes = limit_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[_T, int]] = deque()
+        self._ended = self._stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="everstep-ahead", daemon=True)
+
+    def __enter__(self) -> Ahead[_T]:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __iter__(self) -> Ahead[_T]:
+        return self
+
+    def __next__(self) -> _T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            if self._waiting:
+                item, _ = self._waiting.popleft()
+                self._changed.notify_all()
+                return item
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    break
+        except BaseException as error:  # raised where the item would have been
+            self._error = error
+        finally:
+            self._items.close()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, item: _T) -> bool:
+        """Waits for room; False if nobody wants the item any more."""
+        size_bytes = self._size_bytes(item)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._has_room(size_bytes))
+            if not self._stopped:
+                self._waiting.append((item, size_bytes))
+                self._changed.notify_all()
+            return not self._stopped
+
+    def _has_room(self, size_bytes: int) -> bool:
+        if not self._waiting:
+            return True
+        taken_bytes = sum(size for _, size in self._waiting)
+        return len(self._waiting) < self._count and taken_bytes + size_bytes <= self._limit_bytes

@@ -1,0 +1,38 @@
+"""Entries of log records as tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from everstep.errors import DamageError
+from everstep.format.log import LogRecord
+from everstep.state.layout import Placed
+from everstep.state.tensors import torch_dtype
+
+__all__ = ["tensor_of"]
+
+
+def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
+    """An entry of a record as a tensor; it may share the record's memory, so only to read."""
+    entry = place.entry
+    data = record.data[place.begin : place.end]
+    if entry.logical_dtype is not None:
+        raw = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
+        tensor = torch.view_as_complex(raw)
+    else:
+        tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
+    if entry.stride is None:
+        return tensor
+    strided = torch.empty_strided(tuple(tensor.shape), entry.stride, dtype=tensor.dtype)
+    return strided.copy_(tensor)
+
+
+def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data.nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    try:
+        return torch.frombuffer(data, dtype=dtype).view(shape)
+    except ValueError as error:  # not aligned for the dtype
+        raise DamageError(f"an entry of the log lies where none can: {error}") from error

@@ -1,0 +1,80 @@
+"""Gradients that training consumed compressed, kept in that form until an update needs them.
+
+A log of compressed gradients is small; made dense, five steps of it would take more memory than
+the parameters and their moments. Here a block of a gradient is made dense in the cache, just
+before the update of that block (LowDiff section IV-C: decompression is part of recovery).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from everstep.compress.quantized import BLOCK_NUMEL, Int8
+from everstep.compress.sparse import Sparse
+
+__all__ = ["Gradient", "Packed", "dense"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A compressed gradient; stands for a contiguous tensor.
+
+    Attributes:
+        form: of the flat tensor, in row-major order. Checked: it may come from outside.
+        shape: of the tensor.
+    """
+
+    form: Sparse | Int8
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the dense tensor."""
+        return self.form.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the form, and of the dense tensor."""
+        return self.form.values.device
+
+    @property
+    def layout(self) -> torch.layout:
+        """Of the dense tensor."""
+        return torch.strided
+
+    def numel(self) -> int:
+        """Elements of the dense tensor."""
+        return math.prod(self.shape)
+
+    def dense(self) -> torch.Tensor:
+        """The tensor that training consumed, in memory of its own."""
+        return self.form.dense().view(self.shape)
+
+    def part(self, elements: slice) -> Packed:
+        """Some elements in row-major order, shape ``[n]``; shares memory with this one.
+
+        Args:
+            elements: start and stop, in range; int8 forms begin at a multiple of 256.
+        """
+        begin, end = elements.start, elements.stop
+        return Packed(self.form.part(begin, end), (end - begin,))
+
+    def into(self, out: torch.Tensor) -> torch.Tensor:
+        """Writes the dense tensor to ``out``, flat and of a dtype that is no narrower; returns it
+        in its shape."""
+        return self.form.dense(out).view(self.shape)
+
+    def splits_at(self, elements: int) -> bool:
+        """Whether parts may begin at multiples of so many elements."""
+        return isinstance(self.form, Sparse) or elements % BLOCK_NUMEL == 0
+
+
+Gradient = torch.Tensor | Packed
+
+
+def dense(gradient: Gradient) -> torch.Tensor:
+    """A gradient as the tensor that the optimizer consumed."""
+    return gradient.dense() if isinstance(gradient, Packed) else gradient.detach()

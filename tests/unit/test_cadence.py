@@ -1,0 +1,623 @@
+"""When bases are taken with ``every="auto"``: what was measured goes in, the model's optimum comes
+out, within its bounds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import everstep
+from everstep.commit.lineage import BaseId
+from everstep.errors import StorageError
+from everstep.keeper.budget import DAY_S, DayMeter, Forecast, interval_steps_within
+from everstep.keeper.cadence import FIRST_STEPS, REPLAY_SHARE, Cadence
+from everstep.keeper.disklog import DiskLog
+from everstep.keeper.local import KeeperStats
+from everstep.keeper.recorder import RecorderStats
+from everstep.keeper.save import Save
+from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
+from everstep.plan.costs import Costs
+from everstep.plan.interval import best_choice, checkfreq_interval, without_log
+from everstep.recover.redo import Redo
+from everstep.recover.resume import Resumed
+from everstep.seams import ManualClock, Seams
+from tests.unit.logged import World, segments_of
+from tests.unit.logged import opened as logged
+from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, opened
+
+RUN = PurePath("/run")
+MB = 1_000_000
+
+
+def options_of(method: str = "lazy", **changes: Any) -> Options:
+    fixed: dict[str, Any] = {"method": method, "every": "auto", "keep": 3, "budget": None}
+    return validate_options(**{**fixed, "on_failure": "raise", "progress_timeout_s": 5, **changes})
+
+
+class Run:
+    """A Cadence that is fed figures, as if a training process and its keeper had made them.
+
+    Attributes:
+        bases: steps at which it found a base due.
+    """
+
+    def __init__(self, method: str = "lazy", *, memory_bytes: int = 1 << 40, **changes: Any):
+        self.options = options_of(method, **changes)
+        self.clock = ManualClock()
+        self.saver: Any = SimpleNamespace(saves=0, stall_s={"gate": 0.0}, last_save_s=0.0)
+        self.stats = KeeperStats()
+        self.keepers: Any = SimpleNamespace(stats=self.stats)
+        self.recorder: Any = None
+        self.told: list[bool] = []
+        if self.options.logs:
+            disk = DiskLog(self.options, channel=None)  # type: ignore[arg-type]
+            disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
+            self.recorder = SimpleNamespace(
+                stats=RecorderStats(), disk=disk, log_bytes_max=memory_bytes
+            )
+        self.cadence = Cadence(
+            self.options, RUN, self.saver, self.keepers, self.recorder, self.clock, base_bytes=MB
+        )
+        self.step = 0
+        self.bases: list[int] = []
+
+    def train(
+        self,
+        steps: int,
+        *,
+        step_s: float = 0.5,
+        base_bytes: int = MB,
+        persist_s: float = 3.0,
+        cost_s: float = 2.0,
+        log_bytes: int = 1000,
+    ) -> None:
+        """Steps, with a base wherever one is due: durable at once, and paid in the next step."""
+        for _ in range(steps):
+            self.step += 1
+            self.clock.advance(step_s)
+            if self.recorder is not None:
+                self.recorder.stats.marks += 1
+                self.recorder.stats.record_bytes += log_bytes
+                self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
+            self.cadence.stepped()
+            if not self.cadence.due(self.step):
+                continue
+            self.bases.append(self.step)
+            self.saver.saves += 1
+            save = Save(self.step, 1)
+            self.cadence.asked(self.step)
+            self.cadence.taken(save)
+            if self.recorder is not None:
+                self.recorder.disk.base_taken()
+            self.stats.committed += 1
+            self.stats.persist_s += persist_s
+            self.stats.written_bytes += base_bytes
+            self.saver.stall_s["gate"] += cost_s
+            self.clock.advance(cost_s)
+            save.durable.set_result(base_bytes)
+
+    def costs(self, **changes: Any) -> Costs:
+        """The figures of :meth:`train`, as the model takes them."""
+        figures: dict[str, Any] = {
+            "state_bytes": MB,
+            "write_bytes_per_s": MB / 3.0,
+            "replay_s": 0.5 * REPLAY_SHARE,
+            "mtbf_s": self.cadence.mtbf_s,
+            "step_s": 0.5,
+            "base_cost_s": 2.0,
+        }
+        return Costs(**{**figures, **changes})
+
+
+def lines(capsys: pytest.CaptureFixture[str], what: str) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if what in line]
+
+
+def near(found: int | None, wanted: float) -> bool:
+    """Within what is left alone."""
+    return found is not None and abs(found - wanted) <= 0.25 * wanted
+
+
+# --- The choice -------------------------------------------------------------------------
+
+
+def test_without_a_log_the_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run()
+    run.train(FIRST_STEPS)
+    assert run.cadence.interval_steps is None
+    run.train(3)
+    assert run.bases == [FIRST_STEPS + 1], "ten steps are measured, then a base is"
+    chosen = run.cadence.interval_steps
+    assert chosen == without_log(run.costs()).interval_steps
+    assert chosen == round(math.sqrt(2 * run.cadence.mtbf_s * 2.0) / 0.5)
+    (said,) = lines(capsys, "a base every")
+    assert f"{RUN}: a base every {chosen} steps" in said
+    assert "before" not in said
+
+
+def test_with_a_log_it_is_that_of_lowdiffs_model() -> None:
+    run = Run("logged")
+    run.train(FIRST_STEPS + 3)
+    chosen = run.cadence.interval_steps
+    assert chosen == best_choice(run.costs()).interval_steps
+    # A step of the log is redone in a tenth of the time: bases may be sqrt(10) times as far apart.
+    assert near(chosen, math.sqrt(10) * without_log(run.costs()).interval_steps)
+
+
+def test_the_next_base_is_due_after_so_many_steps() -> None:
+    run = Run(every=Every(auto=True, mtbf_s=100.0))
+    run.train(200)
+    chosen = run.cadence.interval_steps
+    assert chosen == round(math.sqrt(2 * 100 * 2) / 0.5) == 40
+    assert run.bases == list(range(FIRST_STEPS + 1, 200, chosen))
+
+
+def test_a_given_mtbf_is_not_argued_with() -> None:
+    run = Run(every=Every(auto=True, mtbf_s=7200.0))
+    run.cadence.began(resumed(step=400, forks=[100, 200, 300]), again=False)
+    run.step = 400
+    run.train(50)
+    assert run.cadence.mtbf_s == pytest.approx(7200, rel=1e-3)
+
+
+def test_figures_that_change_move_it_and_that_is_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Run(every=Every(auto=True, mtbf_s=1e6))
+    run.train(FIRST_STEPS + 3)
+    before = run.cadence.interval_steps
+    run.train(300, step_s=5.0)
+    after = run.cadence.interval_steps
+    assert near(after, without_log(run.costs(step_s=5.0, mtbf_s=1e6)).interval_steps)
+    assert before is not None
+    assert after is not None
+    assert near(after, before / 10)
+    said = lines(capsys, "a base every")
+    assert len(said) == 2
+    assert said[1].endswith(f"; before: {before} steps")
+
+
+def test_noise_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(every=Every(auto=True, mtbf_s=1e4))
+    torch.manual_seed(4)
+    for noise in torch.rand(3000).tolist():
+        run.train(1, step_s=0.4 + 0.2 * noise, persist_s=2 + noise, cost_s=1.8 + 0.4 * noise)
+    assert len(run.bases) > 5
+    assert len(lines(capsys, "a base every")) == 1
+
+
+def test_a_step_that_stalls_for_a_base_is_not_a_longer_step() -> None:
+    run = Run(every=Every(auto=True, mtbf_s=20.0))
+    run.train(200, cost_s=20.0, persist_s=0.1)
+    assert len(run.bases) > 3
+    assert run.cadence.step_s == pytest.approx(0.5)
+
+
+def test_the_last_of_two_bases_may_fail() -> None:
+    run = Run()
+    run.train(FIRST_STEPS)
+    first, second = Save(10, 1), Save(11, 1)
+    for save in (first, second):
+        run.cadence.asked(save.step)
+        run.cadence.taken(save)
+    run.stats.committed, run.stats.persist_s = 1, 3.0
+    first.durable.set_result(MB)
+    second.durable.set_exception(StorageError("no"))
+    run.train(1)
+    assert run.cadence.interval_steps is None
+
+
+def test_where_nothing_helps_bases_are_as_often_as_without_a_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Run("logged")
+    run.cadence.began(resumed(replayed=10, replay_s=8.0), again=False)
+    run.train(FIRST_STEPS + 3)
+    assert run.cadence.interval_steps == without_log(run.costs(replay_s=0.8)).interval_steps
+    (said,) = lines(capsys, "a base every")
+    assert "redoing a step from the log takes 0.8 s" in said
+
+
+def test_a_replica_is_persisted_as_checkfreq_would() -> None:
+    options = options_of(everstep.Method(base="lazy", log="dense", apply="replica"))  # type: ignore[arg-type]
+    assert presets["lowdiff_plus"].apply == options.method.apply
+    run = Run("lowdiff_plus")
+    run.train(FIRST_STEPS + 3, cost_s=0.07, persist_s=3.0)
+    assert (
+        run.cadence.interval_steps == 6 == checkfreq_interval(step_s=0.5, stall_s=0.07, persist_s=3)
+    )
+    dear = Run("lowdiff_plus", memory_bytes=10_000)
+    dear.train(FIRST_STEPS + 3, cost_s=0.7, persist_s=3.0)
+    assert dear.cadence.interval_steps == 40 == checkfreq_interval(step_s=0.5, stall_s=0.7)
+
+
+# --- What a resume tells ----------------------------------------------------------------
+
+
+def resumed(
+    *,
+    step: int = 0,
+    forks: list[int] | None = None,
+    replayed: int = 0,
+    replay_s: float = 0.0,
+    load_s: float = 0.0,
+) -> Resumed:
+    loaded: Any = SimpleNamespace(size_bytes=MB) if step else None
+    return Resumed(
+        timeline=2,
+        base=BaseId(1, step),
+        loaded=loaded,
+        source="disk",
+        exact=True,
+        skipped=(),
+        problems=(),
+        step=step,
+        replayed=replayed,
+        replay_s=replay_s,
+        load_s=load_s,
+        forks=tuple(forks or ()),
+    )
+
+
+def test_a_replay_that_was_measured_replaces_the_belief() -> None:
+    run = Run("logged")
+    run.cadence.began(resumed(step=50, replayed=20, replay_s=4.0, load_s=1.0), again=False)
+    run.step = 50
+    run.train(FIRST_STEPS + 3)
+    costs = run.costs(replay_s=0.2, load_bytes_per_s=MB)
+    assert run.cadence.interval_steps == best_choice(costs).interval_steps
+
+
+def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, world, found = ManualClock(), World(), []
+    step, began = Redo.step, Cadence.began
+
+    def redo(self: Redo, *args: Any) -> None:
+        clock.advance(2.0)
+        step(self, *args)
+
+    def note(self: Cadence, resumed: Resumed, *, again: bool) -> None:
+        found.append(resumed)
+        began(self, resumed, again=again)
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "open" and "base" in path.parts and path.suffix == ".safetensors":
+            clock.advance(7.0)
+
+    monkeypatch.setattr(Redo, "step", redo)
+    monkeypatch.setattr(Cadence, "began", note)
+    options: dict[str, Any] = {"log": LogOptions(to="disk", batch_steps=1), "every": None}
+    options |= {"seams": Seams(filesystem=HookedFileSystem(hook), clock=clock)}
+    for timeline in range(3):
+        with logged(run_folder, world, **options) as ckpt:
+            ckpt.resume()
+            for _ in range(4):
+                world.train()
+                ckpt.step()
+            ckpt._recorder.base_step = 100  # type: ignore[union-attr]  # no base at the end
+        first, *_ = segments_of(run_folder, timeline + 1)
+        assert first.problem is None
+    assert [one.step for one in found] == [0, 4, 8]
+    for one in found[1:]:
+        assert (one.load_s, one.replay_s) == (7.0, 2.0 * one.replayed)
+    assert [one.forks for one in found] == [(), (), (4,)]
+
+
+def test_each_time_that_a_process_takes_over_counts_as_a_failure() -> None:
+    run = Run()
+    run.cadence.began(resumed(step=1000, forks=[400, 700]), again=False)
+    run.step = 1000
+    run.train(FIRST_STEPS + 3)
+    trained_s = 0.5 * (1000 + FIRST_STEPS)
+    assert run.cadence.mtbf_s == pytest.approx((DAY_S + trained_s) / (1 + 3), rel=0.001)
+
+
+def test_a_rewind_is_no_failure() -> None:
+    run = Run()
+    run.train(100)
+    assert run.cadence.mtbf_s > DAY_S
+    run.cadence.began(resumed(step=60, forks=[]), again=True)
+    run.step = 60
+    before = run.cadence.mtbf_s
+    run.train(100)
+    assert run.cadence.mtbf_s >= before
+    assert run.bases[1:] == [], "counted from where it went back to"
+
+
+# --- Bounds -----------------------------------------------------------------------------
+
+
+def test_the_log_between_two_bases_fits_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run("logged", memory_bytes=100_000)
+    run.train(FIRST_STEPS + 3, log_bytes=1000)
+    assert run.cadence.interval_steps == 50, "a log that has half filled it asks for a base"
+    assert "the memory of the log" in lines(capsys, "a base every")[0]
+
+
+@pytest.mark.parametrize("method", ["lazy", "logged"])
+def test_a_write_budget_stretches_the_interval(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 172 800 steps in a day, and so many bytes that there may be a base in 4000 of them.
+    budget = Budget(write_bytes_per_day=MB * 172_800 // 4000)
+    free, bound = Run(method), Run(method, budget=budget)
+    for run in (free, bound):
+        run.train(FIRST_STEPS + 3, cost_s=0.01, persist_s=0.01)
+    assert free.cadence.interval_steps is not None
+    assert free.cadence.interval_steps < 1000
+    assert bound.cadence.interval_steps is not None
+    assert 4000 <= bound.cadence.interval_steps <= 4400
+    assert bound.cadence.forecast is not None
+    assert bound.cadence.forecast.total_bytes <= budget.write_bytes_per_day  # type: ignore[operator]
+    assert "the write budget" in lines(capsys, "a base every")[1]
+
+
+# --- A day's bytes ----------------------------------------------------------------------
+
+
+def test_the_forecast_is_right_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log = LogOptions(to="disk")
+    run = Run("logged", every=50, log=log, budget=Budget(write_bytes_per_day=10**10))
+    run.train(FIRST_STEPS)
+    assert run.cadence.forecast is None
+    run.train(300)
+    forecast = run.cadence.forecast
+    assert forecast == Forecast(
+        bases_bytes=pytest.approx(MB * DAY_S / 25),  # type: ignore[arg-type]
+        log_bytes=pytest.approx(1000 * DAY_S / 0.5),  # type: ignore[arg-type]
+    )
+    said = lines(capsys, "a day")
+    assert said == [
+        f"everstep: {RUN}: a step takes 0.5 s: bases of 3.5 GB and a log of 172.8 MB a day to "
+        "disk; budget of 10.0 GB a day",
+        *said[1:],
+    ]
+
+
+def test_nothing_is_foretold_of_what_is_not_known() -> None:
+    run = Run(every=None)
+    run.train(100)
+    assert run.cadence.forecast == Forecast(0.0, 0.0)
+    assert Run(every=100).cadence.forecast is None
+
+
+def test_bases_in_seconds_are_foretold_too() -> None:
+    run = Run(every="10min")
+    run.train(FIRST_STEPS + 1)
+    assert run.cadence.forecast == Forecast(MB * DAY_S / 600, 0.0)
+    assert run.cadence.interval_steps is None
+
+
+def test_bases_beyond_the_budget_are_taken_and_that_is_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Run(every=20, budget=Budget(write_bytes_per_day=50 * MB))
+    run.train(300)
+    assert run.bases == list(range(20, 301, 20))
+    assert len(lines(capsys, "bases alone write more a day than the budget")) == 1
+
+
+def test_a_log_beyond_the_budget_stays_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    log, budget = LogOptions(to="disk"), Budget(write_bytes_per_day=400 * MB)
+    run = Run("logged", every=1000, log=log, budget=budget)
+    run.train(200, log_bytes=1000)  # bases 172.8 MB, log 172.8 MB
+    assert run.told == []
+    assert run.cadence.forecast == Forecast(172.8 * MB, 172.8 * MB)
+    run.train(300, log_bytes=3000)
+    assert run.told == [False]
+    assert not run.recorder.disk.on
+    assert run.cadence.forecast == Forecast(172.8 * MB, 0.0)
+    (said,) = lines(capsys, "stays in memory")
+    assert "budget of 400.0 MB a day" in said
+
+
+def test_it_goes_to_disk_again_behind_a_base_once_there_is_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log, budget = LogOptions(to="disk"), Budget(write_bytes_per_day=300 * MB)
+    run = Run("logged", every=1000, log=log, budget=budget)
+    run.train(50)
+    assert run.told == [False]
+    run.train(500, step_s=1.0)  # half of it a day
+    assert run.told == [False], "only behind a base"
+    assert len(lines(capsys, "has room again")) == 1
+    run.train(1000, step_s=1.0)
+    assert run.bases == [1000]
+    assert run.told == [False, True]
+
+
+def test_what_goes_back_and_forth_around_the_budget_stays_out() -> None:
+    log, budget = LogOptions(to="disk"), Budget(write_bytes_per_day=345 * MB)
+    run = Run("logged", every=1000, log=log, budget=budget)
+    for _ in range(20):
+        run.train(100, step_s=0.49)  # 352 MB a day
+        run.train(100, step_s=0.51)  # 338 MB
+    assert run.told == [False]
+
+
+def test_bytes_that_were_written_count_and_not_only_those_foretold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = LogOptions(to="disk", batch_steps=1)
+    budget = Budget(write_bytes_per_day=3 * MB)
+    run = Run("logged", every=None, log=log, budget=budget)
+    run.train(60, step_s=100.0)  # 864 kB a day
+    assert run.told == []
+    run.train(12, step_s=1.0, log_bytes=400_000)  # before anybody looks ahead again
+    assert run.told == [False]
+    assert run.stats.log_bytes <= 3 * MB
+    assert "were written within a day" in lines(capsys, "stays in memory")[0]
+
+
+def test_with_auto_a_log_that_leaves_no_room_for_bases_goes_first() -> None:
+    log, budget = LogOptions(to="disk"), Budget(write_bytes_per_day=180 * MB)
+    run = Run("logged", log=log, budget=budget, memory_bytes=20_000_000)
+    run.train(FIRST_STEPS + 3, log_bytes=1000)  # 172.8 MB of 180 a day
+    assert run.told == [False]
+    assert run.cadence.interval_steps == best_choice(run.costs()).interval_steps
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0, 30_000), st.integers(0, 1000)), max_size=60),
+)
+def test_a_meter_of_a_day_never_says_too_little(steps: list[tuple[float, int]]) -> None:
+    meter, now_s, total = DayMeter(), 0.0, 0
+    written: list[tuple[float, int]] = []
+    for passed_s, size in steps:
+        now_s += passed_s
+        total += size
+        written.append((now_s, size))
+        meter.reached(now_s, total)
+        found = meter.last_day_bytes(now_s)
+        least = sum(size for at_s, size in written if at_s > now_s - DAY_S)
+        gap_s = max([600.0, *(s for s, _ in steps)])
+        most = sum(size for at_s, size in written if at_s >= now_s - DAY_S - 600 - gap_s)
+        assert least <= found <= most
+
+
+@given(budget=st.floats(1, 1e15), base=st.integers(1, 10**12), step_s=st.floats(0.001, 1000))
+def test_bases_within_a_budget(budget: float, base: int, step_s: float) -> None:
+    steps = interval_steps_within(budget, base, step_s)
+    assert base * DAY_S / (steps * step_s) <= budget * (1 + 1e-9)
+    if steps > 1:
+        assert base * DAY_S / ((steps - 1) * step_s) > budget * (1 - 1e-9)
+    assert interval_steps_within(0, base, step_s) > 10**15
+
+
+# --- A real Checkpointer ----------------------------------------------------------------
+
+
+def test_a_checkpointer_measures_and_chooses(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``sync``: what a base costs is all of its write."""
+    clock = ManualClock()
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "rename" and path.name == "rank-00000.safetensors":
+            clock.advance(3.0)
+
+    fs = HookedFileSystem(hook)
+    every = Every(auto=True, mtbf_s=600.0)
+    with opened(run_folder, {"a": torch.ones(5000)}, fs=fs, clock=clock, every=every) as ckpt:
+        for _ in range(FIRST_STEPS + 2):
+            clock.advance(0.5)
+            ckpt.step()
+        stats = ckpt.stats()
+        assert (stats.saves, stats.durable_step) == (1, FIRST_STEPS + 1)
+        assert stats.interval_steps == round(math.sqrt(2 * 600 * 3) / 0.5) == 120
+        assert stats.step_s == pytest.approx(0.5)
+        assert stats.mtbf_s == pytest.approx(600, rel=0.001)
+        size = stats.written_bytes
+        assert stats.forecast_bytes_per_day == pytest.approx(size * DAY_S / 60)
+        for _ in range(120):
+            clock.advance(0.5)
+            ckpt.step()
+        assert ckpt.stats().durable_step == FIRST_STEPS + 1 + 120
+    assert len(lines(capsys, "a base every 120 steps (60 s)")) == 1
+
+
+def test_a_base_is_durable_before_the_next_is_taken(run_folder: Path) -> None:
+    clock, gate = ManualClock(), Gate()
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "rename" and path.name == "rank-00000.safetensors":
+            gate.wait_at()
+
+    fs = HookedFileSystem(hook)
+    options: dict[str, Any] = {"fs": fs, "clock": clock, "method": "async"}
+    every = Every(auto=True, mtbf_s=0.1)
+    with opened(run_folder, {"a": torch.ones(5000)}, every=every, **options) as ckpt:
+        try:
+            for step in range(1, 101):
+                clock.advance(0.5)
+                ckpt.step()
+                assert step <= FIRST_STEPS or gate.reached.wait(TIMEOUT_S)
+            assert ckpt.stats().saves == 1
+        finally:
+            gate.open()
+        ckpt.wait()
+        for _ in range(5):
+            clock.advance(0.5)
+            ckpt.step()
+            ckpt.wait()
+        assert ckpt.stats().interval_steps == 100 - (FIRST_STEPS + 1), "so long it had taken"
+        assert ckpt.stats().saves == 2
+
+
+def test_a_base_that_failed_is_not_what_a_base_costs(run_folder: Path) -> None:
+    clock, failing = ManualClock(), [True]
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "rename" and path.name == "rank-00000.safetensors" and failing:
+            failing.pop()
+            raise OSError(5, "Input/output error")
+
+    fs = HookedFileSystem(hook)
+    with opened(run_folder, {"a": torch.ones(5000)}, fs=fs, clock=clock, every="auto") as ckpt:
+        with pytest.raises(StorageError):
+            for _ in range(FIRST_STEPS + 1):
+                clock.advance(0.5)
+                ckpt.step()
+        for _ in range(FIRST_STEPS - 1):
+            clock.advance(0.5)
+            ckpt.step()
+        assert (ckpt.stats().saves, ckpt.stats().interval_steps) == (1, None)
+        clock.advance(0.5)
+        ckpt.step()
+        assert ckpt.stats().durable_step == 2 * FIRST_STEPS + 1
+        clock.advance(0.5)
+        ckpt.step()
+        assert ckpt.stats().interval_steps is not None
+
+
+def test_failures_of_a_run_are_counted_by_its_timelines(run_folder: Path) -> None:
+    state, clock = {"a": torch.ones(500)}, ManualClock()
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "rename" and path.name == "rank-00000.safetensors":
+            clock.advance(9000.0)  # dear: there are few of them
+
+    options: dict[str, Any] = {"clock": clock, "fs": HookedFileSystem(hook), "keep": 50}
+    for crash in range(4):
+        with opened(run_folder, state, every="auto", **options) as ckpt:
+            assert ckpt.resume().step == crash * 40
+            for step in range(40):
+                clock.advance(100.0)
+                ckpt.step()
+                if step == 29:
+                    ckpt.save()
+            ckpt.save()
+            mtbf_s = ckpt.stats().mtbf_s
+            assert mtbf_s == pytest.approx((DAY_S + crash * 4000 + 2000) / (1 + crash), rel=0.05)
+            if crash == 3:
+                ckpt.rewind(150)
+                for _ in range(FIRST_STEPS + 70):
+                    clock.advance(100.0)
+                    ckpt.step()
+                assert ckpt.stats().mtbf_s > mtbf_s  # type: ignore[operator]
+        forget(run_folder)
+
+
+def test_the_start_says_what_each_base_and_step_writes(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    options: dict[str, Any] = {"method": "logged", "log": LogOptions(to="disk"), "every": "auto"}
+    budget = Budget(write_bytes_per_day=10**12)
+    with opened(run_folder, state, budget=budget, **options):
+        said = lines(capsys, "logged, every=auto, keep 3")[0]
+    for words in (
+        "bytes per parameter)",
+        "for two bases and 4.0 MB of gradients for each step since",
+    ):
+        assert words in said
+    assert said.endswith("per base, 4.0 MB of gradients per step (budget of 1.0 TB a day)")

@@ -1,0 +1,107 @@
+"""Replay is exact only under the conditions of training: another torch, machine or number of
+threads is said, and claimed is nothing (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from everstep.format.records import TimelineRecord
+from everstep.recover.rebuild import conditions
+from everstep.recover.redo import other_conditions
+from everstep.seams.fingerprint import fingerprint
+from tests.unit.logged import World, opened, train
+
+HERE = TimelineRecord("r", 1, None, 0, True, 1, fingerprint(), 0.0)
+
+
+def trained(**changed: str | None) -> TimelineRecord:
+    """A timeline like one of this process, with some conditions changed (None: not recorded)."""
+    found = {**fingerprint(), **{key: value for key, value in changed.items() if value is not None}}
+    for key, value in changed.items():
+        if value is None:
+            found.pop(key, None)
+    return replace(HERE, timeline=2, fingerprint=found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"python": "2.7"}, ""),  # computes nothing
+        ({"torch": "1.0"}, "trained with torch 1.0, replayed with "),
+        ({"machine": "vax"}, "trained with machine vax, replayed with "),
+        ({"system": "Plan 9"}, "trained with system Plan 9, replayed with "),
+        ({"threads": "77"}, f"trained with threads 77, replayed with {torch.get_num_threads()}"),
+        ({"threads": None}, f"trained with threads none, replayed with {torch.get_num_threads()}"),
+        ({"device": "a GPU"}, "trained with device a GPU, replayed with none"),
+        ({"cuda": "12.4"}, "trained with cuda 12.4, replayed with none"),
+    ],
+    ids=str,
+)
+def test_one_condition(changed: dict[str, str | None], said: str) -> None:
+    found = other_conditions([HERE, trained(**changed), HERE])
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_a_timeline_whose_record_is_lost() -> None:
+    assert "damaged" in other_conditions([HERE, None])
+    assert other_conditions([]) == ""
+
+
+def test_offline_the_number_of_threads_is_taken_over_and_not_refused() -> None:
+    """Without the program that trained it, replay chooses how many it computes with."""
+    assert conditions([HERE]) == (torch.get_num_threads(), "")
+    assert conditions([trained(threads="77")]) == (77, "")
+    assert conditions([HERE, trained(threads="77")]) == (None, "")
+    assert conditions([trained(threads=None)]) == (None, "")
+    assert conditions([trained(torch="1.0")])[1].startswith("trained with torch 1.0")
+    assert "replayed on the CPU" in conditions([trained(device="a GPU")])[1]
+
+
+def test_denormals_that_training_flushes_are_a_condition() -> None:
+    """Second moments become so small; torch does not tell, so a product is looked at."""
+    assert torch.set_flush_denormal(True)
+    try:
+        record = trained()
+        assert record.fingerprint["denormals"] == "flushed"
+        assert other_conditions([record]) == ""
+        assert other_conditions([HERE]) == "trained with denormals none, replayed with flushed"
+    finally:
+        torch.set_flush_denormal(False)
+    assert other_conditions([record]) == "trained with denormals flushed, replayed with none"
+    assert conditions([record])[1] == "trained with denormals flushed, replayed with kept"
+    assert "denormals" not in fingerprint()
+
+
+def forge(record: TimelineRecord) -> TimelineRecord:
+    return replace(record, fingerprint={**record.fingerprint, "threads": "77"})
+
+
+@pytest.mark.parametrize(
+    ("change", "exact"), [(lambda record: record, True), (forge, False)], ids=["same", "other"]
+)
+def test_a_resume_that_replays(
+    change: Callable[[TimelineRecord], TimelineRecord], exact: bool, run_folder: Path
+) -> None:
+    """By the log, with another number of threads: the state comes back, the claim does not, and
+    what descends from it makes none either. A base needs no replay."""
+    world = World()
+    train(run_folder, world, 6)
+    path = run_folder / "timeline-00001" / "timeline.json"
+    path.write_bytes(change(TimelineRecord.decode(path.read_bytes(), path)).encode())
+    with opened(run_folder, World(seed=9), every=None) as ckpt:
+        recovery = ckpt.resume(step=5)
+        assert recovery.replayed == 1
+        assert recovery.exact == exact
+        assert ("trained with threads 77" in recovery.evidence) != exact
+    with opened(run_folder, World(seed=9), every=None) as ckpt:
+        assert ckpt.resume().exact == exact
+    with opened(run_folder, World(seed=9), every=None) as ckpt:
+        recovery = ckpt.resume(step=4)
+        assert (recovery.replayed, recovery.exact) == (0, True)

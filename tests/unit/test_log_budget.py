@@ -1,0 +1,290 @@
+"""A log to disk that the write budget stops, and lets go on: what is there has no hole that is not
+known, and every step of it can be gone back to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+
+import everstep
+from everstep.errors import OptionError, RecoveryError
+from everstep.keeper.cadence import FIRST_STEPS
+from everstep.keeper.local import LocalKeeper
+from everstep.options import Budget, LogOptions
+from everstep.seams import ManualClock, PosixFileSystem, Seams
+from tests.unit.logged import World, invoke, opened, rebuilder_of, segments_of
+from tests.unit.serving import Bench, die, serving
+from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget
+
+TO_DISK = LogOptions(to="disk", batch_steps=2, history="all")
+
+
+class Trained:
+    """A run with a log on disk, trained step by step by a clock that the test moves.
+
+    Attributes:
+        states: after each step.
+    """
+
+    def __init__(self, run: Path, *, fs: Any = None, **options: Any) -> None:
+        self.run, self.world, self.clock = run, World(), ManualClock()
+        self.states: dict[int, Any] = {}
+        self.step = 0
+        self.seams = Seams(filesystem=fs or PosixFileSystem(), clock=self.clock)
+        self.options = options
+
+    def __enter__(self) -> Trained:
+        self._context = opened(self.run, self.world, seams=self.seams, **self.options)
+        self.ckpt = self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+        forget(self.run)
+
+    def train(self, steps: int, *, step_s: float = 1.0) -> None:
+        for _ in range(steps):
+            self.clock.advance(step_s)
+            self.world.train()
+            self.ckpt.step()
+            self.ckpt.wait()
+            self.step += 1
+            self.states[self.step] = self.world.snapshot()
+
+
+def spans(run: Path) -> list[tuple[int, int]]:
+    """Steps on disk: those behind the first number up to the second, joined."""
+    found: list[tuple[int, int]] = []
+    for segment in segments_of(run):
+        assert segment.problem is None
+        if found and found[-1][1] == segment.after:
+            found[-1] = (found[-1][0], segment.last)
+        else:
+            found.append((segment.after, segment.last))
+    return found
+
+
+def assert_rebuilt(run: Path, states: dict[int, Any], steps: range) -> None:
+    with rebuilder_of(run) as rebuilder:
+        for step in steps:
+            rebuilt = rebuilder.state_at(step)
+            assert (rebuilt.step, rebuilt.exact) == (step, True)
+            assert bytes(rebuilt.state.bytes_of("model/0.weight")) == states[step]["0.weight"]
+
+
+@pytest.fixture(scope="module")
+def day_bytes(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """What such a run writes in a day, at a second a step."""
+    run = Trained(tmp_path_factory.mktemp("measured") / "run", log=TO_DISK, every=8)
+    with run:
+        run.train(FIRST_STEPS + 1)
+        forecast = run.ckpt.stats().forecast_bytes_per_day
+        assert run.ckpt.stats().log_written_bytes > 0
+    assert forecast is not None
+    return forecast
+
+
+def test_the_log_ends_where_the_budget_does(
+    run_folder: Path, day_bytes: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = Budget(write_bytes_per_day=int(day_bytes / 2))
+    stopped = FIRST_STEPS + 1  # as soon as a step is known to be so short
+    with Trained(run_folder, log=TO_DISK, every=8, budget=budget) as run:
+        run.train(20)
+        stats = run.ckpt.stats()
+        assert stats.log_steps_in_memory == 20 - stopped
+        assert stats.log_holes == 0
+    said = capsys.readouterr().err
+    assert said.count("from now on the log stays in memory") == 1
+    assert spans(run_folder) == [(0, stopped)], "the batch under way is written, no more"
+    assert_rebuilt(run_folder, run.states, range(1, stopped + 1))
+    with rebuilder_of(run_folder) as rebuilder, pytest.raises(OptionError, match="has step 13"):
+        rebuilder.state_at(stopped + 2)
+    assert invoke("verify", run_folder, "--replay").exit_code == 0
+    other = Trained(run_folder, log=TO_DISK, every=8)
+    with other:
+        assert other.ckpt.resume(step=stopped).exact
+        assert other.world.snapshot() == run.states[stopped]
+        with pytest.raises(RecoveryError):
+            other.ckpt.resume(step=stopped + 2)
+
+
+def test_it_goes_on_behind_a_base(
+    run_folder: Path, day_bytes: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = Budget(write_bytes_per_day=int(day_bytes / 2))
+    with Trained(run_folder, log=TO_DISK, every=8, budget=budget) as run:
+        run.train(20)
+        run.train(75, step_s=4.0)
+        end = run.step
+        assert run.ckpt.stats().log_steps_in_memory < end - FIRST_STEPS - 1
+    assert capsys.readouterr().err.count("the budget has room again") == 1
+    (_, stopped), (again, last) = spans(run_folder)
+    assert (stopped, last) == (FIRST_STEPS + 1, end)
+    assert again % 8 == 0, "at a base, and nowhere else"
+    assert again > 20
+    assert_rebuilt(run_folder, run.states, range(again, end + 1))
+    assert invoke("verify", run_folder, "--replay").exit_code == 0
+    other = Trained(run_folder, log=TO_DISK, every=8)
+    with other:
+        assert other.ckpt.resume().exact
+        assert other.world.snapshot() == run.states[end]
+
+
+def test_training_does_not_wait_for_what_is_not_written(run_folder: Path) -> None:
+    log = LogOptions(to="disk", batch_steps=1, lag_steps=0, history="all")
+    with Trained(run_folder, log=log, every=8, progress_timeout_s=5) as run:
+        run.train(4)
+        assert spans(run_folder) == [(0, 4)]
+        disk = run.ckpt._recorder.disk  # type: ignore[union-attr]
+        disk.stop()
+        run.train(6)
+        assert disk.again()
+        assert not disk.again(), "it was asked for"
+        run.train(6)
+        assert spans(run_folder) == [(0, 4)]
+        for step in range(17, 20):
+            run.train(1)
+            assert spans(run_folder)[1:] == [(16, step)], "each step, before the next"
+    assert_rebuilt(run_folder, run.states, range(16, 20))
+
+
+def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> None:
+    """What was made before the log was stopped is still on its way."""
+    gate = Gate()
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "rename" and "log" in path.parts:
+            gate.wait_at()
+
+    with Trained(run_folder, log=TO_DISK, every=100, fs=HookedFileSystem(hook)) as run:
+        try:
+            run.train(3)
+            recorder, keeper = run.ckpt._recorder, run.ckpt._keeper
+            assert recorder is not None
+            assert isinstance(keeper, LocalKeeper)
+            recorder.disk.stop()
+            run.train(2)
+            run.ckpt.save()
+            run.ckpt.wait()
+            assert {kept.step for kept in recorder._kept} == {1, 2, 3, 4, 5}
+        finally:
+            gate.open()
+        assert keeper.records is not None
+        keeper.records.settle(TIMEOUT_S)
+        assert recorder._kept == [], "a base is durable, and nothing is on its way"
+    assert spans(run_folder) == [(0, 3)]
+
+
+def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Trained(run_folder, log=TO_DISK, every=100) as run:
+        run.train(3)
+        recorder, keeper = run.ckpt._recorder, run.ckpt._keeper
+        assert recorder is not None
+        assert isinstance(keeper, LocalKeeper)
+        with monkeypatch.context() as patched:  # as if there were no memory for it
+            patched.setattr(recorder, "_copy_now", lambda *args: None)
+            run.train(1)
+        recorder.disk.stop()
+        run.train(2)
+        run.ckpt.save()
+        run.ckpt.wait()
+        assert keeper.records is not None
+        keeper.records.settle(TIMEOUT_S)
+        assert recorder._kept == []
+
+
+@pytest.mark.parametrize("stopped_first", [False, True])
+def test_a_log_that_failed_stays_so_and_nobody_waits_for_it(
+    run_folder: Path, stopped_first: bool
+) -> None:
+    failing: list[bool] = []
+
+    def hook(op: str, path: PurePath) -> None:
+        if failing and op == "rename" and "log" in path.parts:
+            raise OSError(5, "Input/output error")
+
+    log = LogOptions(to="disk", batch_steps=1, lag_steps=0, history="all")
+    options: dict[str, Any] = {"on_failure": "warn", "progress_timeout_s": 5}
+    with Trained(run_folder, log=log, every=4, fs=HookedFileSystem(hook), **options) as run:
+        run.train(2)
+        disk = run.ckpt._recorder.disk  # type: ignore[union-attr]
+        if stopped_first:
+            disk.stop()
+        failing.append(True)
+        with nullcontext() if stopped_first else pytest.warns(RuntimeWarning):
+            run.train(1)
+        if not stopped_first:
+            disk.stop()
+        failing.clear()
+        assert disk.again()
+        run.train(6)
+    there = [(0, 2), (4, 9)] if stopped_first else [(0, 2)]
+    assert spans(run_folder) == there
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[Bench]:
+    with serving(run_folder) as made:
+        yield made
+
+
+def test_a_keeper_process_is_told(served: Bench) -> None:
+    """And what is in memory has no hole: a killed trainer still loses nothing."""
+    world = World()
+    options: dict[str, Any] = {"keeper": everstep.KeeperOptions(), "log": TO_DISK, "every": 4}
+    forget(served.run)
+    ckpt = everstep.Checkpointer(served.run, world.state, method="logged", **options)
+    ckpt.resume()
+    recorder = ckpt._recorder
+    assert recorder is not None
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            world.train()
+            ckpt.step()
+
+    steps(3)
+    recorder.disk.stop()
+    steps(3)
+    assert recorder.disk.again()
+    steps(5)
+    ckpt.wait()
+    wanted = world.snapshot()
+    ckpt._saver.finish_captures()
+    die(ckpt)
+    other = World(seed=9)
+    forget(served.run)
+    again = everstep.Checkpointer(served.run, other.state, method="logged", **options)
+    recovery = again.resume()
+    assert (recovery.step, recovery.exact, recovery.source) == (11, True, "memory")
+    assert other.snapshot() == wanted
+    assert spans(served.run) == [(0, 3), (8, 11)]
+    again.close()
+
+
+def test_a_new_keeper_does_not_begin_to_write_it(served: Bench) -> None:
+    world = World()
+    options: dict[str, Any] = {"keeper": everstep.KeeperOptions(), "log": TO_DISK, "every": 100}
+    forget(served.run)
+    with everstep.Checkpointer(served.run, world.state, method="logged", **options) as ckpt:
+        ckpt.resume()
+        world.train()
+        ckpt.step()
+        recorder = ckpt._recorder
+        assert recorder is not None
+        recorder.disk.stop()
+        ckpt.save()
+        ckpt.rewind(1)  # a new timeline
+        world.train()
+        ckpt.step()
+        world.train()
+        ckpt.step()
+        assert ckpt.stats().log_steps_in_memory == 2
+    assert segments_of(served.run, 2) == []

@@ -1,0 +1,253 @@
+"""Redo in a live resume: read, checked and decoded ahead, replayed over parameters in parallel.
+
+What training had, by torch itself, is what has to come out, bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from everstep.errors import ReplayError
+from everstep.format.log import LogRecord
+from everstep.format.names import base_dir
+from everstep.options import LogOptions
+from everstep.recover import logs, redo
+from everstep.recover.redo import Redo
+from everstep.recover.report import Recovery
+from everstep.replay import blocked, engine
+from everstep.replay.blocked import Blocked
+from tests.unit.logged import World, opened, segments_of
+from tests.unit.world import TIMEOUT_S
+
+STEPS = 9
+
+
+class Wide(World):
+    """Tensors of several blocks of 64 elements."""
+
+    def __init__(self, make: Any = None, *, seed: int = 1) -> None:
+        super().__init__(make, seed=seed)
+        self.model = nn.Sequential(
+            nn.Linear(4, 70), nn.BatchNorm1d(70), nn.Dropout(0.2), nn.Linear(70, 9), nn.Linear(9, 2)
+        )
+        self.optimizer = (make or (lambda p: AdamW(p, lr=0.01)))(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.state |= {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(redo, "available_cores", lambda: [0, 1])
+
+
+def trained(run: Path, make: Any = None, *, batch_steps: int = 2) -> dict[int, Any]:
+    """A base, then :data:`STEPS` steps in the log on disk, and no base behind them: as after a
+    kill. The state after each step."""
+    world = Wide(make)
+    world.train()  # the optimizer makes its state
+    log = LogOptions(to="disk", batch_steps=batch_steps, history="all")
+    found = {}
+    with opened(run, world, every=None, log=log) as ckpt:
+        ckpt.resume()
+        ckpt.save().durable.result(TIMEOUT_S)
+        for step in range(1, STEPS + 1):
+            world.train()
+            ckpt.step()
+            found[step] = world.snapshot()
+    shutil.rmtree(base_dir(PurePath(run), 1, STEPS))
+    return found
+
+
+@contextmanager
+def resumed(
+    run: Path, make: Any = None, step: int | None = None, **options: Any
+) -> Iterator[tuple[Wide, Recovery]]:
+    world = Wide(make, seed=2)
+    with opened(run, world, every=None, **options) as ckpt:
+        yield world, ckpt.resume(step=step)
+
+
+MOST = {SGD: {"momentum": 0.9, "nesterov": True}, Adam: {"amsgrad": True}, AdamW: {}}
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {}], ids=str)
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_every_row_that_is_replayed_in_blocks(
+    kind: Any, flags: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(parameters: Any) -> Any:
+        return kind(parameters, lr=0.01, weight_decay=0.1, **MOST[kind], **flags)
+
+    states = trained(tmp_path / "run", make)
+    taken: list[tuple[int, int]] = []
+
+    class NotingBlocked(Blocked):
+        def run(self, updates: Any) -> None:
+            taken.append((len(updates), self._threads))
+            super().run(updates)
+
+    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
+    with resumed(tmp_path / "run", make) as (world, recovery):
+        assert (recovery.step, recovery.replayed, recovery.exact) == (STEPS, STEPS, True)
+        assert world.snapshot() == states[STEPS]
+    assert taken == [(redo.STEPS_AT_ONCE, 2), (STEPS - redo.STEPS_AT_ONCE, 2)]
+
+
+RUNS: dict[int, tuple[Path, dict[int, Any]]] = {}
+
+
+@settings(max_examples=25)
+@given(
+    batch_steps=st.integers(1, 4),
+    step=st.integers(1, STEPS),
+    window=st.integers(1, 6),
+    memory_bytes=st.sampled_from([0, 30_000, 1 << 40]),
+    block=st.sampled_from([64, 128, 1 << 18]),
+)
+def test_any_window_gives_the_same_bits(
+    batch_steps: int,
+    step: int,
+    window: int,
+    memory_bytes: int,
+    block: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if batch_steps not in RUNS:
+        run = tmp_path_factory.mktemp("trained") / "run"
+        RUNS[batch_steps] = run, trained(run, batch_steps=batch_steps)
+    run, states = RUNS[batch_steps]
+    copy = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(run, copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "BLOCK_ELEMENTS", block)
+        patch.setattr(redo, "STEPS_AT_ONCE", window)
+        patch.setattr(redo, "memory_available_bytes", lambda: memory_bytes)
+        with resumed(copy, step=step) as (world, recovery):
+            assert (recovery.step, recovery.replayed, recovery.exact) == (step, step, True)
+            assert world.snapshot() == states[step]
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_damage_in_the_middle_ends_replay_before_it(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the damaged segment is applied, though it was read while others were (I4)."""
+    monkeypatch.setattr(redo, "STEPS_AT_ONCE", window)
+    run = tmp_path / "run"
+    states = trained(run)
+    third = segments_of(run)[2]
+    (record,) = third.marker.files  # type: ignore[union-attr]
+    path = Path(third.path) / record.name
+    data = bytearray(path.read_bytes())
+    data[record.header_length + 100] ^= 1
+    path.write_bytes(data)
+    with resumed(run) as (world, recovery):
+        assert (recovery.step, recovery.replayed) == (third.after, third.after)
+        assert "damaged" in recovery.skipped[-1].reason
+        assert world.snapshot() == states[third.after]
+
+
+def test_a_record_that_is_not_what_it_was_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flips in memory, behind the checks of the file."""
+    run = tmp_path / "run"
+    states = trained(run)
+    read = logs.read_segment
+
+    def flipping(*args: Any, **options: Any) -> list[LogRecord]:
+        found = read(*args, **options)
+        for record in found:
+            if record.head.kind == "update" and record.head.step == 6:
+                record.data[40] ^= 1
+        return found
+
+    monkeypatch.setattr(logs, "read_segment", flipping)
+    with resumed(run) as (world, recovery):
+        assert (recovery.step, recovery.replayed) == (5, 5)
+        assert world.snapshot() == states[5]
+
+
+def test_the_next_segment_is_read_while_one_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay of the first segment waits here until the second one has been read."""
+    monkeypatch.setattr(redo, "STEPS_AT_ONCE", 1)
+    states = trained(tmp_path / "run", batch_steps=1)
+    read, apply, count = logs.read_segment, Redo._apply, threading.Semaphore(0)
+    overlapped: list[bool] = []
+
+    def noting(*args: Any, **options: Any) -> list[LogRecord]:
+        found = read(*args, **options)
+        count.release()
+        return found
+
+    def waiting(self: Redo) -> None:
+        if not overlapped:
+            overlapped.append(all(count.acquire(timeout=TIMEOUT_S) for _ in range(2)))
+        apply(self)
+
+    monkeypatch.setattr(logs, "read_segment", noting)
+    monkeypatch.setattr(Redo, "_apply", waiting)
+    with resumed(tmp_path / "run") as (world, _):
+        assert world.snapshot() == states[STEPS]
+    assert overlapped == [True]
+
+
+def test_no_more_is_read_than_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for nothing: one step in hand, one waiting, one being made."""
+    monkeypatch.setattr(redo, "memory_available_bytes", lambda: 0)
+    states = trained(tmp_path / "run", batch_steps=1)
+    read, apply = logs.read_segment, Redo._apply
+    done: list[str] = []
+    most: list[int] = []
+
+    def noting(*args: Any, **options: Any) -> list[LogRecord]:
+        done.append("read")
+        most.append(done.count("read") - done.count("applied"))
+        return read(*args, **options)
+
+    def applied(self: Redo) -> None:
+        apply(self)
+        done.append("applied")
+
+    monkeypatch.setattr(logs, "read_segment", noting)
+    monkeypatch.setattr(Redo, "_apply", applied)
+    with resumed(tmp_path / "run") as (world, recovery):
+        assert recovery.replayed == STEPS
+        assert world.snapshot() == states[STEPS]
+    assert max(most) <= 3
+
+
+def test_an_update_that_fails_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "run", batch_steps=1)
+
+    def failing(self: Redo, step: Any) -> None:
+        raise ReplayError("it does not fit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Redo, "step", failing)
+        with pytest.raises(ReplayError, match="does not fit"), resumed(tmp_path / "run"):
+            pass
+    assert not any(thread.name == "everstep-ahead" for thread in threading.enumerate())

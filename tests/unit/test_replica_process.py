@@ -1,0 +1,125 @@
+"""The replica in a keeper process of its own: trainer and keeper are killed for good."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_log import World
+
+ROOT = Path(__file__).parents[2]
+SEED = 4711
+STEPS = 12
+
+TRAIN = """
+import hashlib, os, sys, torch
+import everstep
+from tests.unit.following import until
+from tests.unit.test_log import World
+
+run, method, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+world = World(seed=int(sys.argv[4]))
+ckpt = everstep.Checkpointer(run, world.state, method=method, every=3, keep=50)
+found = ckpt.resume()
+os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
+print("resumed", found.step, found.source, found.exact, flush=True)
+for step in range(found.step, steps):
+    world.train()
+    ckpt.step()
+    state = sorted(world.snapshot().items())
+    print("step", step + 1, hashlib.sha256(repr(state).encode()).hexdigest(), flush=True)
+    if step == 1 and ckpt._standby is not None:
+        until(lambda: ckpt.stats().replica_step == 2, "the replica")
+pid = ckpt._keeper.pid
+print("torch", "libtorch" in open(f"/proc/{pid}/maps").read(), flush=True)
+ckpt.close()
+print("restarts", ckpt.stats().keeper_restarts, flush=True)
+"""
+
+Said = dict[str, list[list[str]]]
+
+
+def train(run: Path, seed: int, *, method: str = "lowdiff_plus", failing: str = "") -> Said:
+    """Trains in a process of its own; what it said, by its first word."""
+    found = subprocess.run(
+        [sys.executable, "-c", TRAIN, str(run), method, str(STEPS), str(seed)],
+        cwd=ROOT,
+        env={**os.environ, "EVERSTEP_FAILPOINTS": failing, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said: Said = {"status": [[str(found.returncode)]], "errors": [[found.stderr]]}
+    for line in found.stdout.splitlines():
+        word, *rest = line.split()
+        said.setdefault(word, []).append(rest)
+    return said
+
+
+def uninterrupted() -> dict[str, str]:
+    """Digest of the state after each step."""
+    world, found = World(), {}
+    for step in range(1, STEPS + 1):
+        world.train()
+        state = sorted(world.snapshot().items())
+        found[str(step)] = hashlib.sha256(repr(state).encode()).hexdigest()
+    return found
+
+
+def steps_of(said: Said) -> dict[str, Any]:
+    return dict(said.get("step", []))
+
+
+def check_kills(run: Path, kills: list[int]) -> None:
+    """Kills the trainer again and again; every state is that of the uninterrupted run."""
+    wanted, last = uninterrupted(), 0
+    for number, hit in enumerate([*kills, 0]):
+        failing = f"log.after_record=kill:{hit}" if hit else ""
+        said = train(run, 1 if not number else 100 + number, failing=failing)
+        step, source, exact = said["resumed"][0]
+        assert int(step) >= last, "no step that was over is lost"
+        assert source == ("memory" if number else "fresh")
+        assert exact == "True"
+        found = steps_of(said)
+        assert found.items() <= wanted.items(), (kills, number)
+        last = max(map(int, found), default=int(step))
+        if not hit:
+            assert said["status"] == [["0"]], said["errors"]
+            assert last == STEPS
+
+
+def test_a_trainer_that_is_killed_for_good_loses_no_step(run_folder: Path) -> None:
+    check_kills(run_folder, [9])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round_", range(6))
+def test_killed_at_random(run_folder: Path, round_: int) -> None:
+    draw = random.Random(SEED + round_)
+    kills = [draw.randrange(1, 9) for _ in range(3)]
+    print(f"seed {SEED + round_}: {kills}")
+    check_kills(run_folder, kills)
+
+
+@pytest.mark.parametrize(
+    "place", ["replica.before_apply", pytest.param("replica.after_apply", marks=pytest.mark.slow)]
+)
+def test_a_keeper_that_is_killed_while_it_applies_is_replaced(run_folder: Path, place: str) -> None:
+    said = train(run_folder, 1, failing=f"{place}=kill:2")
+    assert said["status"] == [["0"]], said["errors"]
+    assert steps_of(said) == uninterrupted()
+    assert said["restarts"] == [["1"]]
+    assert said["torch"] == [["True"]]
+    again = train(run_folder, 9)
+    assert again["resumed"] == [[str(STEPS), "disk", "True"]]
+
+
+def test_without_a_replica_the_keeper_does_not_load_torch(run_folder: Path) -> None:
+    assert train(run_folder, 1, method="logged")["torch"] == [["False"]]

@@ -1,0 +1,93 @@
+"""Generators' states in a survey: of the moment, read into memory that stays where it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from everstep.errors import UnsupportedStateError
+from everstep.state.image import OBJECT_PREFIX, RNG_SECTION, State
+from everstep.state.objects import decode
+from everstep.state.rng import restore_rng
+from everstep.state.survey import Survey
+from everstep.state.tree import join
+
+NAME = f"{RNG_SECTION}/torch"
+
+
+@pytest.fixture(autouse=True)
+def as_they_were() -> Iterator[None]:
+    """All generators back to where they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    generator: Any = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(generator)
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+def drawn() -> list[float]:
+    return [random.gauss(0, 1), random.random(), float(np.random.randn()), float(torch.rand(1))]
+
+
+def restore(survey: Survey) -> None:
+    """What a base of this survey would bring back."""
+    tree: Any = decode(survey.objects()[OBJECT_PREFIX + RNG_SECTION])
+    tensors = {name: tensor.clone() for name, tensor in survey.tensors.items()}
+    assert restore_rng(join(tree, tensors)) == []  # type: ignore[arg-type]
+
+
+def test_a_survey_has_the_states_of_its_moment() -> None:
+    """With numbers that are kept for the next call (two normal ones are drawn at once), too."""
+    state = State({"a": 1})
+    tensor = state.survey().tensors[NAME]
+    for _ in range(5):
+        drawn()
+        survey = state.survey()
+        assert survey.tensors[NAME] is tensor, "nothing has to be planned anew"
+        wanted = drawn()
+        assert not torch.equal(tensor, torch.get_rng_state())
+        restore(survey)
+        assert drawn() == wanted
+
+
+def test_encoded_later_they_are_what_they_were() -> None:
+    state = State({"a": 1})
+    survey = state.survey()
+    wanted = state.survey().objects()
+    drawn()
+    assert survey.objects() == wanted
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_makes_no_difference(first: bool) -> None:
+    with torch.inference_mode(first):
+        state = State({"a": 1})
+    drawn()
+    with torch.inference_mode(not first):
+        survey = state.survey()
+    wanted = drawn()
+    restore(survey)
+    assert drawn() == wanted
+
+
+def test_another_generator_of_numpy() -> None:
+    state = State({"a": 1})
+    np.random.set_bit_generator(np.random.PCG64(7))
+    survey = state.survey()
+    wanted = drawn()
+    restore(survey)
+    assert drawn() == wanted
+
+
+def test_what_cannot_be_stored_is_refused_at_once() -> None:
+    state = State({"a": 1})
+    random.setstate((*random.getstate()[:2], object()))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedStateError, match="gauss"):
+        state.survey()
