@@ -244,7 +244,10 @@ def test_what_a_kill_may_cost() -> None:
     assert found(report_of(kills=[kill("lowdiff", different=1)]), *words)[0] is False
     more = kill("lowdiff", step=8)  # it was over, and the process could not say so any more
     assert more.kills[0].lost == 0
-    assert not targets(report_of(kills=[kill("lazy", step=3)])).keys() & {"lazy"}
+    failed = Killed(setting("lowdiff"), error="failed: it hangs")
+    assert found(report_of(kills=[failed]), *words) == (False, "failed: it hangs")
+    assert "failed: it hangs" in shown(report_of(kills=[failed]), show.present)
+    assert not [name for name in targets(report_of(kills=[kill("lazy", step=3)])) if "lazy" in name]
 
 
 def test_a_gigabyte_is_back_within_two_seconds() -> None:

@@ -35,8 +35,8 @@ for step in range(found.step, steps):
     ckpt.step()
     state = sorted(world.snapshot().items())
     print("step", step + 1, hashlib.sha256(repr(state).encode()).hexdigest(), flush=True)
-    if step == 1 and ckpt._standby is not None:
-        until(lambda: ckpt.stats().replica_step == 2, "the replica")
+    if step in (1, steps - 1) and ckpt._standby is not None:
+        until(lambda: ckpt.stats().replica_step == step + 1, "the replica")
 pid = ckpt._keeper.pid
 print("torch", "libtorch" in open(f"/proc/{pid}/maps").read(), flush=True)
 ckpt.close()

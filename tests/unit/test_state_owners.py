@@ -208,6 +208,13 @@ def test_functions_that_update() -> None:
     ]
 
 
+def test_two_functions_may_not_claim_one_entry() -> None:
+    values = {"ema": {"a": torch.ones(2), "b": torch.ones(2)}}
+    with pytest.raises(OptionError, match=r"ema/b is updated by the functions of '\*' and 'ema/b'"):
+        State(values, declared={"*": list, "ema/b": list})
+    assert owners(values, declared={"*": None, "ema/b": list})["ema/b"].update == "ema/b"
+
+
 def test_patterns_match_nothing_of_everstep() -> None:
     assert owners({"x": torch.ones(1)}, static="*".split())["everstep/rng/torch"] == LOGGED
     with pytest.raises(OptionError, match="matches no entry"):

@@ -75,6 +75,7 @@ class Duties:
         if self.keeper is not None:
             if self.keeper.waiting:  # two that write at once would take each other's files away
                 raise KeeperError("earlier captures are still being written: settle first")
+            self.replicas.close()
             self.keeper.close()
         verified = message["verified"]
         self.channel = channel = BackgroundChannel(
@@ -249,7 +250,7 @@ class Duties:
 
     def close(self) -> None:
         """Ends all threads, behind what they have to do."""
-        self.replicas.close()
+        self.replicas.close(timeout_s=self.timeout_s)
         if self.auditor is not None:
             self.auditor.close()
         if self.keeper is not None:

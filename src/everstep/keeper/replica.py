@@ -145,7 +145,8 @@ class Replica:
         self._durable_step = -1
         self.applied = 0
         log.on_step = self._stir
-        threading.Thread(target=self._work, name="everstep-replica", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="everstep-replica", daemon=True)
+        self._thread.start()
 
     @property
     def step(self) -> int | None:
@@ -235,11 +236,12 @@ class Replica:
         self._stir()
         return True
 
-    def close(self) -> None:
-        """Ends the thread, behind the steps under way; does not wait for it."""
+    def close(self, *, timeout_s: float = 0.0) -> None:
+        """Ends the thread, behind the steps under way; waits no longer than that for it."""
         self._log.on_step = lambda: None
         self._closed = True
         self._stir()
+        self._thread.join(timeout_s)
 
     # --- Whose turn it is -----------------------------------------------------------------
 
@@ -300,7 +302,7 @@ class Replica:
 
     def _turn(self) -> bool:
         """One go; whether there may be more to do."""
-        if self._base is None or self._frozen is not None or self._off:
+        if self._base is None or self._frozen is not None or self._off or self._closed:
             return False
         if self._state is None:
             self._state = self._made(self._base)

@@ -70,10 +70,10 @@ class Replicas:
             timeout_s=timeout_s,
         )
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = 0.0) -> None:
         """No replica any more; what was frozen of it stays as it is."""
         if self._replica is not None:
-            self._replica.close()
+            self._replica.close(timeout_s=timeout_s)
         self._replica = self._frozen = self._trainer = None
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:

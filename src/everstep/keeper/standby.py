@@ -57,7 +57,7 @@ class Standby:
     def start(self, keeper: object) -> None:
         """A keeper has come into service, or a new timeline: no replica yet."""
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
-        self._expected, self._last, self.lost = False, None, None
+        self._expected, self._off, self._last, self.lost = False, False, None, None
         if self._keeper is not None:
             self._keeper.on_replica_stopped = self._stopped
 

@@ -238,10 +238,10 @@ class Told:
             kinds.add("static")
         return kinds
 
-    def update(self, names: Iterable[str]) -> str | None:
-        """The first pattern with a function that matches an entry with all these names."""
+    def updates_of(self, names: Iterable[str]) -> list[str]:
+        """The patterns with a function that match an entry with all these names."""
         names = list(names)
-        return next((p for p in self.updates if any(_matches(p, name) for name in names)), None)
+        return [p for p in self.updates if any(_matches(p, name) for name in names)]
 
     def check_updates(self, patterns: Iterable[str]) -> None:
         """Raises:
@@ -288,7 +288,8 @@ def owners_of(
         error: what to raise.
 
     Raises:
-        error: where a pattern claims what an optimizer owns, or two kinds claim one entry.
+        error: where a pattern claims what an optimizer owns, or two kinds, or two functions,
+            claim one entry.
     """
     overlapping = claims.overlapping(memory.values())
     owners: dict[str, Owner] = {}
@@ -311,7 +312,13 @@ def owners_of(
         if own and alone:
             owners[name] = Owner("replayed", optimizers[0])
         elif kinds == {"declared"}:
-            owners[name] = Owner("declared", update=told.update(also) if alone else None)
+            updates = told.updates_of(also)
+            if len(updates) > 1:
+                raise error(
+                    f"{name} is updated by the functions of {' and '.join(map(repr, updates))}",
+                    hint="make one of the patterns narrower",
+                )
+            owners[name] = Owner("declared", update=updates[0] if updates and alone else None)
         else:
             owners[name] = Owner(kinds.pop() if kinds else "logged")
     return owners

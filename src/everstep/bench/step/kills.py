@@ -67,10 +67,15 @@ class Kill:
 
 @dataclass(slots=True)
 class Killed:
-    """All kills of an arm."""
+    """All kills of an arm.
+
+    Attributes:
+        error: why there are no more.
+    """
 
     setting: Setting
     kills: list[Kill] = field(default_factory=list)
+    error: str | None = None
 
     def lost(self) -> int:
         """The most that was lost."""
@@ -108,7 +113,11 @@ class Kills:
             killed = Killed(options.usual(name))
             for _ in range(options.kills):
                 self._display.advance(name)
-                killed.kills.append(self._kill(killed.setting))
+                try:
+                    killed.kills.append(self._kill(killed.setting))
+                except EverstepError as error:
+                    killed.error = f"failed: {error}"
+                    break
             found.append(killed)
         return found
 

@@ -13,7 +13,7 @@ from everstep.bench.stall.running import close_run, keepers_of
 from everstep.bench.step.arms import Recovered, StepArm
 from everstep.bench.step.options import Setting
 from everstep.checkpointer import Checkpointer
-from everstep.options import KeeperOptions, LogOptions
+from everstep.options import Budget, KeeperOptions, LogOptions
 
 __all__ = ["LINGER_KILLED_S", "Ours", "missing"]
 
@@ -49,6 +49,7 @@ class Ours(StepArm):
         if setting.compresses:
             self.detail += f"; {self.compression}, without error feedback"
         self._checkpointer: Checkpointer | None = None
+        self._budget: Budget | None = None
 
     def open(self) -> None:
         """Begins, or goes on with, the run."""
@@ -64,6 +65,7 @@ class Ours(StepArm):
             method=self.setting.arm,
             every=self.setting.every,
             keep=1,
+            budget=self._budget,
             log=log,
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
         )

@@ -20,8 +20,9 @@ from everstep.bench.stall.running import quiet
 from everstep.bench.step.options import Setting
 from everstep.bench.step.ours import Ours
 from everstep.errors import EverstepError
+from everstep.options import Budget
 
-__all__ = ["ReplicaRate", "measure_rate"]
+__all__ = ["ReplicaRate", "log_bytes_of", "measure_rate"]
 
 _UPDATES_MAX = 40
 _UPDATES_MIN = 3
@@ -65,8 +66,26 @@ class ReplicaRate:
         }
 
 
+def log_bytes_of(params: int) -> int:
+    """Bytes of gradients that may be waiting for the replica, at most."""
+    return _updates_of(params) * _GRADIENT_BYTES * params
+
+
+def _updates_of(params: int) -> int:
+    count = _LOG_BYTES_MAX // (_GRADIENT_BYTES * params)
+    return max(_UPDATES_MIN, min(_UPDATES_MAX, count))
+
+
 class _Updates(Ours):
     """``lowdiff_plus`` under nothing but updates."""
+
+    def open(self) -> None:
+        """With room for all gradients in the log, so that a slow replica is only slow."""
+        params = self._loop.training.model.config.params
+        self._updates = _updates_of(params)
+        arena_bytes = 2 * self._loop.size_bytes + 2 * log_bytes_of(params)
+        self._budget = Budget(host_bytes=2 * arena_bytes)  # a half of it is the replica's
+        super().open()
 
     def measure(self) -> ReplicaRate:
         """After a warm-up.
@@ -74,10 +93,8 @@ class _Updates(Ours):
         Raises:
             EverstepError: the replica has stopped.
         """
-        training = self._loop.training
+        training, updates = self._loop.training, self._updates
         params = training.model.config.params
-        count = _LOG_BYTES_MAX // (_GRADIENT_BYTES * params)
-        updates = max(_UPDATES_MIN, min(_UPDATES_MAX, count))
         for parameter in training.model.parameters():
             parameter.grad = parameter.detach() * 1e-3
         try:

@@ -38,7 +38,7 @@ class StepReport:
         params: of the model, exactly.
         workload: the model in words.
         free_core: whether training had a core of its own, and another was free.
-        rate: of a replica; None if there was none.
+        rate: of a replica, or why there is no figure; None if there was no replica.
         replay: alone; None if it was left out.
         recoveries: with a log in memory, and on disk.
     """
@@ -52,7 +52,7 @@ class StepReport:
     free_core: bool
     rows: Rows
     kills: list[Killed]
-    rate: ReplicaRate | None
+    rate: ReplicaRate | str | None
     replay: ReplayFigures | None
     recoveries: list[RecoveryFigures]
     load_after: float
@@ -101,7 +101,7 @@ class StepReport:
             "params": self.params,
             "arms": [self._row_as_json(row) for row in self.rows.rows],
             "kills": [_killed_as_json(killed) for killed in self.kills],
-            "replica": self.rate and self.rate.as_json(),
+            "replica": self.rate.as_json() if isinstance(self.rate, ReplicaRate) else self.rate,
             "replay": self.replay and self.replay.as_json(),
             "recoveries": [figures.as_json() for figures in self.recoveries],
             "targets": [
@@ -148,11 +148,17 @@ class StepReport:
             yield self._on_a_free_core(Verdict(what, figure, met))
 
     def _lost_verdicts(self) -> Iterator[Verdict]:
-        for killed in self._killed(_STEPS_BACK):
+        for killed in self.kills:
             arm = killed.setting.arm
+            if arm not in _STEPS_BACK:
+                continue
+            what = f"SIGKILL with {arm}: nothing but the step in flight is lost, every bit is right"
+            if killed.error is not None:
+                yield Verdict(what, killed.error, met=False)
+                continue
             lost, same = killed.lost(), all(kill.identical for kill in killed.kills)
             yield Verdict(
-                f"SIGKILL with {arm}: nothing but the step in flight is lost, every bit is right",
+                what,
                 f"{lost} completed step(s) lost, {'every bit' if same else 'NOT every bit'} is "
                 f"that of an uninterrupted training, {len(killed.kills)} kill(s)",
                 lost == 0 and same,
@@ -160,9 +166,10 @@ class StepReport:
 
     def _back_verdicts(self) -> Iterator[Verdict]:
         size = f"{self.size_bytes / 1e9:.3f} GB"
-        for killed in self._killed(_STEPS_BACK):
+        for killed in self.kills:
             found = killed.seconds()
-            assert found is not None
+            if found is None or killed.setting.arm not in _STEPS_BACK:
+                continue
             what = (
                 f"resume() after SIGKILL with {killed.setting.arm}: {_BACK_BYTES / 1e9:g} GB "
                 f"within {_BACK_S_MAX:g} s"
@@ -195,9 +202,6 @@ class StepReport:
                 f"{found.replay_s:.3f} s instead of {found.training_s:.3f} s"
             )
             yield Verdict(what, figure, found.faster_than_training >= _FASTER_MIN)
-
-    def _killed(self, arms: tuple[str, ...]) -> list[Killed]:
-        return [killed for killed in self.kills if killed.setting.arm in arms and killed.kills]
 
     def _on_a_free_core(self, verdict: Verdict) -> Verdict:
         """The target is for a free core; without one the figure stands beside."""
@@ -241,6 +245,7 @@ class StepReport:
 def _killed_as_json(killed: Killed) -> dict[str, Any]:
     return {
         **asdict(killed.setting),
+        "error": killed.error,
         "kills": [
             {**asdict(kill), "lost": kill.lost, "identical": kill.identical}
             for kill in killed.kills

@@ -31,6 +31,7 @@ from everstep.bench.step.figures import Block, Row
 from everstep.bench.step.naive import NaiveDiff
 from everstep.bench.step.options import COMPRESSED, NONE, Setting
 from everstep.bench.step.ours import Ours, missing
+from everstep.errors import EverstepError
 
 __all__ = ["Bench", "make_arm"]
 
@@ -71,7 +72,10 @@ class Bench:
             loop.step()
 
     def measure(self, settings: Sequence[Setting], repeats: int, what: str = "") -> list[Row]:
-        """So many rounds of all of them, in an order that is drawn anew for each."""
+        """So many rounds of all of them, in an order that is drawn anew for each.
+
+        An arm that fails has no figures, and its error.
+        """
         rows = [Row(setting, error=missing(setting.arm)) for setting in settings]
         for number in range(1, repeats + 1):
             order = [row for row in rows if row.error is None]
@@ -80,9 +84,16 @@ class Bench:
             self._display.begin(f"{what} round {number} of {repeats}".strip(), len(order))
             for row in order:
                 self._display.advance(row.setting.arm)
-                block = self.block(row)
-                row.blocks[number] = (*row.blocks.get(number, ()), block)
+                if row.error is None:
+                    self._try(row, number)
         return rows
+
+    def _try(self, row: Row, number: int) -> None:
+        try:
+            row.blocks[number] = (*row.blocks.get(number, ()), self.block(row))
+        except EverstepError as error:
+            row.error = f"failed: {error}"
+            row.blocks.clear()
 
     def block(self, row: Row) -> Block:
         """Opens an arm, warms it up, times a block, and lets nothing of it remain."""

@@ -19,7 +19,7 @@ from everstep.bench.stall.loop import Loop, seeded_single_thread
 from everstep.bench.step.figures import Rows
 from everstep.bench.step.kills import Kills
 from everstep.bench.step.options import Setting, StepOptions
-from everstep.bench.step.rate import measure_rate
+from everstep.bench.step.rate import ReplicaRate, log_bytes_of, measure_rate
 from everstep.bench.step.recovery import (
     RecoveryFigures,
     ReplayFigures,
@@ -28,6 +28,7 @@ from everstep.bench.step.recovery import (
 )
 from everstep.bench.step.report import StepReport
 from everstep.bench.step.rounds import Bench
+from everstep.errors import EverstepError
 
 __all__ = ["check_room", "run_step"]
 
@@ -45,7 +46,7 @@ def run_step(options: StepOptions, display: Display) -> StepReport:
 
     Raises:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
-        EverstepError: when an arm fails.
+        EverstepError: when replay fails. What happens to an arm is in its row.
     """
     begin_s = time.monotonic()
     with interruptible(), workspace(options.folder) as folder:
@@ -59,10 +60,13 @@ def run_step(options: StepOptions, display: Display) -> StepReport:
             rows = bench.measure(options.settings(), options.repeats)
             size_bytes, tensors, workload = loop.size_bytes, loop.tensors, loop.description
             params = loop.training.model.config.params
-            rate = None
+            rate: ReplicaRate | str | None = None
             if any(row.setting.arm == "lowdiff_plus" and row.blocks for row in rows):
                 display.begin("what a replica keeps up with", 1)
-                rate = measure_rate(loop, folder / "rate", placement)
+                try:
+                    rate = measure_rate(loop, folder / "rate", placement)
+                except EverstepError as error:
+                    rate = str(error)
         del loop, bench  # children need the memory
         kills = Kills(options, folder, display).measure()
         replay, recoveries = _replay(options, folder, display) if options.replay else (None, [])
@@ -117,6 +121,6 @@ def check_room(machine: Machine, params: int, settings: Sequence[Setting], folde
         machine,
         folder,
         disk_bytes=int(copies * size_bytes),
-        memory_bytes=_COPIES_IN_MEMORY * size_bytes + _MEMORY_BESIDES,
+        memory_bytes=_COPIES_IN_MEMORY * size_bytes + log_bytes_of(params) + _MEMORY_BESIDES,
         hint="fewer --params, or no naive-diff among --arms",
     )

@@ -115,6 +115,8 @@ def _sizes(report: StepReport) -> _Table:
 def _kills(report: StepReport) -> _Table:
     def lines() -> Iterator[tuple[str, ...]]:
         for killed in report.kills:
+            if killed.error is not None:
+                yield killed.setting.arm, killed.error, *[""] * (len(_KILLED) - 2)
             for kill in killed.kills:
                 found = kill.recovered
                 claims = {True: "exact", False: "not exact", None: "-"}[found.exact]
@@ -199,8 +201,10 @@ def _notes(report: StepReport) -> Iterator[str]:
             "goes on to its end, and all of the state is compared with that of a training that "
             "nobody interrupted."
         )
-    if report.rate is not None:
-        rate = report.rate
+    rate = report.rate
+    if isinstance(rate, str):
+        yield f"What a replica keeps up with could not be measured: {rate}"
+    elif rate is not None:
         speed = f"{rate.parameter_steps_per_s / 1e6:.0f} million parameters times steps a second"
         least = "at least " if rate.kept_up else ""
         yield (
