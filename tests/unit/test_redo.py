@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from everstep.errors import ReplayError
+from everstep.errors import RecoveryError, ReplayError, StateError
 from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
 from everstep.options import LogOptions
@@ -63,7 +63,7 @@ def trained(run: Path, make: Any = None, *, batch_steps: int = 2) -> dict[int, A
     world = Wide(make)
     world.train()  # the optimizer makes its state
     log = LogOptions(to="disk", batch_steps=batch_steps, history="all")
-    found = {}
+    found = {0: world.snapshot()}
     with opened(run, world, every=None, log=log) as ckpt:
         ckpt.resume()
         ckpt.save().durable.result(TIMEOUT_S)
@@ -238,16 +238,81 @@ def test_no_more_is_read_than_memory_allows(
     assert max(most) <= 3
 
 
-def test_an_update_that_fails_leaves_no_thread(
+class Failing:
+    """Makes the redo of one step fail, once its updates have been applied.
+
+    Attributes:
+        times: failures so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, times: int = 1000) -> None:
+        self.times = 0
+        step, finish = Redo.step, Redo.finish
+
+        def fail() -> None:
+            self.times += 1
+            raise ReplayError("it does not fit")
+
+        def failing(redo: Redo, one: Any) -> None:
+            step(redo, one)
+            if one.mark.head.step == at and self.times < times:
+                redo._apply()
+                fail()
+
+        def failing_end(redo: Redo) -> list[str]:
+            if at < 0 and redo.last is not None and redo.last.head.step == -at:
+                redo._apply()
+                fail()
+            return finish(redo)
+
+        monkeypatch.setattr(Redo, "step", failing)
+        monkeypatch.setattr(Redo, "finish", failing_end)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, STEPS, -STEPS])
+def test_where_an_update_fails_the_step_before_is_restored(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the base again: what had been applied by then is of no step. Negative: the mark."""
+    states = trained(tmp_path / "run", batch_steps=1)
+    with monkeypatch.context() as patch:
+        failing = Failing(patch, at)
+        with resumed(tmp_path / "run") as (world, recovery):
+            assert (recovery.step, recovery.replayed) == (abs(at) - 1, abs(at) - 1)
+            assert world.snapshot() == states[abs(at) - 1]
+            assert recovery.exact
+            (lost,) = recovery.skipped
+            assert (lost.step, "does not fit" in lost.reason) == (abs(at), True)
+    assert failing.times == 2
+    said = f"step {abs(at)} of the log: it cannot be replayed: it does not fit"
+    assert said in capfd.readouterr().err
+    assert not any(thread.name == "everstep-ahead" for thread in threading.enumerate())
+
+
+def test_what_fails_once_and_not_again_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(tmp_path / "run", batch_steps=1)
-
-    def failing(self: Redo, step: Any) -> None:
-        raise ReplayError("it does not fit")
-
+    states = trained(tmp_path / "run", batch_steps=1)
     with monkeypatch.context() as patch:
-        patch.setattr(Redo, "step", failing)
-        with pytest.raises(ReplayError, match="does not fit"), resumed(tmp_path / "run"):
-            pass
+        Failing(patch, 7, times=1)
+        with resumed(tmp_path / "run") as (world, recovery):
+            assert (recovery.step, recovery.skipped) == (STEPS, ())
+            assert world.snapshot() == states[STEPS]
+
+
+@pytest.mark.parametrize("at", [3, 7, -7])
+def test_a_step_that_cannot_be_redone_is_an_error_to_who_asks_for_it(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the mixture that is left is not taken for a state."""
+    states = trained(tmp_path / "run", batch_steps=1)
+    with monkeypatch.context() as patch:
+        Failing(patch, at)
+        with resumed(tmp_path / "run", step=2) as (world, recovery):
+            assert (recovery.step, world.snapshot()) == (2, states[2])
+        with opened(tmp_path / "run", Wide(seed=2), every=None) as ckpt:
+            with pytest.raises(RecoveryError, match="cannot be replayed: it does not fit"):
+                ckpt.resume(step=7)
+            with pytest.raises(StateError, match="not that of any step"):
+                ckpt.step()
     assert not any(thread.name == "everstep-ahead" for thread in threading.enumerate())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -20,16 +21,18 @@ from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
-from everstep.state.survey import Shape
+from everstep.state.survey import Shape, same_objects
 from everstep.state.tensors import stored_form, torch_dtype
 
 __all__ = [
+    "Grouping",
     "Layouts",
     "LogKeeper",
     "compressors_of",
     "digest_of",
     "eager",
     "form_entries",
+    "groupings_of",
     "look_for_nonfinite",
     "refuse_optimizers",
 ]
@@ -63,11 +66,17 @@ _SPARSE = "SparseAdam consumes sparse gradients, and a log holds dense ones"
 
 @dataclass(slots=True)
 class Layouts:
-    """Layouts that were used last, by what they depend on."""
+    """Layouts of records, by all that they depend on."""
 
     found: dict[Any, ShardLayout] = field(default_factory=dict)
 
-    def of(self, key: Any, named: Mapping[str, torch.Tensor]) -> ShardLayout:
+    def of(self, named: Mapping[str, torch.Tensor]) -> ShardLayout:
+        """The layout of a record of these tensors.
+
+        Nothing less than their forms will do as a key: a gradient may have other strides or
+        another dtype than in the step before, and fused kernels read it as it lies in memory.
+        """
+        key = tuple((name, t.shape, t.dtype, t.stride()) for name, t in named.items())
         layout = self.found.get(key)
         if layout is None:
             entries = [stored_form(name, tensor) for name, tensor in named.items()]
@@ -78,6 +87,31 @@ class Layouts:
                 self.found.clear()
             self.found[key] = layout
         return layout
+
+
+class Grouping:
+    """How an optimizer groups its parameters.
+
+    Attributes:
+        groups: names of the parameters of each group.
+    """
+
+    def __init__(self, provider: OptimizerProvider, optimizer: Optimizer) -> None:
+        self.groups = provider.groups()
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Of all parameters, in their order."""
+        return chain.from_iterable(self.groups)
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether the groups are the same parameters as they were, in the same order."""
+        groups = optimizer.param_groups
+        return len(groups) == len(self._members) and all(
+            same_objects(group["params"], members)
+            for group, members in zip(groups, self._members, strict=True)
+        )
 
 
 def eager(key: str, optimizer: Optimizer) -> Optimizer:
@@ -116,13 +150,19 @@ def compressors_of(state: State) -> dict[str, Compressor]:
     return found
 
 
-def digest_of(state: State, shape: Shape) -> str:
-    """What a state consists of, in the digest that its records carry."""
-    groups = {}
-    for key in state.optimizers:
+def groupings_of(state: State) -> dict[str, Grouping]:
+    """How each optimizer groups its parameters now, by its key."""
+    found = {}
+    for key, optimizer in state.optimizers.items():
         provider = state.providers[key]
         assert isinstance(provider, OptimizerProvider)
-        groups[key] = provider.groups()
+        found[key] = Grouping(provider, optimizer)
+    return found
+
+
+def digest_of(shape: Shape, groupings: Mapping[str, Grouping]) -> str:
+    """What a state consists of, in the digest that its records carry."""
+    groups = {key: grouping.groups for key, grouping in groupings.items()}
     return shape_digest(shape.entries, shape.aliases, groups)
 
 

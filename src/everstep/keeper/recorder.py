@@ -31,12 +31,14 @@ from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import (
+    Grouping,
     Layouts,
     LogKeeper,
     compressors_of,
     digest_of,
     eager,
     form_entries,
+    groupings_of,
     look_for_nonfinite,
 )
 from everstep.keeper.save import Save
@@ -49,7 +51,6 @@ from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
 from everstep.state.objects import encode
-from everstep.state.optimizers import OptimizerProvider
 from everstep.state.survey import Shape, Survey
 from everstep.state.tree import split
 
@@ -65,14 +66,6 @@ class _Kept:
     step: int
     room: Room
     to_disk: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Grouping:
-    """An optimizer's parameters, as long as they are the same objects."""
-
-    ids: tuple[int, ...]
-    names: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +145,7 @@ class Recorder:
         self._under: _Under | None = None
         self._layouts = Layouts()
         self._declared = DeclaredLog(state)
-        self._groupings: dict[str, _Grouping] = {}
+        self._groupings: dict[str, Grouping] = {}
         self._shape: Shape | None = None
         self._entries: Any = None
         self._digest = ""
@@ -235,8 +228,7 @@ class Recorder:
         start_s = self._clock.monotonic_s()
         named = self._declared.ran(pattern)
         head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact, pattern)
-        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items())
-        self._copy_now(head, key, named, dict)
+        self._copy_now(head, named, dict)
         self.stats.stall_s += self._clock.monotonic_s() - start_s
 
     def mark(self, survey: Survey, lsn: int, step: int) -> None:
@@ -246,13 +238,16 @@ class Recorder:
             return
         start_s = self._clock.monotonic_s()
         shape = survey.shape
-        if shape.entries is not self._entries:
+        regrouped = not all(map(self._is_grouped_as_before, self._groupings))
+        if shape.entries is not self._entries or regrouped:
             changed, self._entries = self._entries is not None, shape.entries
-            self._groupings.clear()
-            self._digest = digest_of(self._state, shape)
-            self._layouts.found.clear()
+            self._groupings = groupings_of(self._state)
+            self._digest = digest_of(shape, self._groupings)
             if changed:
                 self.base_due = "what the state consists of has changed"
+        if regrouped:  # and an update of this step may have been recorded before that
+            self._hole("parameters are in other groups than before")
+            return
         named = {
             entry.name: survey.tensors[entry.name]
             for entry in shape.entries
@@ -260,7 +255,7 @@ class Recorder:
         }
         samples, ran = self._declared.samples(survey)
         head = RecordHead("mark", self._timeline, step, lsn, self._digest, self._exact)
-        told = self._copy_now(head, "mark", named | samples, survey.objects, ran)
+        told = self._copy_now(head, named | samples, survey.objects, ran)
         if told is not None:
             # Or more than the step in flight could be lost. Behind it on the lane is nothing but
             # the updates of this step: no update begins while a base is being copied.
@@ -301,11 +296,15 @@ class Recorder:
     def _copy(self, key: str, lsn: int, step: int, over: bool) -> _Under | None:
         optimizer = eager(key, self._state.optimizers[key])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        grouping = self._grouping(key, parameters)
+        self._groupings = self._groupings or groupings_of(self._state)
+        if not self._is_grouped_as_before(key):
+            self._hole(f"the parameters of {key} are in other groups than before")
+            return None
         gradients = [p.grad for p in parameters]
         named: dict[str, torch.Tensor] = {}
         forms, compressed = self._forms(key, parameters), {}
-        for name, parameter, gradient in zip(grouping.names, parameters, gradients, strict=True):
+        names = self._groupings[key].names
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
             form = forms.get(id(parameter))
             if gradient is not None and form is not None:
                 compressed[name] = form_entries(name, gradient, form, named)
@@ -330,9 +329,7 @@ class Recorder:
         if written and over:
             self._hole(f"gradients of {key} were changed before they could be copied")
             return None
-        sizes = tuple(tensor.numel() for tensor in named.values()) if compressed else len(named)
-        where = (key, grouping.ids, tuple(g is None for g in gradients), sizes)
-        layout = self._layouts.of(where, named)
+        layout = self._layouts.of(named)
         room = self._room(layout.size_bytes)
         if room is None:
             return None
@@ -340,11 +337,6 @@ class Recorder:
         assert pool is not None
         assert block is not None
         block = block[room.offset : room.offset + room.size_bytes]
-
-        for place in layout.placed:
-            tensor = named[place.entry.name]
-            if tensor.numel() * tensor.element_size() != place.end - place.begin:
-                raise EverstepError(f"{place.entry.name} has changed its shape or dtype")
         if not any(tensor.is_cuda for tensor in named.values()):  # pinning takes the pages
             self._lane.run(lambda: pool.populate(room))
         batches = plan_batches(layout, named, named.keys())
@@ -378,7 +370,6 @@ class Recorder:
     def _copy_now(
         self,
         head: RecordHead,
-        key: object,
         named: Mapping[str, torch.Tensor],
         objects: Callable[[], Mapping[str, bytes]],
         ran: frozenset[str] = frozenset(),
@@ -387,13 +378,12 @@ class Recorder:
         no memory.
 
         Args:
-            key: of the layout.
             ran: declared updates since the last mark.
         """
         pool = self._pool
         assert pool is not None
         assert self._block is not None
-        layout = self._layouts.of(key, named)
+        layout = self._layouts.of(named)
         room = self._room(layout.size_bytes)
         if room is None:
             return None
@@ -489,12 +479,5 @@ class Recorder:
             for kept in free:
                 pool.release(kept.room)
 
-    def _grouping(self, key: str, parameters: Sequence[torch.Tensor]) -> _Grouping:
-        ids = tuple(map(id, parameters))
-        known = self._groupings.get(key)
-        if known is None or known.ids != ids:
-            provider = self._state.providers[key]
-            assert isinstance(provider, OptimizerProvider)
-            names = tuple(name for group in provider.groups() for name in group)
-            known = self._groupings[key] = _Grouping(ids, names)
-        return known
+    def _is_grouped_as_before(self, key: str) -> bool:
+        return self._groupings[key].holds(self._state.optimizers[key])

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
-    EverstepError,
     FormatError,
-    MismatchError,
     NewerFormatError,
     RecoveryError,
+    ReplayError,
     StorageError,
 )
 from everstep.format.names import (
@@ -28,20 +27,17 @@ from everstep.format.names import (
 )
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.ahead import Ahead
 from everstep.recover.audits import audit_in_words, audit_of
-from everstep.recover.chain import Chain
 from everstep.recover.decide import Skipped, candidates
+from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
-from everstep.recover.load import LoadedBase, load_base
+from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
-from everstep.recover.opened import OpenBase
 from everstep.recover.reach import reachable
 from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint
-from everstep.seams.progress import progress
 from everstep.state.image import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
 
@@ -116,9 +112,9 @@ def resume(
             inventory = _inventory(seams, run, opened, held)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             try:
-                loader = _Loader(seams, state, ring, held, strict, timeout_s, on_touch)
+                loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
                 log = LogFound.of(seams.filesystem, inventory, recalled.records)
-                restored = _Restored() if fresh else _restore(inventory, loader, log, step)
+                restored = Restored() if fresh else _restore(inventory, loader, log, step)
             except _VanishedError:
                 continue
             found, loaded = restored.base, restored.loaded
@@ -219,103 +215,19 @@ def open_timeline(
         number += 1  # somebody else resumed at the same moment: the later one wins
 
 
-@dataclass(slots=True)
-class _Loader:
-    """Restores a base into the live state, from memory if it is there.
-
-    Attributes:
-        source: where the last one came from.
-    """
-
-    seams: Seams
-    state: State
-    ring: ChunkRing
-    held: HeldBase | None
-    strict: bool
-    timeout_s: float
-    on_touch: Callable[[], None]
-    source: str = "disk"
-
-    def load(self, inventory: Inventory, base: BaseFound) -> LoadedBase:
-        """Restores ``base``.
-
-        Raises:
-            DamageError, FormatError, MismatchError, RecoveryError, OSError
-        """
-        assert base.manifest is not None
-        marker = base.manifest.markers[0]
-        if marker.run != inventory.run:
-            raise FormatError(f"{base.path} belongs to another run", path=base.path)
-        if marker.world != 1:
-            raise RecoveryError(
-                f"it was saved by {marker.world} ranks, this job has one",
-                step=marker.step,
-                path=base.path,
-                hint="resharding is not in this version",
-            )
-        held = self.held
-        if held is not None and held.marker == marker:
-            self.source = "memory"
-            try:
-                return self._load(base, held.open())
-            except (DamageError, FormatError):
-                if not held.durable:
-                    raise
-        self.source = "disk"
-        return self._load(base, OpenBase.open(self.seams.filesystem, base, rank=0))
-
-    def _load(self, base: BaseFound, opened: OpenBase) -> LoadedBase:
-        try:
-            label = f"resume from step {base.id.step} ({self.source})"
-            with progress(label, opened.size_bytes) as bar:
-                return load_base(
-                    opened,
-                    self.state,
-                    self.ring,
-                    strict=self.strict,
-                    timeout_s=self.timeout_s,
-                    progress=bar,
-                    on_touch=self.on_touch,
-                )
-        finally:
-            opened.close()
-
-
-@dataclass(slots=True)
-class _Restored:
-    """What has become of the live state.
-
-    Attributes:
-        base, loaded: None on a fresh start.
-        end: timeline and step of the state.
-        inexact: why replay is not exact; "" if it is, or there was none.
-    """
-
-    base: BaseFound | None = None
-    loaded: LoadedBase | None = None
-    end: BaseId | None = None
-    lsn: int = 0
-    replayed: int = 0
-    inexact: str = ""
-    load_s: float = 0.0
-    replay_s: float = 0.0
-    skipped: list[Skipped] = field(default_factory=list)
-
-
-def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | None) -> _Restored:
+def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | None) -> Restored:
     filesystem = loader.seams.filesystem
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
     for base, whole in chosen.ordered:
-        chain = _redoable(base, whole, loader, log, skipped)
+        chain = redoable(base, whole, loader, log, skipped)
         if step is not None and chain.end[1] != step:
             continue
-        start_s = loader.seams.clock.monotonic_s()
         try:
-            loaded = loader.load(inventory, base)
+            restored = bring_forward(inventory, base, chain, loader, log, whole=step is not None)
         except NewerFormatError:
             raise
-        except (DamageError, FormatError) as error:
+        except (DamageError, FormatError, ReplayError) as error:
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
             continue
         except OSError as error:
@@ -329,17 +241,14 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
             assert base.manifest is not None
             with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
                 write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
-        restored = _Restored(base, loaded, base.id, loaded.marker.lsn, skipped=skipped)
-        restored.load_s = loader.seams.clock.monotonic_s() - start_s
-        if chain.steps:
-            _replay(restored, chain, loader, log, inventory.timelines)
-            restored.replay_s = loader.seams.clock.monotonic_s() - start_s - restored.load_s
-            if step is not None and restored.end is not None and restored.end.step != step:
-                continue  # the log is damaged before it; perhaps it is not needed from another base
+        skipped += restored.skipped
+        if step is not None and restored.end is not None and restored.end.step != step:
+            continue  # the log is damaged before it; perhaps it is not needed from another base
         if chain.lost is not None:
             timeline, end = chain.end
             why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
             skipped.append(Skipped(timeline, end + 1, why))
+        restored.skipped = skipped
         return restored
     if chosen.ordered or chosen.candidates.damaged:
         reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
@@ -348,89 +257,7 @@ def _restore(inventory: Inventory, loader: _Loader, log: LogFound, step: int | N
             path=inventory.path,
             hint="everstep verify names what is damaged; resume(step=0) starts from scratch",
         )
-    return _Restored(skipped=skipped)
-
-
-def _redoable(
-    base: BaseFound, chain: Chain, loader: _Loader, log: LogFound, skipped: list[Skipped]
-) -> Chain:
-    """As much of a chain as needs no function that this program has not registered (I8).
-
-    Raises:
-        MismatchError: that is not all of it, and nothing may be left out.
-    """
-    assert base.manifest is not None
-    functions = loader.state.told.updates
-    beyond = log.index.first_beyond(chain, base.manifest.markers[0].lsn, functions)
-    if beyond is None:
-        return chain
-    place, pattern = beyond
-    cut = replace(chain, steps=chain.steps[:place])
-    timeline, step = chain.steps[place]
-    why = f"the log needs the function that updates {pattern!r}, and none is registered here"
-    if loader.strict:
-        raise MismatchError(
-            f"from step {step} on {why}",
-            mismatches=((pattern, "a declared update without a function"),),
-            step=step,
-            path=base.path,
-            hint=f"Checkpointer(..., declared={{{pattern!r}: function}}), or "
-            f"resume(strict=False) to go on from step {cut.end[1]}",
-        )
-    skipped.append(Skipped(timeline, step, why))
-    return cut
-
-
-def _replay(
-    restored: _Restored,
-    chain: Chain,
-    loader: _Loader,
-    log: LogFound,
-    timelines: Mapping[int, TimelineRecord | None],
-) -> None:
-    """Redoes the steps of a chain, as far as its records are whole."""
-    # Only now: most runs have no log.
-    from everstep.recover.redo import STEPS_AT_ONCE, Redo, checked, other_conditions
-
-    loaded = restored.loaded
-    assert loaded is not None
-    shape = log.index.marks[chain.steps[0]].shape
-    if loaded.shape != shape or loaded.mismatches:
-        timeline, at = chain.steps[0]
-        why = "the log behind it is of a state that consists of something else"
-        restored.skipped.append(Skipped(timeline, at, why))
-        return
-    redo = Redo(loader.state)
-    found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
-    with (
-        progress("replay", len(chain.steps), "items") as bar,
-        Ahead(
-            checked(found),
-            count=STEPS_AT_ONCE,
-            size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.size_bytes,
-            limit_bytes=redo.limit_bytes,
-        ) as steps,
-    ):
-        for step in steps:
-            if isinstance(step, EverstepError):
-                timeline, at = chain.steps[restored.replayed]
-                restored.skipped.append(Skipped(timeline, at, f"log: {step.message}"))
-                break
-            redo.step(step)
-            head = step.mark.head
-            restored.replayed += 1
-            restored.end = BaseId(head.timeline, head.step)
-            restored.lsn = head.lsn
-            if not head.exact:
-                restored.inexact = "the log is of a state that was not exact"
-            bar.advance(1)
-    notes = redo.finish()
-    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed]]
-    restored.inexact = restored.inexact or other_conditions(trained)
-    if not redo.exactness.exact:
-        restored.inexact = restored.inexact or redo.exactness.why
-    if notes:
-        restored.loaded = replace(loaded, notes=(*loaded.notes, *notes))
+    return Restored(skipped=skipped)
 
 
 def _inventory(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,7 @@ class ReplicaRate:
 
     def as_json(self) -> dict[str, Any]:
         """All figures as plain data."""
-        return {
-            "params": self.params,
-            "updates": self.updates,
-            "given_s": self.given_s,
-            "applied_s": self.applied_s,
-            "kept_up": self.kept_up,
-            "parameter_steps_per_s": self.parameter_steps_per_s,
-        }
+        return {**asdict(self), "parameter_steps_per_s": self.parameter_steps_per_s}
 
 
 def log_bytes_of(params: int) -> int:

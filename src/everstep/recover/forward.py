@@ -1,0 +1,267 @@
+"""Brings the live state to the end of a base's log: loads the base, and redoes what follows.
+
+An update that cannot be redone leaves a mixture of steps behind. Then the base is loaded anew, and
+the log is followed up to the step before; a resume always ends in the state of one step, or in an
+error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import (
+    DamageError,
+    EverstepError,
+    FormatError,
+    MismatchError,
+    RecoveryError,
+    ReplayError,
+)
+from everstep.format.records import TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.recover.ahead import Ahead
+from everstep.recover.chain import Chain
+from everstep.recover.decide import Skipped
+from everstep.recover.held import HeldBase
+from everstep.recover.load import LoadedBase, load_base
+from everstep.recover.logs import LogFound
+from everstep.recover.opened import OpenBase
+from everstep.recover.scan import BaseFound, Inventory
+from everstep.seams import Seams
+from everstep.seams.progress import progress
+from everstep.state.image import State
+
+__all__ = ["Loader", "Restored", "bring_forward", "redoable"]
+
+
+@dataclass(slots=True)
+class Loader:
+    """Restores a base into the live state, from memory if it is there.
+
+    Attributes:
+        source: where the last one came from.
+    """
+
+    seams: Seams
+    state: State
+    ring: ChunkRing
+    held: HeldBase | None
+    strict: bool
+    timeout_s: float
+    on_touch: Callable[[], None]
+    source: str = "disk"
+
+    def load(self, inventory: Inventory, base: BaseFound) -> LoadedBase:
+        """Restores ``base``.
+
+        Raises:
+            DamageError, FormatError, MismatchError, RecoveryError, OSError
+        """
+        assert base.manifest is not None
+        marker = base.manifest.markers[0]
+        if marker.run != inventory.run:
+            raise FormatError(f"{base.path} belongs to another run", path=base.path)
+        if marker.world != 1:
+            raise RecoveryError(
+                f"it was saved by {marker.world} ranks, this job has one",
+                step=marker.step,
+                path=base.path,
+                hint="resharding is not in this version",
+            )
+        held = self.held
+        if held is not None and held.marker == marker:
+            self.source = "memory"
+            try:
+                return self._load(base, held.open())
+            except (DamageError, FormatError):
+                if not held.durable:
+                    raise
+        self.source = "disk"
+        return self._load(base, OpenBase.open(self.seams.filesystem, base, rank=0))
+
+    def _load(self, base: BaseFound, opened: OpenBase) -> LoadedBase:
+        try:
+            label = f"resume from step {base.id.step} ({self.source})"
+            with progress(label, opened.size_bytes) as bar:
+                return load_base(
+                    opened,
+                    self.state,
+                    self.ring,
+                    strict=self.strict,
+                    timeout_s=self.timeout_s,
+                    progress=bar,
+                    on_touch=self.on_touch,
+                )
+        finally:
+            opened.close()
+
+
+@dataclass(slots=True)
+class Restored:
+    """What has become of the live state.
+
+    Attributes:
+        base, loaded: None on a fresh start.
+        end: timeline and step of the state.
+        inexact: why replay is not exact; "" if it is, or there was none.
+    """
+
+    base: BaseFound | None = None
+    loaded: LoadedBase | None = None
+    end: BaseId | None = None
+    lsn: int = 0
+    replayed: int = 0
+    inexact: str = ""
+    load_s: float = 0.0
+    replay_s: float = 0.0
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def bring_forward(
+    inventory: Inventory,
+    base: BaseFound,
+    chain: Chain,
+    loader: Loader,
+    log: LogFound,
+    *,
+    whole: bool,
+) -> Restored:
+    """Restores ``base`` and redoes the steps of ``chain``, as far as that goes.
+
+    Args:
+        whole: nothing but the end of the chain is of use.
+
+    Raises:
+        DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
+        ReplayError: with ``whole``, a step cannot be redone.
+    """
+    clock = loader.seams.clock
+    skipped: list[Skipped] = []
+    for together in (True, False, True):
+        restored = _load(inventory, base, loader)
+        restored.skipped += skipped
+        start_s = clock.monotonic_s()
+        try:
+            if chain.steps:
+                _replay(restored, chain, loader, log, inventory.timelines, together=together)
+            restored.replay_s = clock.monotonic_s() - start_s
+            return restored
+        except EverstepError as error:
+            if whole:
+                why = f"the log behind it cannot be replayed: {error.message}"
+                raise ReplayError(why, step=error.step, hint=error.hint) from error
+            if together and len(chain.steps) > 1 and not skipped:
+                continue  # which step it is shows when they are redone one by one
+            timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
+            why = f"log: it cannot be replayed: {error.message}"
+            skipped.append(Skipped(timeline, at, why))
+            print(f"everstep: {inventory.path}: step {at} of the {why}", file=sys.stderr)
+            steps = () if together else chain.steps[: restored.replayed]
+            chain = replace(chain, steps=steps)
+    restored = _load(inventory, base, loader)
+    restored.skipped += skipped
+    return restored
+
+
+def _load(inventory: Inventory, base: BaseFound, loader: Loader) -> Restored:
+    start_s = loader.seams.clock.monotonic_s()
+    loaded = loader.load(inventory, base)
+    load_s = loader.seams.clock.monotonic_s() - start_s
+    return Restored(base, loaded, base.id, loaded.marker.lsn, load_s=load_s)
+
+
+def redoable(
+    base: BaseFound, chain: Chain, loader: Loader, log: LogFound, skipped: list[Skipped]
+) -> Chain:
+    """As much of a chain as needs no function that this program has not registered (I8).
+
+    Raises:
+        MismatchError: that is not all of it, and nothing may be left out.
+    """
+    assert base.manifest is not None
+    functions = loader.state.told.updates
+    beyond = log.index.first_beyond(chain, base.manifest.markers[0].lsn, functions)
+    if beyond is None:
+        return chain
+    place, pattern = beyond
+    cut = replace(chain, steps=chain.steps[:place])
+    timeline, step = chain.steps[place]
+    why = f"the log needs the function that updates {pattern!r}, and none is registered here"
+    if loader.strict:
+        raise MismatchError(
+            f"from step {step} on {why}",
+            mismatches=((pattern, "a declared update without a function"),),
+            step=step,
+            path=base.path,
+            hint=f"Checkpointer(..., declared={{{pattern!r}: function}}), or "
+            f"resume(strict=False) to go on from step {cut.end[1]}",
+        )
+    skipped.append(Skipped(timeline, step, why))
+    return cut
+
+
+def _replay(
+    restored: Restored,
+    chain: Chain,
+    loader: Loader,
+    log: LogFound,
+    timelines: Mapping[int, TimelineRecord | None],
+    *,
+    together: bool,
+) -> None:
+    """Redoes the steps of a chain, as far as its records are whole.
+
+    Args:
+        together: several steps in one pass; otherwise an error is of step ``restored.replayed``.
+    """
+    # Only now: most runs have no log.
+    from everstep.recover.redo import STEPS_AT_ONCE, Redo, checked, other_conditions
+
+    loaded = restored.loaded
+    assert loaded is not None
+    shape = log.index.marks[chain.steps[0]].shape
+    if loaded.shape != shape or loaded.mismatches:
+        timeline, at = chain.steps[0]
+        why = "the log behind it is of a state that consists of something else"
+        restored.skipped.append(Skipped(timeline, at, why))
+        return
+    redo = Redo(loader.state)
+    if not together:
+        redo.limit_bytes = 0
+    found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
+    with (
+        progress("replay", len(chain.steps), "items") as bar,
+        Ahead(
+            checked(found),
+            count=STEPS_AT_ONCE,
+            size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.size_bytes,
+            limit_bytes=redo.limit_bytes,
+        ) as steps,
+    ):
+        for step in steps:
+            if isinstance(step, EverstepError):
+                timeline, at = chain.steps[restored.replayed]
+                restored.skipped.append(Skipped(timeline, at, f"log: {step.message}"))
+                break
+            redo.step(step)
+            head = step.mark.head
+            restored.replayed += 1
+            restored.end = BaseId(head.timeline, head.step)
+            restored.lsn = head.lsn
+            if not head.exact:
+                restored.inexact = "the log is of a state that was not exact"
+            bar.advance(1)
+    try:
+        notes = redo.finish()
+    except EverstepError:
+        restored.replayed -= 1  # it is the last mark that does not fit
+        raise
+    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed]]
+    restored.inexact = restored.inexact or other_conditions(trained)
+    if not redo.exactness.exact:
+        restored.inexact = restored.inexact or redo.exactness.why
+    if notes:
+        restored.loaded = replace(loaded, notes=(*loaded.notes, *notes))

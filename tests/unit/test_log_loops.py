@@ -1,0 +1,156 @@
+"""Training loops that change under the log what an update reads: replay gives the same bits, or a
+new base is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.options import LogOptions
+from tests.unit.world import forget
+
+STEPS = 6
+Step = Callable[[int, nn.Module, torch.optim.Optimizer], None]
+
+
+def world(fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    groups = [
+        {"params": list(layer.parameters()), "lr": rate}
+        for layer, rate in zip(model, (0.1, 0.001), strict=True)
+    ]
+    if fused:
+        return model, torch.optim.AdamW(groups, fused=True)
+    return model, torch.optim.SGD(groups, foreach=False)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    tensors = dict(model.named_parameters())
+    for number, values in enumerate(optimizer.state.values()):
+        tensors |= {f"{number}.{key}": value for key, value in values.items()}
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def opened(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> everstep.Checkpointer:
+    forget(run)
+    return everstep.Checkpointer(
+        run,
+        {"model": model, "optimizer": optimizer},
+        method=everstep.Method(base="lazy", log="dense"),
+        log=LogOptions(to="disk", batch_steps=1),
+        keeper=everstep.KeeperOptions(process=False),
+        every=1000,
+        keep=10,
+    )
+
+
+def gradients(step: int, model: nn.Module) -> None:
+    drawn = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=drawn)
+
+
+def other_strides(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    gradients(step, model)
+    if step % 2:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.t()  # a fused kernel reads it as it lies in memory
+    optimizer.step()
+
+
+def other_dtype(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    gradients(step, model)
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        parameter.grad_dtype = None  # of any
+        parameter.grad = gradient.to(torch.bfloat16 if step % 2 else torch.float16)
+    optimizer.step()
+
+
+def groups_there_and_back(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    gradients(step, model)
+    if step in (3, 5):
+        optimizer.param_groups.reverse()
+    optimizer.step()
+
+
+def parameter_there_and_back(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The order of all parameters stays what it is."""
+    first, second = (group["params"] for group in optimizer.param_groups)
+    gradients(step, model)
+    if step == 3:
+        second.insert(0, first.pop())
+    if step == 5:
+        first.append(second.pop(0))
+    optimizer.step()
+
+
+def groups_in_one_update(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As they were again before the step is over."""
+    gradients(step, model)
+    if step == 4:
+        optimizer.param_groups.reverse()
+    optimizer.step()
+    if step == 4:
+        optimizer.param_groups.reverse()
+
+
+@pytest.mark.parametrize(
+    ("one_step", "fused", "replayed"),
+    [
+        (other_strides, True, STEPS - 1),
+        (other_dtype, False, STEPS),
+        (groups_there_and_back, True, 1),
+        (groups_there_and_back, False, 1),
+        (parameter_there_and_back, True, 1),
+        (groups_in_one_update, True, 2),
+        (groups_in_one_update, False, 2),
+    ],
+)
+def test_the_same_bits(run_folder: Path, one_step: Step, fused: bool, replayed: int) -> None:
+    model, optimizer = world(fused)
+    with opened(run_folder, model, optimizer) as ckpt:
+        ckpt.resume()
+        for step in range(1, STEPS + 1):
+            one_step(step, model, optimizer)
+            ckpt.step()
+    other = world(fused)
+    with opened(run_folder, *other) as ckpt:
+        recovery = ckpt.resume()
+    assert (recovery.step, recovery.exact) == (STEPS, True), recovery
+    assert snapshot(*other) == snapshot(model, optimizer)
+    assert recovery.replayed == replayed
+
+
+def test_groups_of_the_first_step(run_folder: Path) -> None:
+    """Of a timeline: what they were before, no mark of it tells."""
+    model, optimizer = world()
+    with opened(run_folder, model, optimizer) as ckpt:
+        ckpt.resume()
+        for step in (1, 2):
+            gradients(step, model)
+            optimizer.step()
+            ckpt.step()
+    model, optimizer = world()
+    with opened(run_folder, model, optimizer) as ckpt:
+        ckpt.resume()
+        optimizer.param_groups.reverse()
+        gradients(3, model)
+        optimizer.step()
+        optimizer.param_groups.reverse()
+        ckpt.step()
+        assert ckpt.stats().saves == 1
+    other = world()
+    with opened(run_folder, *other) as ckpt:
+        recovery = ckpt.resume()
+    assert (recovery.step, recovery.replayed) == (3, 0)
+    assert snapshot(*other) == snapshot(model, optimizer)
