@@ -133,6 +133,7 @@ class Checkpointer:
         if self._recorder is not None:
             self._updates.consumed = self._consumed
             self._updates.applied = self._recorder.applied
+            self._updates.lost = self._recorder.skipped
         for key, optimizer in self._state.optimizers.items():
             self._updates.watch(key, optimizer)
         self._keeper: Keeper | None = None
@@ -166,6 +167,8 @@ class Checkpointer:
             raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
         self._saver.finish_captures()
         if self._keeper is not None:
+            if step is not None:
+                self._channel.undone(step)
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
         self._keepers.open()
@@ -219,15 +222,16 @@ class Checkpointer:
         self._check_open()
         # Counted whatever is raised: a caller that goes on has still taken this step.
         self._step += 1
+        self._updates.settle()
         self._lsn_at_mark = self._updates.lsn
         self._ready()
-        self._saver.warm()
         survey = None
         if self._recorder is not None:
             survey = self._state.survey()
             self._recorder.mark(survey, self._updates.lsn, self._step)
             lost = self._standby is not None and self._standby.lost is not None
             self._base_due = self._base_due or self._recorder.base_due is not None or lost
+        self._saver.warm()  # behind the mark, which is waited for
         self._cadence.stepped()
         if self._cadence.due(self._step) or self._base_due:
             self._base_due = self._keepers.lost is not None  # as soon as there is a keeper
@@ -244,6 +248,7 @@ class Checkpointer:
                 step, and resuming from it would repeat an update.
         """
         self._ready()
+        self._updates.settle()
         if self._updates.lsn != self._lsn_at_mark:
             raise StateError(
                 "save() after optimizer.step() and before ckpt.step(): this state belongs to a "

@@ -332,24 +332,28 @@ def test_a_child_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
 # --- End to end -------------------------------------------------------------------------
 
 
-def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_tiny_run_from_end_to_end(tmp_path: Path, kills: int) -> None:
     print("seed 7")
     result = invoke(
         "step", "--params", "100K", "--batch", "1", "--repeats", "1", "--every", "3", "--seed", "7",
-        "--arms", "lowdiff", "--no-replay", "--dir", str(tmp_path), "--json",
+        "--arms", "lowdiff", "--kills", str(kills), "--no-replay", "--dir", str(tmp_path), "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert not list(tmp_path.iterdir())
     assert [arm["name"] for arm in found["arms"]] == ["none", "compressed", "lowdiff"]
     assert [len(arm["blocks"]) for arm in found["arms"]] == [2, 2, 1]
     lowdiff = found["arms"][2]
     assert lowdiff["slowdown_against_compressed"]["median"] > -1
     assert lowdiff["memory_bytes_per_step"]["median"] > 0
+    if not kills:
+        assert found["kills"] == []
+        return
     ((kill,),) = [killed["kills"] for killed in found["kills"]]
     assert kill["recovered"]["exact"] is True
     assert (kill["lost"], kill["identical"], kill["different"]) == (0, True, 0)
     assert kill["parts"] > 50
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_missed_target_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

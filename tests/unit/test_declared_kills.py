@@ -54,15 +54,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return {one["at"]: one["digest"] for one in said if "at" in one}
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow  # simulated kills: test_declared.py
 @pytest.mark.parametrize(
     ("point", "hit"),
     [
-        ("log.before_record", 11),
-        *(pytest.param("log.before_record", hit, marks=SLOW) for hit in (4, 6, 13, 20)),
-        *(pytest.param("log.after_record", hit, marks=SLOW) for hit in (5, 7, 11, 14, 24)),
+        *(("log.before_record", hit) for hit in (4, 6, 11, 13, 20)),
+        *(("log.after_record", hit) for hit in (5, 7, 11, 14, 24)),
     ],
 )
 def test_killed_at_a_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
+from everstep.keeper.pool import CapturePool
 from everstep.options import LogOptions
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import forget
@@ -264,3 +266,42 @@ def test_a_gradient_that_is_not_finite_is_reported(run_folder: Path) -> None:
             ckpt.step()
         ckpt.rewind(3)
         assert world.snapshot() == states[3]
+
+
+def test_a_rewind_undoes_gradients_that_were_not_finite(run_folder: Path) -> None:
+    world = World()
+
+    def spoil() -> None:
+        world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
+        world.optimizer.step()
+        ckpt._saver.finish_captures()
+
+    with opened(run_folder, world, log=LogOptions(watch=True)) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 3)
+        spoil()
+        assert ckpt.rewind(3).step == 3  # nothing raised: the loop has seen the loss itself
+        assert world.snapshot() == states[3]
+        spoil()
+        with pytest.raises(NonFiniteError, match="step 4 consumed"):
+            ckpt.rewind(4)  # which is the one that consumed them
+        ckpt.rewind(3)
+        assert world.snapshot() == states[3]
+
+
+def test_a_step_does_not_wait_for_memory_of_bases(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped, in_time = threading.Event(), []
+
+    def warm(pool: CapturePool, size_bytes: int) -> None:
+        in_time.append(stepped.wait(5))
+
+    monkeypatch.setattr(CapturePool, "warm", warm)
+    world = World()
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 1)
+        stepped.set()
+        ckpt.wait()
+    assert in_time and all(in_time)

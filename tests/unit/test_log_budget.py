@@ -171,12 +171,12 @@ def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> N
             run.train(2)
             run.ckpt.save()
             run.ckpt.wait()
-            assert {kept.step for kept in recorder._kept} == {1, 2, 3, 4, 5}
+            assert {kept.step for kept in recorder.rooms.kept} == {1, 2, 3, 4, 5}
         finally:
             gate.open()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
-        assert recorder._kept == [], "a base is durable, and nothing is on its way"
+        assert recorder.rooms.kept == [], "a base is durable, and nothing is on its way"
     assert spans(run_folder) == [(0, 3)]
 
 
@@ -197,7 +197,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
         run.ckpt.wait()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
-        assert recorder._kept == []
+        assert recorder.rooms.kept == []
 
 
 @pytest.mark.parametrize("stopped_first", [False, True])

@@ -569,7 +569,7 @@ ckpt.close()
 @pytest.mark.parametrize(
     ("point", "hit", "lost"),
     [
-        ("log.before_record", 11, 1),
+        pytest.param("log.before_record", 11, 1, marks=pytest.mark.slow),
         ("log.after_record", 12, 0),
         pytest.param("capture.before_captured", 2, 1, marks=pytest.mark.slow),
         pytest.param("capture.after_captured", 2, 0, marks=pytest.mark.slow),

@@ -358,7 +358,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         world = World()
         ckpt = start(bench, world, on_failure=reported.append)
         states = run_steps(ckpt, world, 1)
-        ckpt._recorder.log_bytes_max = 30_000  # type: ignore[union-attr]
+        ckpt._recorder.rooms.bytes_max = 30_000  # type: ignore[union-attr]
         ckpt.save()
         assert gate.reached.wait(20)
         for _ in range(40):
@@ -390,7 +390,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
 def test_records_that_were_applied_make_room_for_others(served: Bench) -> None:
     world = World()
     ckpt = start(served, world)
-    ckpt._recorder.log_bytes_max = 30_000  # type: ignore[union-attr]
+    ckpt._recorder.rooms.bytes_max = 30_000  # type: ignore[union-attr]
     states: dict[int, Any] = {}
     for step in range(2, 22):
         states |= run_steps(ckpt, world, 1)
@@ -412,7 +412,7 @@ def test_the_newest_step_stays_in_the_log_until_the_replica_is_done_with_it(serv
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 5)
     until(lambda: ckpt.stats().replica_step == 6)
-    ckpt._recorder.log_bytes_max = 90_000  # type: ignore[union-attr]
+    ckpt._recorder.rooms.bytes_max = 90_000  # type: ignore[union-attr]
     for _ in range(20):  # updates of a step that has no end, over whatever was let go
         world.train()
     die(ckpt)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import everstep
+from tests.unit.following import opened, run_steps
 from tests.unit.test_log import World
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +72,13 @@ def uninterrupted() -> dict[str, str]:
     world, found = World(), {}
     for step in range(1, STEPS + 1):
         world.train()
-        state = sorted(world.snapshot().items())
-        found[str(step)] = hashlib.sha256(repr(state).encode()).hexdigest()
+        found[str(step)] = digest(world)
     return found
+
+
+def digest(world: World) -> str:
+    """Of its state."""
+    return hashlib.sha256(repr(sorted(world.snapshot().items())).encode()).hexdigest()
 
 
 def steps_of(said: Said) -> dict[str, Any]:
@@ -87,13 +93,14 @@ def check_kills(run: Path, kills: list[int]) -> None:
         said = train(run, 1 if not number else 100 + number, failing=failing)
         step, source, exact = said["resumed"][0]
         assert int(step) >= last, "no step that was over is lost"
-        assert source == ("memory" if number else "fresh")
+        # Before the first step is over there is nothing to go back to.
+        assert source == ("memory" if int(step) else "fresh")
         assert exact == "True"
+        assert said["status"] == [["-9" if hit else "0"]], said["errors"]
         found = steps_of(said)
         assert found.items() <= wanted.items(), (kills, number)
         last = max(map(int, found), default=int(step))
         if not hit:
-            assert said["status"] == [["0"]], said["errors"]
             assert said["torch"] == [["True"]]
             assert last == STEPS
 
@@ -119,9 +126,18 @@ def test_a_keeper_that_is_killed_while_it_applies_is_replaced(run_folder: Path, 
     assert said["status"] == [["0"]], said["errors"]
     assert steps_of(said) == uninterrupted()
     assert said["restarts"] == [["1"]]
-    again = train(run_folder, 9)
-    assert again["resumed"] == [[str(STEPS), "disk", "True"]]
+    world = World(seed=9)
+    keeper = everstep.KeeperOptions(process=False)
+    with opened(run_folder, world, method="lazy", keeper=keeper) as ckpt:
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.source, recovery.exact) == (STEPS, "disk", True)
+        assert digest(world) == uninterrupted()[str(STEPS)]
 
 
 def test_without_a_replica_the_keeper_does_not_load_torch(run_folder: Path) -> None:
-    assert train(run_folder, 1, method="logged")["torch"] == [["False"]]
+    world = World()
+    with opened(run_folder, world, method="logged") as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        maps = Path(f"/proc/{ckpt._keeper.pid}/maps").read_text()
+        assert "libtorch" not in maps

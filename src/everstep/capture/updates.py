@@ -20,25 +20,31 @@ class UpdateHooks:
 
     A subclass that calls ``super().step()`` fires the hooks twice, one pair within the other;
     a ``step()`` that raises fires the first and not the second. The outermost call that is
-    still on the stack tells the two apart.
+    still on the stack tells the two apart. What one that raised has done to parameters, and what
+    another optimizer did within a call, is in no record: it counts as an update that is lost.
 
     Attributes:
         gate: called with the key of the optimizer before it updates anything (I1).
         consumed: called when the gradients are what the optimizer is going to consume: behind
             all other hooks, or inside its closure (I2).
         applied: called when the update is over.
+        lost: called, with the reason, when something may have been updated without a record.
         lsn: updates so far, of all optimizers together.
         told: how often the outermost call has said what it consumes.
+        within: whether another optimizer was called within the outermost call.
     """
 
     gate: Callable[[str], None]
     consumed: Callable[[str], None] | None = None
     applied: Callable[[str], None] | None = None
+    lost: Callable[[str], None] | None = None
     lsn: int = 0
     handles: list[Any] = field(default_factory=list)
     outermost: FrameType | None = None
     depth: int = 0
     told: int = 0
+    key: str = ""
+    within: bool = False
 
     def watch(self, key: str, optimizer: Optimizer) -> None:
         """Counts and gates the updates of ``optimizer`` from now on."""
@@ -49,8 +55,11 @@ class UpdateHooks:
         def before(*_: Any) -> None:
             caller = sys._getframe(1)
             if self.outermost is None or not _on_stack(self.outermost, caller):
+                self.settle()
                 self.outermost, self.depth, self.told = caller, 0, 0
+                self.key, self.within = key, False
             self.depth += 1
+            self.within = self.within or key != self.key
             self.gate(key)
 
         def after(*_: Any) -> None:
@@ -93,6 +102,13 @@ class UpdateHooks:
         """An update that went past every optimizer is over."""
         self.lsn += 1
 
+    def settle(self) -> None:
+        """No update is under way: one that has not ended has failed, perhaps half-way."""
+        if self.outermost is None or _on_stack(self.outermost, sys._getframe(1)):
+            return
+        self.outermost, self.depth = None, 0
+        self._lose(f"an update of {self.key} has failed")
+
     def close(self) -> None:
         """Stops counting."""
         for handle in self.handles:
@@ -104,6 +120,13 @@ class UpdateHooks:
         if self.depth <= 0:
             self.outermost, self.depth = None, 0
             self.lsn += 1
+            if self.within:
+                self._lose(f"another optimizer was called within {self.key}")
+
+    def _lose(self, why: str) -> None:
+        if self.lost is not None:
+            self.lsn += 1
+            self.lost(why)
 
 
 def _then(closure: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.errors import DeadlineError, EverstepError
+from everstep.errors import DeadlineError, EverstepError, NonFiniteError
 from everstep.options import FailurePolicy
 from everstep.seams import Clock
 
@@ -79,6 +79,15 @@ class BackgroundChannel:
         with self._lock:
             self._errors.append(error)
 
+    def undone(self, step: int) -> None:
+        """Training goes back to ``step``: gradients that were not finite since are only logged,
+        for the steps that consumed them are undone."""
+        with self._lock:
+            gone = [e for e in self._errors if _consumed_since(e, step)]
+            self._errors = [e for e in self._errors if e not in gone]
+        for error in gone:
+            _log.warning("undone by going back to step %d: %s", step, error)
+
     def check(self) -> None:
         """Deals with what was reported, by the policy. Called from the training thread only.
 
@@ -109,3 +118,7 @@ class BackgroundChannel:
                         )
                     )
             return self._errors.pop(0) if self._errors else None
+
+
+def _consumed_since(error: EverstepError, step: int) -> bool:
+    return isinstance(error, NonFiniteError) and error.step is not None and error.step > step

@@ -89,7 +89,7 @@ def assemble(options: Options, run: PurePath, state: State, seams: Seams) -> Par
         if options.has_replica:
             refuse_unfollowable(state)
             standby = Standby(saver, channel)
-            recorder.relieved_to, recorder.overrun = standby.relieved_to, standby.overrun
+            recorder.rooms.relieved_to, recorder.overrun = standby.relieved_to, standby.overrun
     updates = UpdateHooks(saver.gate)
     base_bytes = max(1, shape.size_bytes)
     cadence = Cadence(options, run, saver, keepers, recorder, clock, base_bytes=base_bytes)

@@ -21,13 +21,14 @@ from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
-from everstep.state.survey import Shape, same_objects
+from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.tensors import stored_form, torch_dtype
 
 __all__ = [
     "Grouping",
     "Layouts",
     "LogKeeper",
+    "Replaced",
     "compressors_of",
     "digest_of",
     "eager",
@@ -112,6 +113,48 @@ class Grouping:
             same_objects(group["params"], members)
             for group, members in zip(groups, self._members, strict=True)
         )
+
+
+class Replaced:
+    """Notices tensors that were put in the place of those that replay would update: a state that
+    was loaded, parameters that were swapped. torch's own optimizers update in place, so that was
+    somebody else. (Values that were written in place are not noticed: adr/010, adr/013.)
+
+    Args:
+        state: whose optimizers they belong to.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._in_place = {
+            key
+            for key, optimizer in state.optimizers.items()
+            if type(optimizer).__module__.startswith("torch.optim.")
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Forgets what it has seen: everything was restored."""
+        self._entries: object = None
+        self._names: tuple[str, ...] = ()
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    def since(self, survey: Survey) -> str | None:
+        """The name of one that was replaced since the last call; None where the shape is another,
+        too."""
+        shape, before = survey.shape, self._tensors
+        self._tensors = now = survey.tensors
+        if shape.entries is not self._entries:
+            self._entries = shape.entries
+            owners = shape.owners.items()
+            self._names = tuple(
+                name
+                for name, owner in owners
+                if owner.kind == "replayed" and owner.optimizer in self._in_place
+            )
+            return None
+        if now is before:  # mostly
+            return None
+        return next((name for name in self._names if now[name] is not before[name]), None)
 
 
 def eager(key: str, optimizer: Optimizer) -> Optimizer:

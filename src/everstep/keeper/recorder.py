@@ -4,77 +4,68 @@ In the training thread as little as possible: a list of references before an upd
 their copies behind it (they run beside the update, on the lane), and at the step mark a copy of
 the little that no optimizer replays. Everything else is done by the lane's thread and by the
 keeper (LowDiff sections IV and V; I2, I8).
+
+Whatever goes wrong, an exception in the training thread or in the lane's: the memory that was taken
+is given back, and what is not recorded makes a new base due.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import Lane, Transfer
-from everstep.errors import (
-    DeadlineError,
-    EverstepError,
-    NonFiniteError,
-    UnsupportedStateError,
-)
+from everstep.errors import DeadlineError, EverstepError, NonFiniteError
 from everstep.format.log import RecordHead
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import (
-    Grouping,
     Layouts,
     LogKeeper,
-    compressors_of,
+    Replaced,
     digest_of,
-    eager,
-    form_entries,
-    groupings_of,
     look_for_nonfinite,
 )
+from everstep.keeper.rooms import Into, LogRooms
 from everstep.keeper.save import Save
 from everstep.options import Options
-from everstep.replay.exactness import kind_name
-from everstep.replay.own import writes_gradients
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.log import GRADIENT, HYPER, UPDATE_OBJECT
+from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import encode
-from everstep.state.survey import Shape, Survey
-from everstep.state.tree import split
+from everstep.state.survey import Survey
 
 __all__ = ["Recorder", "RecorderStats"]
-
-_SCALER = ("grad_scale", "found_inf")
-
-
-@dataclass(slots=True, eq=False)
-class _Kept:
-    number: int
-    timeline: int
-    step: int
-    room: Room
-    to_disk: bool
 
 
 @dataclass(slots=True, eq=False)
 class _Under:
-    """An update that is being copied."""
+    """An update that is being copied.
+
+    Attributes:
+        end: of its bytes.
+        job: tells the keeper of it, behind the copies.
+        room: taken for it.
+        calls: of the optimizer's closure.
+    """
 
     transfer: Transfer
     end: int
-    job: Any
+    job: Callable[[], None]
+    into: Into
+    room: Room
     calls: int = 1
 
 
@@ -84,7 +75,7 @@ class RecorderStats:
 
     Attributes:
         records, record_bytes, marks: so far.
-        holes: updates that could not be recorded; behind each a new base is due.
+        holes: updates and marks that could not be recorded; behind each a new base is due.
         stall_s: seconds of the training thread.
     """
 
@@ -93,7 +84,6 @@ class RecorderStats:
     marks: int = 0
     holes: int = 0
     stall_s: float = 0.0
-    held_bytes: int = 0
 
 
 class Recorder:
@@ -107,8 +97,7 @@ class Recorder:
         base_due: why the log cannot go on without a new base; None if it can.
         base_step: of the newest base that was asked for.
         disk: which records go to disk.
-        relieved_to: tells the number up to which records have gone into a replica; None: there is
-            none.
+        rooms: the memory of records.
         overrun: called when there is no memory for a record, though there is a replica.
     """
 
@@ -127,30 +116,28 @@ class Recorder:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self.log_bytes_max = log_bytes_max
-        self._keeper: LogKeeper | None = None
-        self._pool: CapturePool | None = None
-        self._block: torch.Tensor | None = None
         self._timeline, self._exact = 0, True
-        self._lock = threading.Lock()
-        self._kept: list[_Kept] = []
-        self._compressors = compressors_of(state)
-        self._number = 0
         self._step_bytes = 0  # of the step under way
-        self._durable_step = -1
+        self._followed: int | None = None  # the step whose mark was the last
+        self._last_lsn = -1  # of which consumption was told
         self.base_step = 0
         self.disk = DiskLog(options, channel)
-        self.relieved_to: Callable[[], int | None] = lambda: None
+        self.rooms = LogRooms(self.disk, log_bytes_max)
         self.overrun: Callable[[], None] = lambda: None
         self._under: _Under | None = None
         self._layouts = Layouts()
         self._declared = DeclaredLog(state)
-        self._groupings: dict[str, Grouping] = {}
-        self._shape: Shape | None = None
+        self._consumption = Consumption(state)
+        self._replaced = Replaced(state)
         self._entries: Any = None
         self._digest = ""
         self.base_due: str | None = "no base yet"
         self.stats = RecorderStats()
+
+    @property
+    def log_bytes_max(self) -> int:
+        """Of records in memory."""
+        return self.rooms.bytes_max
 
     def start(
         self,
@@ -160,19 +147,13 @@ class Recorder:
         exact: bool,
     ) -> None:
         """From now on records go to ``keeper``, as those of ``timeline``."""
-        self._keeper, self._timeline, self._exact = keeper, timeline, exact
-        with self._lock:
-            if pool is not self._pool:
-                self._kept.clear()
-                self._pool = pool
-                self._block = None
-                if pool is not None:
-                    self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
-            for kept in self._kept:
-                kept.to_disk = False  # by whom, now?
-            self._durable_step = -1
+        self._drop()
+        self._timeline, self._exact = timeline, exact
+        self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
+        self._replaced.start()
+        self._followed, self._last_lsn = None, -1
         self.base_due = self.base_due or "a new timeline"
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
@@ -183,36 +164,43 @@ class Recorder:
             step: that is under way.
             over: it has consumed them already: a hook that was registered later came last.
         """
-        if self._pool is None:
+        if self.rooms.into is None:
             return
-        start_s = self._clock.monotonic_s()
-        if self._under is not None:
-            self._under.calls += 1  # a closure that is called again: not recorded (see applied)
+        if lsn == self._last_lsn:
+            if self._under is not None:
+                self._under.calls += 1  # a closure that is called again: not recorded
             return
-        try:
-            self._under = self._copy(key, lsn, step, over)
-        except EverstepError as error:
-            self._hole(error.message)
-            self._channel.post(error)
-        self.stats.stall_s += self._clock.monotonic_s() - start_s
+        with self._timed():
+            self._drop()
+            self._last_lsn = lsn
+            try:
+                self._under = self._copy(self.rooms.into, key, lsn, step, over)
+            except EverstepError as error:
+                self._hole(error.message)
+                self._channel.post(error)
 
     def applied(self, key: str) -> None:
         """The update is over: gradients may change from now on, so their copies must be made."""
-        under, self._under = self._under, None
+        under = self._under
         if under is None:
             return
-        start_s = self._clock.monotonic_s()
-        if not under.transfer.gate(under.end, self._options.progress_timeout_s):
-            self._hole("copying gradients hangs")
-            self._channel.post(DeadlineError("copying gradients hangs"))
-        elif under.calls > 1:
-            self._hole(f"{key} calls its closure more than once")
-        else:
-            self._lane.run(under.job)
-        self.stats.stall_s += self._clock.monotonic_s() - start_s
+        with self._timed():
+            try:
+                there = under.transfer.gate(under.end, self._options.progress_timeout_s)
+                if not there:
+                    self._hole("copying gradients hangs")
+                    self._channel.post(DeadlineError("copying gradients hangs"))
+                elif under.calls > 1:
+                    self._hole(f"{key} calls its closure more than once")
+                else:
+                    self._under = None
+                    self._lane.run(under.job)
+            finally:
+                self._drop()
 
     def skipped(self, why: str) -> None:
         """Something has changed what optimizers own that replay cannot repeat."""
+        self._drop()
         self._declared.start()
         self._hole(why)
 
@@ -223,30 +211,61 @@ class Recorder:
             lsn: of the update.
             step: that is under way.
         """
-        if self._pool is None:
+        if self.rooms.into is None:
             return
-        start_s = self._clock.monotonic_s()
-        named = self._declared.ran(pattern)
-        head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact, pattern)
-        self._copy_now(head, named, dict)
-        self.stats.stall_s += self._clock.monotonic_s() - start_s
+        with self._timed():
+            named = self._declared.ran(pattern)
+            head = self._head("update", step, lsn, pattern)
+            self._copy_now(head, named, dict)
 
     def mark(self, survey: Survey, lsn: int, step: int) -> None:
         """The step is over: records what no optimizer replays (I8)."""
-        pool, keeper = self._pool, self._keeper
-        if pool is None or keeper is None or self._block is None:
+        into = self.rooms.into
+        if into is None:
             return
-        start_s = self._clock.monotonic_s()
+        followed, self._followed = self._followed, step
+        if followed is not None and step != followed + 1:
+            self._hole(f"step {followed + 1} ended in an error")
+        try:
+            with self._timed():
+                self._mark(into, survey, lsn, step)
+        except BaseException:
+            self._hole(f"recording step {step} has failed")
+            raise
+
+    def base_taken(self, save: Save) -> None:
+        """A base of this very step is being captured."""
+        self.base_due = None
+        self.base_step = save.step
+        self.rooms.half_full = False
+        self.disk.base_taken()
+        into = self.rooms.into
+
+        def durable(_: Any) -> None:
+            fine = not save.durable.cancelled() and save.durable.exception() is None
+            if fine and self.rooms.into is into:  # steps of a timeline before are others
+                self.rooms.base_durable(save.step)
+
+        save.durable.add_done_callback(durable)
+
+    def on_disk(self, number: int) -> None:
+        """Records up to ``number`` are on disk; in any thread."""
+        self.disk.reached(number)
+        self.rooms.release()
+
+    def _mark(self, into: Into, survey: Survey, lsn: int, step: int) -> None:
         shape = survey.shape
-        regrouped = not all(map(self._is_grouped_as_before, self._groupings))
+        regrouped = not self._consumption.grouped_as_before()
         if shape.entries is not self._entries or regrouped:
             changed, self._entries = self._entries is not None, shape.entries
-            self._groupings = groupings_of(self._state)
-            self._digest = digest_of(shape, self._groupings)
+            self._digest = digest_of(shape, self._consumption.regroup())
             if changed:
                 self.base_due = "what the state consists of has changed"
         if regrouped:  # and an update of this step may have been recorded before that
             self._hole("parameters are in other groups than before")
+            return
+        if replaced := self._replaced.since(survey):
+            self._hole(f"{replaced!r} was replaced, and not by its optimizer")
             return
         named = {
             entry.name: survey.tensors[entry.name]
@@ -254,118 +273,51 @@ class Recorder:
             if shape.owners[entry.name].in_marks
         }
         samples, ran = self._declared.samples(survey)
-        head = RecordHead("mark", self._timeline, step, lsn, self._digest, self._exact)
+        head = self._head("mark", step, lsn)
         told = self._copy_now(head, named | samples, survey.objects, ran)
-        if told is not None:
-            # Or more than the step in flight could be lost. Behind it on the lane is nothing but
-            # the updates of this step: no update begins while a base is being copied.
-            try:
-                told.result(self._options.progress_timeout_s)
-            except FutureTimeout:
-                self._hole("the keeper takes no records")
-                self._channel.post(DeadlineError("recording a step hangs", step=step))
-            step_bytes, self._step_bytes = self._step_bytes, 0
-            self._lane.run(lambda: pool.warm_ahead(2 * step_bytes))  # behind the next backward
-            self.stats.marks += 1
-            self.disk.marked(self._number, step)
-        self.stats.stall_s += self._clock.monotonic_s() - start_s
+        if told is None:
+            return
+        # Or more than the step in flight could be lost. Behind it on the lane is nothing but the
+        # updates of this step: no update begins while a base is being copied.
+        try:
+            told.result(self._options.progress_timeout_s)
+        except FutureTimeout:
+            self._hole("the keeper takes no records")
+            self._channel.post(DeadlineError("recording a step hangs", step=step))
+        step_bytes, self._step_bytes = self._step_bytes, 0
+        self._lane.run(lambda: into.pool.warm_ahead(2 * step_bytes))  # behind the next backward
+        self.stats.marks += 1
+        self.disk.marked(self.rooms.number, step)
 
-    def base_taken(self, save: Save) -> None:
-        """A base of this very step is being captured."""
-        self.base_due = None
-        self.base_step = save.step
-        self.disk.base_taken()
-
-        def durable(_: Any) -> None:
-            if not save.durable.cancelled() and save.durable.exception() is None:
-                self.base_durable(save.step)
-
-        save.durable.add_done_callback(durable)
-
-    def base_durable(self, step: int) -> None:
-        """Records up to ``step`` are no longer needed; in any thread."""
-        with self._lock:
-            self._durable_step = max(self._durable_step, step)
-        self._release()
-
-    def on_disk(self, number: int) -> None:
-        """Records up to ``number`` are on disk; in any thread."""
-        self.disk.reached(number)
-        self._release()
-
-    def _copy(self, key: str, lsn: int, step: int, over: bool) -> _Under | None:
-        optimizer = eager(key, self._state.optimizers[key])
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._groupings = self._groupings or groupings_of(self._state)
-        if not self._is_grouped_as_before(key):
+    def _copy(self, into: Into, key: str, lsn: int, step: int, over: bool) -> _Under | None:
+        if not self._consumption.grouped_as_before(key):
             self._hole(f"the parameters of {key} are in other groups than before")
             return None
-        gradients = [p.grad for p in parameters]
-        named: dict[str, torch.Tensor] = {}
-        forms, compressed = self._forms(key, parameters), {}
-        names = self._groupings[key].names
-        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
-            form = forms.get(id(parameter))
-            if gradient is not None and form is not None:
-                compressed[name] = form_entries(name, gradient, form, named)
-            elif gradient is not None:
-                if gradient.layout != torch.strided or type(gradient) is not torch.Tensor:
-                    raise UnsupportedStateError(
-                        f"the gradient of {name} is no plain dense tensor; it cannot be logged",
-                        leaves=((name, "a gradient that is not plain and dense"),),
-                        hint='method="lazy", or a dense gradient',
-                    )
-                named[GRADIENT + name] = gradient.detach()
-        groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            options = {k: v for k, v in group.items() if k != "params"}
-            groups.append(split(options, f"{HYPER}/{number}", named))
-        for name in _SCALER:
-            value = getattr(optimizer, name, None)
-            if isinstance(value, torch.Tensor):
-                named[name] = value.detach()
-        written = any(name in named for name in _SCALER)  # a fused kernel divides in place
-        written = written or writes_gradients(type(optimizer), optimizer.param_groups)
-        if written and over:
+        consumed = self._consumption.look(key)
+        if consumed.written and over:
             self._hole(f"gradients of {key} were changed before they could be copied")
             return None
-        layout = self._layouts.of(named)
-        room = self._room(layout.size_bytes)
-        if room is None:
-            return None
-        pool, block = self._pool, self._block
-        assert pool is not None
-        assert block is not None
-        block = block[room.offset : room.offset + room.size_bytes]
-        if not any(tensor.is_cuda for tensor in named.values()):  # pinning takes the pages
-            self._lane.run(lambda: pool.populate(room))
-        batches = plan_batches(layout, named, named.keys())
-        transfer = self._lane.submit(batches, block, lambda end: None)
-        head = RecordHead("update", self._timeline, step, lsn, self._digest, self._exact)
-        # It must not begin before the copy ends.
-        if written and not transfer.gate(layout.size_bytes, self._options.progress_timeout_s):
-            raise DeadlineError("copying gradients hangs", step=step)
-        about: dict[str, Any] = {
-            "optimizer": key,
-            "kind": kind_name(type(optimizer)),
-            "groups": groups,
-        }
-        if compressed:
-            about["compressed"] = compressed
+        head, layout = self._head("update", step, lsn), consumed.layout
+        timeout_s = self._options.progress_timeout_s
+        with self._room(layout.size_bytes) as room:
+            if room is None:
+                return None
+            if consumed.in_host_memory:  # pinning takes the pages
+                self._lane.run(lambda: into.pool.populate(room))
+            transfer = self._lane.submit(consumed.batches, into.part(room), lambda end: None)
+            # It must not begin before the copy ends.
+            if consumed.written and not transfer.gate(layout.size_bytes, timeout_s):
+                raise DeadlineError("copying gradients hangs", step=step)
 
-        def objects() -> dict[str, bytes]:
-            assert transfer.wait(self._options.progress_timeout_s)
-            return {UPDATE_OBJECT: encode(about, checked=True)}
+            def objects() -> dict[str, bytes]:
+                if not transfer.wait(timeout_s):
+                    raise DeadlineError("copying gradients hangs", step=step)
+                return {UPDATE_OBJECT: encode(consumed.about, checked=True)}
 
-        return _Under(transfer, layout.size_bytes, lambda: self._tell(head, layout, room, objects))
+            def job() -> None:
+                self._tell(into, head, layout, room, objects)
 
-    def _forms(self, key: str, parameters: Sequence[torch.Tensor]) -> Mapping[int, Any]:
-        """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""
-        compressor = self._compressors.get(key)
-        if compressor is None:
-            return {}
-        compressor.check()
-        return {key: form for key, form in compressor.last.items() if form is not None}
+            return _Under(transfer, layout.size_bytes, job, into, room)
 
     def _copy_now(
         self,
@@ -380,20 +332,19 @@ class Recorder:
         Args:
             ran: declared updates since the last mark.
         """
-        pool = self._pool
-        assert pool is not None
-        assert self._block is not None
+        into = self.rooms.into
+        assert into is not None
         layout = self._layouts.of(named)
-        room = self._room(layout.size_bytes)
-        if room is None:
-            return None
-        pool.populate(room)
-        block = self._block[room.offset : room.offset + room.size_bytes]
-        self._lane.mark(plan_batches(layout, named, named.keys()), block)
-        return self._lane.run(lambda: self._tell(head, layout, room, objects, ran))
+        with self._room(layout.size_bytes) as room:
+            if room is None:
+                return None
+            into.pool.populate(room)
+            self._lane.mark(plan_batches(layout, named, named.keys()), into.part(room))
+            return self._lane.run(lambda: self._tell(into, head, layout, room, objects, ran))
 
     def _tell(
         self,
+        into: Into,
         head: RecordHead,
         layout: ShardLayout,
         room: Room,
@@ -401,83 +352,77 @@ class Recorder:
         ran: frozenset[str] = frozenset(),
     ) -> None:
         """In the lane's thread, behind the copies: the record is whole."""
-        keeper = self._keeper
+        number = None
         try:
             encoded = objects()
             failpoint("log.before_record")
-            with self._lock:
-                self._number += 1
-                number = self._number
-                self._kept.append(_Kept(number, head.timeline, head.step, room, self.disk.on))
-            assert keeper is not None
+            number = self.rooms.keep(into, head, room)
+            if number is None:
+                return
             if head.kind == "mark":
-                assert self._block is not None
-                self._declared.check(head, layout, self._block[room.offset :], ran)
-            keeper.log(number, head, layout, encoded, room.offset)
+                self._declared.check(head, layout, into.part(room), ran)
+            into.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
-            if self._options.log.watch and head.kind == "update" and self._block is not None:
-                look_for_nonfinite(head, layout, self._block[room.offset :])
+            if self._options.log.watch and head.kind == "update":
+                look_for_nonfinite(head, layout, into.part(room))
             self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
         except NonFiniteError as error:
             self._channel.post(error)  # the record is there all the same
         except EverstepError as error:
-            self._channel.post(error)
-            self._hole(error.message)
+            self._lost(error)
+        except Exception as error:
+            self._lost(EverstepError(f"internal error in the log: {error!r}", step=head.step))
+        finally:
+            if number is None:
+                into.release(room)
 
-    def _room(self, size_bytes: int) -> Room | None:
-        """Memory for a record; None, and a new base is due, if there is none."""
-        pool = self._pool
-        assert pool is not None
-        held, relieved_to = self._held_bytes(), self.relieved_to()
-        if held + size_bytes > self.log_bytes_max // 2:
-            if relieved_to is None:
-                self.base_due = self.base_due or "the log has half filled its memory"
-            else:
-                self._release(relieved_to)
-                held = self._held_bytes()
-        self.stats.held_bytes = held
+    @contextlib.contextmanager
+    def _room(self, size_bytes: int) -> Iterator[Room | None]:
+        """Memory for a record; None, and a new base is due, if there is none. In an error it is
+        given back."""
+        into, room = self.rooms.into, self.rooms.take(size_bytes)
+        assert into is not None
         self._step_bytes += size_bytes
-        fits = held + size_bytes <= self.log_bytes_max
-        room = pool.acquire_now(max(1, size_bytes)) if fits else None
-        if room is None and fits and relieved_to is not None:  # there is more in the arena
-            self._release(relieved_to)
-            room = pool.acquire_now(max(1, size_bytes))
+        if self.rooms.half_full:
+            self.base_due = self.base_due or "the log has half filled its memory"
         if room is None:
             self._hole("there is no host memory for the log")
-            if relieved_to is not None:
+            if self.rooms.relieved_to() is not None:
                 self.overrun()
-        return room
+        try:
+            yield room
+        except BaseException:
+            if room is not None:
+                self._give_back(into, room)
+            raise
 
-    def _held_bytes(self) -> int:
-        with self._lock:
-            return sum(kept.room.size_bytes for kept in self._kept)
+    def _give_back(self, into: Into, room: Room) -> None:
+        self._lane.run(lambda: into.release(room))  # behind the copies into it
+
+    def _drop(self) -> None:
+        """The update that is being copied will not be recorded, if there is one."""
+        under, self._under = self._under, None
+        if under is not None:
+            self._give_back(under.into, under.room)
+
+    def _head(
+        self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""
+    ) -> RecordHead:
+        return RecordHead(kind, self._timeline, step, lsn, self._digest, self._exact, declared)
+
+    def _lost(self, error: EverstepError) -> None:
+        self._channel.post(error)
+        self._hole(error.message)
 
     def _hole(self, why: str) -> None:
         self.stats.holes += 1
         self.base_due = self.base_due or why
 
-    def _release(self, relieved_to: int = 0) -> None:
-        """Lets go of records that nobody needs.
-
-        Args:
-            relieved_to: nor those up to this number.
-        """
-        pool, keeper = self._pool, self._keeper
-        with self._lock:
-            free: list[_Kept] = []
-            while self._kept:
-                kept = self._kept[0]
-                old = kept.timeline < self._timeline and self._durable_step >= 0
-                unwritten = kept.to_disk and not self.disk.has(kept.number)
-                needed = kept.step > self._durable_step and not old
-                if unwritten or (needed and kept.number > relieved_to):
-                    break
-                free.append(self._kept.pop(0))
-        if free and pool is not None and keeper is not None:
-            keeper.forget_log(free[-1].number)
-            for kept in free:
-                pool.release(kept.room)
-
-    def _is_grouped_as_before(self, key: str) -> bool:
-        return self._groupings[key].holds(self._state.optimizers[key])
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start_s = self._clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.stats.stall_s += self._clock.monotonic_s() - start_s

@@ -10,6 +10,7 @@ import torch
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from everstep.errors import ReplayError
+from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import options_refusal
 from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
@@ -66,9 +67,12 @@ class Checks:
         where = f"update {update.lsn} of {update.optimizer!r}"
         self._check_groups(where, update)
         self._check_scaler(where, update, momentum)
+        fused = any(options.get("fused") for options in update.groups)
         for name, gradient in update.gradients.items():
             if why := self._misfit(name, gradient):
                 raise ReplayError(f"{where}: {why}")
+            if fused and isinstance(gradient, torch.Tensor) and has_gaps(gradient):
+                raise ReplayError(f"{where}: a fused kernel has read the gaps of {name!r}")
 
     def _check_groups(self, where: str, update: Update) -> None:
         if len(update.groups) != len(self.names):

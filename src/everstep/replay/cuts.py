@@ -9,7 +9,7 @@ import torch
 
 from everstep.replay.packed import Gradient, Packed
 
-__all__ = ["Block", "Scratch", "cut", "flat", "line", "memory_order"]
+__all__ = ["Block", "Scratch", "cut", "flat", "has_gaps", "line", "memory_order"]
 
 MAX_TENSORS = 256
 """Small tensors go together until they fill a block, but not more of them than this, or there
@@ -107,6 +107,12 @@ def line(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_contiguous() and like.is_contiguous():  # mostly, and ten times quicker
         return tensor.reshape(-1)
     return flat(tensor, memory_order(like))
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie apart in memory, or several at one place. Fused kernels read and
+    write as many as there are from the first one on, whatever is between them."""
+    return not tensor.is_contiguous() and flat(tensor, memory_order(tensor)) is None
 
 
 def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError
+from everstep.replay.cuts import has_gaps
 
 __all__ = [
     "MATRIX",
@@ -292,6 +293,11 @@ def options_refusal(
         known = (*_CAPTURABLE_DEVICES, torch._C._get_privateuse1_backend_name())
         if wrong := sorted(types.difference(known)):
             return f"capturable=True: torch has no such update on {', '.join(wrong)}"
+    if options.get("fused") and any(map(has_gaps, parameters)):
+        return (
+            "a fused kernel over a parameter with gaps between its elements in memory changes "
+            "what lies there; use fused=False, or a contiguous parameter"
+        )
     if kind is torch.optim.SGD and options.get("fused") and options.get("momentum"):
         halves = [p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _HALVES]
         if any(_fused_sgd_reads_astray(dtype) for dtype in set(halves)):

@@ -1,0 +1,233 @@
+"""What an optimizer's update consumes, as its record holds it: gradients and hyperparameters (I2).
+
+Most steps consume what the last one did, in new tensors: which parameters have gradients, and
+shapes, dtypes and strides of these are compared, and the rest is taken from the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.capture.batches import Batch, plan_batches
+from everstep.errors import UnsupportedStateError
+from everstep.keeper.recordable import (
+    Grouping,
+    Layouts,
+    compressors_of,
+    eager,
+    form_entries,
+    groupings_of,
+)
+from everstep.replay.cuts import has_gaps
+from everstep.replay.exactness import kind_name
+from everstep.replay.own import writes_gradients
+from everstep.state.image import State
+from everstep.state.layout import ShardLayout, overlaps
+from everstep.state.log import GRADIENT, HYPER
+from everstep.state.tensors import byte_view
+from everstep.state.tree import split
+
+__all__ = ["Consumed", "Consumption"]
+
+_SCALER = ("grad_scale", "found_inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Consumed:
+    """An update, before it is copied.
+
+    Attributes:
+        about: what the record says of it, as an object.
+        batches: copies of all tensors into a room of ``layout.size_bytes``.
+        in_host_memory: all of them lie there.
+        written: the update itself writes to its gradients.
+    """
+
+    about: Mapping[str, Any]
+    layout: ShardLayout
+    batches: Sequence[Batch]
+    in_host_memory: bool
+    written: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Last:
+    """What an optimizer consumed last.
+
+    Attributes:
+        names: of all gradients in a record, in the order of the parameters.
+        forms: names, dtypes, shapes and strides of all tensors, which ``layout`` is of.
+        outline: of their copies; None where these have to be planned each time.
+    """
+
+    names: Sequence[str]
+    forms: Sequence[Any] = ()
+    layout: ShardLayout | None = None
+    outline: Sequence[_Outline] | None = None
+
+
+class _Outline(NamedTuple):
+    """A batch without its tensors, all of which lie in host memory in row-major order.
+
+    Attributes:
+        names: of the tensors.
+        skip: bytes of the first that belong to the batch before.
+    """
+
+    begin: int
+    end: int
+    names: tuple[str, ...]
+    skip: int
+
+
+class Consumption:
+    """Looks at what the optimizers of a state are going to consume.
+
+    Raises:
+        OptionError: a Compressor is of an optimizer that is not in the state.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._compressors = compressors_of(state)
+        self._groupings: dict[str, Grouping] = {}
+        self._last: dict[str, _Last] = {}
+        self._layouts = Layouts()
+
+    def regroup(self) -> Mapping[str, Grouping]:
+        """How optimizers group their parameters now; from now on this is as it was before."""
+        self._groupings = groupings_of(self._state)
+        self._last = {
+            key: _Last([GRADIENT + name for name in grouping.names])
+            for key, grouping in self._groupings.items()
+        }
+        return self._groupings
+
+    def grouped_as_before(self, key: str | None = None) -> bool:
+        """Whether an optimizer (any of them) has the same groups of the same parameters."""
+        return all(
+            grouping.holds(self._state.optimizers[other])
+            for other, grouping in self._groupings.items()
+            if key in (None, other)
+        )
+
+    def look(self, key: str) -> Consumed:
+        """What the optimizer ``key`` consumes now; it is grouped as before.
+
+        Raises:
+            UnsupportedStateError: no record can hold it.
+        """
+        if not self._groupings:
+            self.regroup()
+        optimizer = eager(key, self._state.optimizers[key])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        last = self._last[key]
+        compact = self._compact(key)
+        named: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
+        compressed: dict[str, Any] = {}
+        forms: list[Any] = []
+        for name, parameter in zip(last.names, parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if compact and (form := compact.get(id(parameter))) is not None:
+                bare = name.removeprefix(GRADIENT)
+                compressed[bare] = form_entries(bare, gradient, form, others)
+                continue
+            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+                raise _not_plain(name.removeprefix(GRADIENT))
+            if gradient.is_conj() or gradient.is_neg():
+                gradient = gradient.resolve_conj().resolve_neg()
+            named[name] = gradient.detach() if gradient.requires_grad else gradient
+            forms += name, gradient.dtype, gradient.shape, gradient.stride()
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            options = {k: v for k, v in group.items() if k != "params"}
+            groups.append(split(options, f"{HYPER}/{number}", others))
+        written = writes_gradients(type(optimizer), optimizer.param_groups)
+        for name in _SCALER:
+            value = getattr(optimizer, name, None)
+            if isinstance(value, torch.Tensor):
+                others[name] = value.detach()
+                written = True  # a fused kernel divides them in place
+        for name, tensor in others.items():
+            forms += name, tensor.dtype, tensor.shape, tensor.stride()
+        named |= others
+        layout = last.layout
+        if layout is None or forms != last.forms:
+            _refuse_gaps(optimizer, named)
+            layout = self._layouts.of(named)
+            last.forms, last.layout, last.outline = forms, layout, None
+        about: dict[str, Any] = {
+            "optimizer": key,
+            "kind": kind_name(type(optimizer)),
+            "groups": groups,
+        }
+        if compressed:
+            about["compressed"] = compressed
+        in_host_memory = not any(tensor.is_cuda for tensor in named.values())
+        batches: Sequence[Batch]
+        if last.outline is not None and in_host_memory:
+            batches = [_batch(outline, named) for outline in last.outline]
+        else:
+            batches = plan_batches(layout, named, named.keys())
+            if in_host_memory and not others:
+                last.outline = _outlines(layout, batches)
+        return Consumed(about, layout, batches, in_host_memory, written)
+
+    def _compact(self, key: str) -> Mapping[int, Any]:
+        """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""
+        compressor = self._compressors.get(key)
+        if compressor is None:
+            return {}
+        compressor.check()
+        return {key: form for key, form in compressor.last.items() if form is not None}
+
+
+def _outlines(layout: ShardLayout, batches: Sequence[Batch]) -> list[_Outline] | None:
+    placed = [place for place in layout.placed if place.end > place.begin]
+    ends = [place.end for place in placed]
+    found = []
+    for batch in batches:
+        if batch.rearranged is not None:
+            return None
+        within = [p for p, _, _ in overlaps(placed, ends, batch.begin, batch.end - batch.begin)]
+        names = tuple(place.entry.name for place in within)
+        found.append(_Outline(batch.begin, batch.end, names, batch.begin - within[0].begin))
+    return found
+
+
+def _batch(outline: _Outline, named: Mapping[str, torch.Tensor]) -> Batch:
+    begin, end, names, skip = outline
+    sources = tuple([byte_view(named[name]) for name in names])
+    if len(sources) == 1 and sources[0].numel() != end - begin:
+        sources = (sources[0][skip : skip + end - begin],)
+    return Batch(begin, end, sources)
+
+
+def _refuse_gaps(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
+    if not any(group.get("fused") for group in optimizer.param_groups):
+        return
+    for name, tensor in named.items():
+        if name.startswith(GRADIENT) and has_gaps(tensor):
+            gradient = f"the gradient of {name.removeprefix(GRADIENT)}"
+            raise UnsupportedStateError(
+                f"{gradient} has gaps between its elements in memory, which a fused kernel reads, "
+                "too; it cannot be logged",
+                leaves=((name.removeprefix(GRADIENT), "a gradient with gaps"),),
+                hint="gradient.contiguous(), or fused=False",
+            )
+
+
+def _not_plain(name: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"the gradient of {name} is no plain dense tensor; it cannot be logged",
+        leaves=((name, "a gradient that is not plain and dense"),),
+        hint='method="lazy", or a dense gradient',
+    )

@@ -1,0 +1,152 @@
+"""The memory of the log, seen from the training process: which record lies where, and how long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.format.log import RecordHead
+from everstep.keeper.disklog import DiskLog
+from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.recordable import LogKeeper
+
+__all__ = ["Into", "LogRooms"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Into:
+    """Where records go: a keeper, and the memory that it shares with this process. A record whose
+    copy has begun belongs there, whatever keeper is in service when the copy is over.
+
+    Attributes:
+        block: all of the memory (flat ``uint8``).
+        timeline: of the records.
+    """
+
+    keeper: LogKeeper
+    pool: CapturePool
+    block: torch.Tensor
+    timeline: int
+
+    @classmethod
+    def of(cls, keeper: LogKeeper, pool: CapturePool, timeline: int) -> Into:
+        """All memory of a pool."""
+        return cls(keeper, pool, torch.frombuffer(pool.arena.view, dtype=torch.uint8), timeline)
+
+    def part(self, room: Room) -> torch.Tensor:
+        """The memory of a room."""
+        return self.block[room.offset : room.offset + room.size_bytes]
+
+    def release(self, room: Room) -> None:
+        """Gives a room back that no record has come to lie in."""
+        self.pool.release(room)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    number: int
+    timeline: int
+    step: int
+    room: Room
+    to_disk: bool
+
+
+@dataclass(slots=True, eq=False)
+class LogRooms:
+    """Rooms of records that may still be needed.
+
+    Attributes:
+        disk: which records go to disk.
+        bytes_max: of records in memory; half as much is asked for a new base.
+        relieved_to: tells the number up to which records have gone into a replica; None: there is
+            none.
+        into: where records go now; None before there is a keeper that takes any.
+        number: of the newest record.
+        held_bytes: of all records, when a room was last asked for.
+        half_full: the log has half filled its memory, and nothing but a base relieves it.
+    """
+
+    disk: DiskLog
+    bytes_max: int
+    relieved_to: Callable[[], int | None] = lambda: None
+    into: Into | None = None
+    number: int = 0
+    held_bytes: int = 0
+    half_full: bool = False
+    kept: list[_Kept] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    durable_step: int = -1
+
+    def start(self, into: Into | None) -> None:
+        """From now on records go there; those in other memory are gone with it."""
+        with self.lock:
+            if into is None or self.into is None or into.pool is not self.into.pool:
+                self.kept.clear()
+            for kept in self.kept:
+                kept.to_disk = False  # by whom, now?
+            self.into, self.durable_step = into, -1
+
+    def take(self, size_bytes: int) -> Room | None:
+        """A room for a record; None if there is none."""
+        assert self.into is not None
+        pool = self.into.pool
+        held, relieved_to = self._held_bytes(), self.relieved_to()
+        if held + size_bytes > self.bytes_max // 2:
+            if relieved_to is None:
+                self.half_full = True
+            else:
+                self.release(relieved_to)
+                held = self._held_bytes()
+        self.held_bytes = held
+        fits = held + size_bytes <= self.bytes_max
+        room = pool.acquire_now(max(1, size_bytes)) if fits else None
+        if room is None and fits and relieved_to is not None:  # there is more in the arena
+            self.release(relieved_to)
+            room = pool.acquire_now(max(1, size_bytes))
+        return room
+
+    def keep(self, into: Into, head: RecordHead, room: Room) -> int | None:
+        """A record has come to lie in a room; returns its number, or None if nobody wants it:
+        another keeper has come into service, or another timeline, and takes it for one of its own.
+        """
+        with self.lock:
+            if into is not self.into:
+                return None
+            self.number += 1
+            self.kept.append(_Kept(self.number, into.timeline, head.step, room, self.disk.on))
+            return self.number
+
+    def base_durable(self, step: int) -> None:
+        """Records up to ``step`` are no longer needed; in any thread."""
+        with self.lock:
+            self.durable_step = max(self.durable_step, step)
+        self.release()
+
+    def release(self, relieved_to: int = 0) -> None:
+        """Lets go of records that nobody needs.
+
+        Args:
+            relieved_to: nor those up to this number.
+        """
+        with self.lock:
+            into = self.into
+            free: list[_Kept] = []
+            while self.kept and into is not None:
+                kept = self.kept[0]
+                old = kept.timeline < into.timeline and self.durable_step >= 0
+                unwritten = kept.to_disk and not self.disk.has(kept.number)
+                needed = kept.step > self.durable_step and not old
+                if unwritten or (needed and kept.number > relieved_to):
+                    break
+                free.append(self.kept.pop(0))
+        if free and into is not None:
+            into.keeper.forget_log(free[-1].number)
+            for kept in free:
+                into.pool.release(kept.room)
+
+    def _held_bytes(self) -> int:
+        with self.lock:
+            return sum(kept.room.size_bytes for kept in self.kept)
