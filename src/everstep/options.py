@@ -199,7 +199,7 @@ class LogOptions:
             log writes as much each step as there are gradients: mind what the disk endures.
         batch_steps: steps of one segment.
         history: which segments stay: ``"last"``: those behind the oldest base that is kept.
-            ``"all"``.
+            ``"all"``: for reading. A step is restored from a base before it: mind ``keep``.
         watch: look for NaN and infinity in the gradients that are recorded, behind training; found
             ones are reported as :class:`~everstep.errors.NonFiniteError`.
         lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each

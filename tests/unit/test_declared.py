@@ -458,10 +458,10 @@ def test_a_mark_without_room_raises_no_false_alarm(served: Bench) -> None:
     run_steps(ckpt, world, 3)
     recorder = ckpt._recorder
     assert recorder is not None
-    limit, recorder.log_bytes_max = recorder.log_bytes_max, 0
+    limit, recorder.rooms.bytes_max = recorder.rooms.bytes_max, 0
     run_steps(ckpt, world, 1)  # the function runs in it
     assert recorder.stats.holes
-    recorder.log_bytes_max = limit
+    recorder.rooms.bytes_max = limit
     states = run_steps(ckpt, world, 5)
     killed(ckpt)
     other = World("ema", every=3, seed=9)
@@ -504,7 +504,7 @@ def test_a_function_that_fails_in_replay(late: bool, served: Bench) -> None:
     """Half-way through a step, and at the third as well as at the first."""
     states = trained(served)
     other = World(seed=9)
-    calls = []
+    calls: list[int] = []
 
     def broken() -> None:
         calls.append(len(calls))

@@ -133,6 +133,24 @@ def test_whatever_fails_once(
     check(run_folder, states, {3} - bases if holes else set(), World(seed=9))
 
 
+def test_a_step_that_ends_in_an_error_makes_a_base_due(run_folder: Path) -> None:
+    """What failed in the background is raised by a step, which then has no mark."""
+    world, states = World(), {}
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        ckpt._channel._policy = "raise"
+        for step in range(1, STEPS + 1):
+            world.train()
+            if step == 3:
+                ckpt._channel.post(EverstepError("as the test wants it"))
+                with pytest.raises(EverstepError, match="as the test wants it"):
+                    ckpt.step()
+            else:
+                ckpt.step()
+            states[step] = world.snapshot()
+    check(run_folder, states, {3}, World(seed=9))
+
+
 def test_a_record_that_is_late_goes_to_no_other_keeper(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +263,8 @@ def one_in_the_other(world: Two, ckpt: everstep.Checkpointer, step: int) -> None
             world.second.step()
 
     world.optimizer.step(closure)
+    if step != 4:
+        world.second.step()
 
 
 def closure_called_twice(world: Two, ckpt: everstep.Checkpointer, step: int) -> None:
