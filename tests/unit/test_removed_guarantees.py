@@ -222,12 +222,14 @@ def _killed(served: Bench, case: str, loop: str, hooked: int) -> bool:
 
 
 def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is copied behind a step is copied when all of that step is over."""
+    """And what is copied behind a step is copied when all of that step is over, or after a second:
+    training itself waits for some of it."""
     wait, train, over = LateTransfer.wait, MatrixWorld.train, threading.Event()
     over.set()
 
     def late_wait(self: LateTransfer, timeout_s: float) -> bool:
-        return over.wait(timeout_s) and wait(self, timeout_s)
+        over.wait(1.0)
+        return wait(self, timeout_s)
 
     def trained(self: MatrixWorld) -> None:
         over.clear()
