@@ -20,6 +20,9 @@ from tests.unit.world import TIMEOUT_S
 SCRIPT = (
     PRELUDE
     + """
+# Whoever runs the tests may ignore them (nohup), and children inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ckpt = everstep.Checkpointer(run, state, every=1)
 recovery = ckpt.resume()
 report(recovery)
