@@ -587,6 +587,8 @@ _SAMPLES = {
     "leaves": (("model/f", "is a function"), ("x", "is open")),
     "mismatches": (("w", "shape (2,) and (3,)"),),
     "entry": "model/w",
+    "quantity": "link_bytes_per_s",
+    "needed": 4e10,
 }
 
 

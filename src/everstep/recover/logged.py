@@ -221,7 +221,7 @@ class RunLog:
         assert later.manifest is not None
         if (mark.lsn, mark.shape) != (later.manifest.markers[0].lsn, self.shape(later)):
             return self.chain(base, path)
-        return Chain(base.id, (*chain.steps, *rest.steps), rest.stopped)
+        return Chain(base.id, (*chain.steps, *rest.steps), rest.stopped, rest.lost)
 
     def _shape(self, base: BaseFound) -> str:
         try:
