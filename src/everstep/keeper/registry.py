@@ -365,7 +365,10 @@ def _holder(files: KeeperFiles) -> KeeperInfo | None:
     except FileNotFoundError:
         return None
     if lock is None:
-        return KeeperInfo.decode(_read(files.info))
+        try:
+            return KeeperInfo.decode(_read(files.info))
+        except FileNotFoundError:  # it has ended meanwhile, which takes no gate
+            return None
     try:
         _clear_socket(files)
         lock.unlink()
