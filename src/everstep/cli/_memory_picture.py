@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.errors import OptionError, UnavailableError
-
 if TYPE_CHECKING:
     from everstep.plan.planned import Planned
 
-__all__ = ["check", "draw"]
+__all__ = ["draw"]
 
 _INCHES = (10.0, 4.0)
 _DPI = 150
-
-
-def check(path: Path) -> None:
-    """Looks, before anything is planned, whether a picture can be drawn there.
-
-    Raises:
-        UnavailableError: matplotlib is missing.
-        OptionError: there is no such folder.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnavailableError(
-            "a picture needs matplotlib, which is not installed",
-            hint="pip install matplotlib, or leave out --picture",
-        )
-    if not path.absolute().parent.is_dir():
-        raise OptionError(f"there is no folder {path.absolute().parent}", hint="make it first")
 
 
 def draw(found: Planned, title: str, path: Path) -> None:

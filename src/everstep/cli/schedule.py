@@ -73,9 +73,9 @@ def schedule(
     bandwidth = on.link_bytes_per_s if link is None else parse_bytes_per_s("--link", link)
     disk_bytes_per_s = parse_bytes_per_s("--disk", disk)
     if picture is not None:
-        from everstep.cli._memory_picture import check
+        from everstep.bench.stall.timeline import check_picture
 
-        check(picture)
+        check_picture(picture)
     start_s = time.perf_counter()
     trace = trace_of(_training(model), batch, _optimizer(optimizer), in_backward=in_backward)
     found = plan_step(
