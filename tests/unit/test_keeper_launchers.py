@@ -77,7 +77,7 @@ def test_torchrun_restarts_a_killed_worker_and_its_keeper_is_there(
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_process_group_spare_the_keeper(
-    number: signal.Signals, tmp_path: Path, run_folder: Path
+    number: signal.Signals, tmp_path: Path, run_folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """What a terminal, nohup, a notebook's kernel and SLURM (pgid) do."""
     path = script(tmp_path, "signal.pause()")
@@ -89,6 +89,8 @@ def test_signals_to_the_process_group_spare_the_keeper(
         text=True,
         start_new_session=True,
     )
+    request.addfinalizer(process.wait)  # the last of these two comes first
+    request.addfinalizer(process.kill)
     assert process.stdout is not None
     lines = [json.loads(process.stdout.readline()) for _ in range(2)]
     (keeper,) = list_keepers()
