@@ -73,11 +73,17 @@ def trace_of(
     """
     try:
         with torch.device("meta"):
-            return _twice(training, batch, optimizer, in_backward)
-    except UnsupportedStateError as error:
-        if error.leaves and error.leaves[0][1] == "a step that depends on data":
-            raise
-        return _twice(training, batch, optimizer, in_backward)
+            first, second = _two(training, batch, optimizer, in_backward)
+    except UnsupportedStateError:  # an operator that needs data; the trace says where it was made
+        first, second = _two(training, batch, optimizer, in_backward)
+    if first.signature != second.signature:
+        raise UnsupportedStateError(
+            "two steps of this model are not alike: what it does depends on its data, so no plan "
+            "holds for every step",
+            leaves=(("model", "a step that depends on data"),),
+            hint='method="lazy" needs no plan',
+        )
+    return first
 
 
 def plan_step(
@@ -113,19 +119,14 @@ def plan_step(
     return Planned(trace, problem, found, infeasible, needed, trace_s, plan_s)
 
 
-def _twice(training: Training, batch: int, optimizer: Optimizers, in_backward: bool) -> StepTrace:
+def _two(
+    training: Training, batch: int, optimizer: Optimizers, in_backward: bool
+) -> tuple[StepTrace, StepTrace]:
+    """Two steps, one behind the other."""
     model, loss = training(batch)
     update: Optimizer | dict[nn.Parameter, Optimizer]
     if in_backward:
         update = {parameter: optimizer([parameter]) for parameter in model.parameters()}
     else:
         update = optimizer(model.parameters())
-    first, second = (trace_training(model, update, loss) for _ in range(2))
-    if first.signature != second.signature:
-        raise UnsupportedStateError(
-            "two steps of this model are not alike: what it does depends on its data, so no plan "
-            "holds for every step",
-            leaves=((type(model).__name__, "a step that depends on data"),),
-            hint='method="lazy" needs no plan',
-        )
-    return first
+    return trace_training(model, update, loss), trace_training(model, update, loss)

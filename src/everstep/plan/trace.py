@@ -194,8 +194,7 @@ def trace_training(
         raise UnsupportedStateError(
             f"an operator of this model cannot be traced on {device.type}: {error}",
             leaves=((type(model).__name__, "an operator that needs data"),),
-            hint="trace a small real batch on the CPU, or register a fake kernel for it "
-            "(torch.library.register_fake)",
+            hint="trace a small real batch on the CPU, or register a fake kernel for the operator",
         ) from error
     finally:
         for hook in hooks:
