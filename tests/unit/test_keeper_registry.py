@@ -252,6 +252,18 @@ def test_a_process_id_that_another_process_has_now_proves_nothing(folder: Path) 
     assert names(folder) == set()
 
 
+def test_a_keeper_that_ends_while_it_is_looked_at_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(path: object) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    with registered():
+        monkeypatch.setattr("everstep.keeper.registry._read", gone)
+        assert find_keeper(KEY) is None
+        assert list_keepers() == []
+
+
 def test_looking_and_taking_at_the_same_time() -> None:
     """Who looks locks what it finds for a moment: nobody may take it for a keeper."""
     stop = threading.Event()
