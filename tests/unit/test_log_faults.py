@@ -138,8 +138,10 @@ def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str
         ckpt.resume()
         states = run_steps(ckpt, world, 8)
         ckpt._recorder.base_step = 100  # type: ignore[union-attr]  # no base at the end
+    # A base that becomes durable flushes the log: where segments begin is not for this test to say.
     segments = sorted((run_folder / "timeline-00001" / "log").iterdir())
-    (hit,) = [s for s in segments if s.name.startswith("000000000004")]
+    hit = next(s for s in segments if int(s.name.split("-")[0]) >= 3)
+    before = int(hit.name.split("-")[0])
     data, marker = hit / "rank-00000.safetensors", hit / "rank-00000.done"
     if part == "gone":
         data.unlink()
@@ -154,8 +156,8 @@ def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str
     other = World(seed=9)
     with opened(run_folder, other, log=ON_DISK, every=100) as ckpt:
         recovery = ckpt.resume()
-        assert recovery.step == 4
-        assert other.snapshot() == states[4]
+        assert recovery.step == before
+        assert other.snapshot() == states[before]
         if part != "no marker":  # that one was never finished
             assert recovery.skipped
         ckpt._recorder.base_step = 100  # type: ignore[union-attr]
