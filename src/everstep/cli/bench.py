@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
+from rich.console import Console
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit
 from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
-__all__ = ["app", "frequency", "persist", "schedule", "stall", "step"]
+__all__ = ["app", "convergence", "frequency", "persist", "schedule", "stall", "step"]
 
 _Report = TypeVar("_Report")
 _Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
@@ -63,12 +64,8 @@ def persist(
 
     options = PersistOptions(int(parse_bytes("--size", size)), repeats, seed, folder)
     report = _measured(run_persist, options)
-    if json_output:
-        emit(report.as_json())
-    else:
-        present(report, console())
-    if check and not all(verdict.met for verdict in report.verdicts()):
-        raise typer.Exit(ExitCode.INFEASIBLE)
+    met = all(verdict.met for verdict in report.verdicts())
+    _tell(report, present, json_output=json_output, failed=check and not met)
 
 
 @app.command()
@@ -86,10 +83,7 @@ def schedule(
     from everstep.bench.schedule.tables import ScheduleOptions, run_schedule
 
     report = _measured(run_schedule, ScheduleOptions(gpu=gpu, adam=adam))
-    if json_output:
-        emit(report.as_json())
-    else:
-        present(report, console())
+    _tell(report, present, json_output=json_output)
 
 
 @app.command()
@@ -165,12 +159,7 @@ def stall(
         timeline.trace(report, trace)
     if picture is not None:
         timeline.picture(report, picture)
-    if json_output:
-        emit(report.as_json())
-    else:
-        present(report, console())
-    if check and not report.all_met():
-        raise typer.Exit(ExitCode.INFEASIBLE)
+    _tell(report, present, json_output=json_output, failed=check and not report.all_met())
 
 
 @app.command()
@@ -226,12 +215,7 @@ def step(
         arms=parse_arms(arms, ARMS),
     )
     report = _measured(run_step, options)
-    if json_output:
-        emit(report.as_json())
-    else:
-        present(report, console())
-    if check and not report.all_met():
-        raise typer.Exit(ExitCode.INFEASIBLE)
+    _tell(report, present, json_output=json_output, failed=check and not report.all_met())
 
 
 @app.command()
@@ -276,6 +260,47 @@ def frequency(
         arms=parse_arms(arms, ARMS),
     )
     report = _measured(run_frequency, options)
+    _tell(report, present, json_output=json_output)
+
+
+class _Outcome(Protocol):
+    def as_json(self) -> Any: ...
+
+
+_Told = TypeVar("_Told", bound=_Outcome)
+
+
+def _tell(
+    report: _Told,
+    present: Callable[[_Told, Console], None],
+    *,
+    json_output: bool,
+    failed: bool = False,
+) -> None:
+    """One document, or tables; exits with 3 if a target that was to be checked is missed."""
+    if json_output:
+        emit(report.as_json())
+    else:
+        present(report, console())
+    if failed:
+        raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+@app.command()
+def convergence(
+    steps: Annotated[int, typer.Option(help="Of each training.")] = 400,
+    seeds: Annotated[int, typer.Option(help="Trainings of each arm.")] = 2,
+    json_output: JsonFlag = False,
+) -> None:
+    """Trains the demo's model on compressed gradients, next to dense training.
+
+    AdamW and SGD; top-k, sampled threshold and int8, with and without error feedback. Losses at
+    the end and on unseen text, and what a step's gradients take in a log.
+    """
+    from everstep.bench.convergence import ConvergenceOptions, present, run_convergence
+
+    options = ConvergenceOptions(steps=steps, seeds=tuple(range(seeds)))
+    report = _measured(run_convergence, options)
     if json_output:
         emit(report.as_json())
     else:
