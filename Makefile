@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Words added to the command of `make demo`, `make bench` and the test targets.
 ARGS ?=
+# The quick tests are shared by so many processes; for one after the other in one: ARGS="-n 0".
+SHARED := -n logical --maxprocesses 4 --dist worksteal
 
 PY := $(VENV)/bin/python
 
@@ -33,7 +35,7 @@ demo: setup ## the main job: train, get killed three times, resume, compare ever
 	@$(VENV)/bin/everstep demo $(ARGS)
 
 test: lint ## all quick checks: ruff, mypy, tidy tests, pytest
-	$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PY) -m pytest -m "not slow and not gpu" $(SHARED) $(ARGS)
 
 lint: setup ## ruff and mypy only
 	$(PY) -m ruff check .

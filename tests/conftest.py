@@ -5,22 +5,32 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from pathlib import Path
 
-from tests.leftovers import MARK, SHARED_MEMORY, processes_left, shared_memory_names
+from tests.leftovers import MARK, SHARED_MEMORY, left_behind, shared_memory_names
 
 # Before torch is imported, and inherited by every child process of a test.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.pop("EVERSTEP_FAILPOINTS", None)
-RUN_ID = os.environ[MARK] = secrets.token_hex(8)
+os.environ.pop("COLUMNS", None)  # the width of who runs the tests is not that of what they run
+# One of the processes that share the tests (pytest -n); its id and its folder are in those of the
+# run, so that whoever started it finds what it leaves behind, however it ends.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+RUN_ID = f"{os.environ[MARK]}.{WORKER}" if WORKER else secrets.token_hex(8)
+os.environ[MARK] = RUN_ID
 # Keepers of this test run meet nobody else's. Short: sockets have short names.
-_RUNTIME_DIR = tempfile.mkdtemp(prefix="everstep-test-")
-os.environ["EVERSTEP_RUNTIME_DIR"] = _RUNTIME_DIR
+if WORKER:
+    _RUNTIME_DIR = Path(os.environ["EVERSTEP_RUNTIME_DIR"], WORKER)
+    _RUNTIME_DIR.mkdir(mode=0o700)
+else:
+    _RUNTIME_DIR = Path(tempfile.mkdtemp(prefix="everstep-test-"))
+os.environ["EVERSTEP_RUNTIME_DIR"] = str(_RUNTIME_DIR)
 
+import gc  # noqa: E402
 import random  # noqa: E402
 import shutil  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -34,6 +44,7 @@ from everstep.bench.workloads.training import (  # noqa: E402
     training_of,
 )
 from everstep.seams import failpoints  # noqa: E402
+from tests.trainers import end_server  # noqa: E402
 
 SEED = 20240229
 
@@ -58,18 +69,52 @@ def pytest_report_header() -> str:
     return f"everstep: seed {SEED}, hypothesis profile {PROFILE}, torch {torch.__version__}"
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no garbage collection looks at it again, and tests ask for
+    many. With it what torch loads when the first optimizer is made."""
+    import torch._dynamo  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Fails the run if it leaves a process, or a name under /dev/shm."""
     before = shared_memory_names(RUN_ID)
     yield
-    left = sorted(os.listdir(_RUNTIME_DIR))
+    end_server()
+    # Names without an id may be those of the other processes that share the tests.
+    left = left_behind(RUN_ID, _RUNTIME_DIR, before=None if WORKER else before)
     shutil.rmtree(_RUNTIME_DIR)
-    processes = processes_left(RUN_ID, timeout_s=10.0)
-    names = shared_memory_names(RUN_ID) - before
-    assert not processes, f"the test run left processes: {processes}"
-    assert not [name for name in left if name.endswith(".sock")], f"keepers left {left}"
-    assert not names, f"the test run left names under {SHARED_MEMORY}: {sorted(names)}"
+    assert not left, "\n".join(left)
+
+
+_SHARING = pytest.StashKey[set[str]]()
+_LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Of a run whose tests are shared: the fixture above is in other processes, and one that is
+    killed does not get to its end."""
+    if session.config.pluginmanager.has_plugin("dsession"):
+        session.config.stash[_SHARING] = shared_memory_names(RUN_ID)
+
+
+@pytest.hookimpl(trylast=True)  # when those processes have ended
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    stash = session.config.stash
+    if _SHARING not in stash:
+        return
+    stash[_LEFT] = left_behind(RUN_ID, _RUNTIME_DIR, before=stash[_SHARING])
+    shutil.rmtree(_RUNTIME_DIR)
+    if stash[_LEFT]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in terminalreporter.config.stash.get(_LEFT, []):
+        terminalreporter.write_line(f"FAILED: {line}", red=True)
 
 
 @pytest.fixture(autouse=True)

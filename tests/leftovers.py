@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = [
     "MARK",
     "SHARED_MEMORY",
+    "left_behind",
     "processes_left",
     "processes_marked",
     "shared_memory_names",
@@ -26,17 +27,25 @@ MARK = "EVERSTEP_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 
 _PROC = Path("/proc")
-# Servants of Python and torch that stay until the process that started them ends.
-_SERVANTS = (b"multiprocessing.resource_tracker", b"_inductor/compile_worker")
+# Servants of Python, torch and the tests that stay until the process that started them ends.
+_SERVANTS = (
+    b"multiprocessing.resource_tracker",
+    b"_inductor/compile_worker",
+    b"from tests.trainers",
+)
 
 
 def processes_marked(run_id: str) -> dict[int, str]:
-    """Living processes of the run ``run_id`` but this one: id and command line."""
+    """Living processes of the run ``run_id`` but this one: id and command line.
+
+    Those of the processes that share the tests of a run, whose ids are ``run_id.name``, too.
+    """
     wanted = f"{MARK}={run_id}".encode()
     found = {}
     for folder in _PROC.glob("[0-9]*"):
         try:
-            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
+            marks = (folder / "environ").read_bytes().split(b"\0")
+            if not any(mark == wanted or mark.startswith(wanted + b".") for mark in marks):
                 continue
             command = (folder / "cmdline").read_bytes().rstrip(b"\0")
             parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
@@ -78,3 +87,28 @@ def shared_memory_names(run_id: str) -> set[str]:
         for path in SHARED_MEMORY.iterdir()
         if not path.name.startswith("everstep-test-") or run_id in path.name
     }
+
+
+def left_behind(
+    run_id: str, runtime_dir: Path, *, before: set[str] | None, timeout_s: float = 10.0
+) -> list[str]:
+    """What a test run leaves that is over: a line for people for each kind of thing.
+
+    Args:
+        runtime_dir: where its keepers register.
+        before: names that were in /dev/shm when it began; None: only names that say that they
+            are this run's count.
+        timeout_s: until when processes may still end.
+    """
+    found = []
+    sockets = sorted(path.name for path in runtime_dir.rglob("*.sock"))
+    processes = processes_left(run_id, timeout_s)
+    names = shared_memory_names(run_id)
+    names = {name for name in names if run_id in name} if before is None else names - before
+    if processes:
+        found.append(f"the test run left processes: {processes}")
+    if sockets:
+        found.append(f"keepers left {sockets}")
+    if names:
+        found.append(f"the test run left names under {SHARED_MEMORY}: {sorted(names)}")
+    return found
