@@ -8,13 +8,14 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.bench.workloads.published import published
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
 from everstep.plan.devices import device, seconds_of
 from everstep.plan.exact import exact
+from everstep.plan.literal import literal
 from everstep.plan.schedule import (
     Chunk,
     Item,
@@ -80,6 +81,22 @@ def literally(problem: Problem, mode: Mode) -> int | None:
             peak = max(memory)
             best = peak if best is None else min(best, peak)  # Eq. 12
     return best
+
+
+@settings(max_examples=40)
+@given(problems())
+def test_the_printed_program_gives_what_all_plans_give(problem: Problem) -> None:
+    """Checkflow Eq. 1 to 12 in binaries, next to the enumeration, which shares nothing with it."""
+    pytest.importorskip("pyscipopt")
+    assert literal(problem) == literally(problem, "paper")
+
+
+def test_what_is_put_right_in_the_printed_program() -> None:
+    pytest.importorskip("pyscipopt")
+    assert literal(Problem((1.0, 1.0), (1, 1), (Item("mean", 1, 0),), 10.0)) is None
+    # Nothing leaves behind the first operator, however long that takes.
+    assert literal(Problem((9.0, 0.0, 0.0), (1, 1, 1), (Item("w", 1, 2),), 1.0)) is None
+    assert literal(Problem((0.0, 1.0), (1, 1), (Item("w", 1, 1),), 1.0)) == 2
 
 
 def halves(problem: Problem, parts: int) -> Problem:
@@ -283,3 +300,22 @@ def test_chunks_cover_an_item() -> None:
     assert found is not None
     chunks = sorted((place.chunk for place in found.placements), key=lambda chunk: chunk.begin)
     assert chunks == [Chunk(0, 0, 4), Chunk(0, 4, 8), Chunk(0, 8, 10)]
+
+
+@given(problems(), modes)
+def test_the_bandwidth_that_is_named_is_enough(problem: Problem, mode: Mode) -> None:
+    try:
+        schedule(problem, mode)
+    except InfeasibleError as error:
+        if error.needed < float("inf"):
+            schedule(dataclasses.replace(problem, link_bytes_per_s=error.needed), mode)
+
+
+def test_chunks_that_do_not_fit_name_a_bandwidth_at_which_they_do() -> None:
+    """Each operator moves less than the smallest chunk, and all together enough."""
+    problem = Problem((1.0,) * 100, (0,) * 100, (Item("w", 1 << 20, 99),), 16_000.0)
+    with pytest.raises(InfeasibleError, match="in chunks of 16 KiB do not leave") as caught:
+        schedule(problem, "direct")
+    assert caught.value.needed == pytest.approx(16_384, rel=0.002)
+    found = schedule(dataclasses.replace(problem, link_bytes_per_s=caught.value.needed), "direct")
+    assert found.gap == 0

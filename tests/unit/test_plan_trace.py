@@ -14,6 +14,7 @@ from everstep.bench.workloads.gpt import GPT, GPTConfig
 from everstep.bench.workloads.published import published
 from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.devices import DEVICES, device, seconds_of
+from everstep.plan.groundtruth import missed_writes
 from everstep.plan.trace import Operator, StepTrace, trace_training
 from everstep.state.tensors import host_bytes
 
@@ -41,17 +42,92 @@ def tied() -> Training:
     return model, lambda: model(tokens).square().mean()
 
 
-MODELS = {"mlp": mlp, "gpt": gpt, "tied": tied}
+def tensors_in_place() -> Training:
+    """Views, slices of one piece of memory, in-place operators, and a buffer that counts."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.rand(40)
+            self.first = nn.Parameter(whole[:16].view(4, 4))
+            self.second = nn.Parameter(whole[16:32].view(4, 4))
+            self.register_buffer("seen", torch.zeros(4))
+            self.register_buffer("mean", torch.zeros(8).as_strided((4,), (2,)))
+            self.register_buffer("passing", torch.zeros(4), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            self.seen[1:3].mul_(2)
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+                self.passing.copy_(x[0])
+            return (x @ self.first).add_(1).relu_() @ self.second.t()
+
+    model, x = Odd(), torch.rand(3, 4)
+    return model, lambda: model(x).square().mean()
+
+
+def operators_of_its_own() -> Training:
+    """Custom operators: one gives a value, one writes to its argument."""
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    model.register_buffer("count", torch.zeros(2))
+
+    def loss() -> Tensor:
+        count_up(model.count)
+        y: Tensor = double(model(x))
+        return y.sum()
+
+    return model, loss
+
+
+@torch.library.custom_op("everstep_tests::count_up", mutates_args={"counts"})
+def count_up(counts: Tensor) -> None:
+    counts.numpy()[:] += 1
+
+
+@torch.library.custom_op("everstep_tests::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
+double.register_autograd(lambda context, gradient: gradient * 2)
+
+
+@torch.library.custom_op("everstep_tests::liar", mutates_args=())
+def liar(counts: Tensor) -> Tensor:
+    counts.numpy()[:] += 1
+    return counts.clone()
+
+
+def autocast(training: Callable[[], Training]) -> Callable[[], Training]:
+    def made() -> Training:
+        model, loss = training()
+
+        def cast() -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return loss()
+
+        return model, cast
+
+    return made
+
+
+MODELS = {"mlp": mlp, "gpt": gpt, "tied": tied, "in place": tensors_in_place}
+MODELS["custom"] = operators_of_its_own
+MODELS["mlp in bfloat16"] = autocast(mlp)
+MODELS["gpt in bfloat16"] = autocast(gpt)
 MODELS["mnasnet"] = lambda: published("mnasnet").training(2)
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-    "adam": lambda model: torch.optim.Adam(model.parameters(), 0.1, foreach=False),
-    "adamw foreach": lambda model: torch.optim.AdamW(model.parameters(), 0.1, foreach=True),
-    "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), 0.1, fused=True),
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.1, foreach=False),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, 0.1, foreach=True),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, 0.1, fused=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
 }
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
 @pytest.mark.parametrize(
     ("which", "how"),
     [
@@ -60,45 +136,112 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         for how in OPTIMIZERS
     ],
 )
-def test_no_write_is_missed(which: str, how: str) -> None:
+def test_no_write_is_missed(which: str, how: str, inside: bool) -> None:
     """Ground truth: a checksum of the whole state after every real operator."""
     torch.manual_seed(3)
     model, loss = MODELS[which]()
-    optimizer = OPTIMIZERS[how](model)
-    values: dict[str, Tensor] = {}
-    before: dict[str, str] = {}
-    missed: list[tuple[str, str]] = []
-
-    def look(operator: Operator, written: frozenset[str]) -> None:
-        if not values:
-            return
-        for name, tensor in values.items():
-            found = digest(tensor)
-            if before.setdefault(name, found) != found and name not in written:
-                missed.append((operator.name, name))
-            before[name] = found
-
-    trace_training(model, optimizer, loss)  # optimizer state exists from here on
-    values |= dict(model.named_parameters())
-    values |= dict(model.named_buffers())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        values |= {f"{names[parameter]}/{k}": v for k, v in state.items() if torch.is_tensor(v)}
-    before |= {name: digest(tensor) for name, tensor in values.items()}
-    first = dict(before)
-    trace = trace_training(model, optimizer, loss, look=look)
-    # The step that is taken without looking changes everything: those changes are of no operator.
-    assert [item for item in missed if item[0] != trace.operators[0].name] == []
-    changed = {name for name in values if digest(values[name]) != first[name]}
-    assert changed <= {tensor.name for tensor in trace.state if tensor.first_write is not None}
+    optimizer: Any = OPTIMIZERS[how](model.parameters())
+    if inside:
+        optimizer = {p: OPTIMIZERS[how]([p]) for p in model.parameters()}
+    first = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    trace, missed = missed_writes(model, optimizer, loss)
+    assert missed == []
+    changed = {name for name, value in model.state_dict().items() if digest(value) != first[name]}
+    assert len(changed) > len(list(model.parameters())) / 2
+    written = {n for tensor in trace.state if tensor.first_write is not None for n in tensor.names}
+    assert changed <= written
 
 
 def digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(host_bytes(tensor.detach().contiguous()))
 
 
+def test_an_operator_that_lies_is_found() -> None:
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    model.register_buffer("count", torch.zeros(2))
+
+    def loss() -> Tensor:
+        y: Tensor = liar(model.count)
+        z: Tensor = model(x)
+        return y.sum() + z.sum()
+
+    _, missed = missed_writes(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    assert [(found.name, found.operator) for found in missed] == [("count", "everstep_tests::liar")]
+
+
+def test_changes_past_all_operators_are_found() -> None:
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda *_: model.bias.detach().numpy().fill(1.0))
+    model.bias.requires_grad_(False)
+    _, missed = missed_writes(model, optimizer, lambda: model(x * model.weight.mean()).sum())
+    # The values stay 1 from the first step on: nothing has changed in the second.
+    assert missed == []
+    values = iter(range(9))
+    optimizer.register_step_post_hook(lambda *_: model.bias.detach().numpy().fill(next(values)))
+    _, missed = missed_writes(model, optimizer, lambda: model(x * model.weight.mean()).sum())
+    assert [found.name for found in missed] == ["bias"]
+
+
+class Rebinding(torch.optim.SGD):
+    """Its momentum is a new tensor each time."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["speed"] = 0.9 * state.get("speed", torch.zeros_like(p)) + p.grad
+                state["deep"] = [
+                    {"count": state.get("deep", [{"count": p.new_ones(2)}])[0]["count"]}
+                ]
+                state["deep"][0]["count"].add_(1)
+                p.sub_(state["speed"])
+
+
+def test_state_that_another_tensor_takes_the_place_of() -> None:
+    model, loss = mlp()
+    trace, missed = missed_writes(model, Rebinding(model.parameters(), 0.1), loss)
+    assert missed == []
+    speed = next(tensor for tensor in trace.state if tensor.name == "0.weight/speed")
+    assert speed.first_write == speed.end + 1 < len(trace.operators)
+    nested = next(tensor for tensor in trace.state if tensor.name == "0.weight/deep/0/count")
+    assert nested.first_write is not None
+
+
+def test_state_that_moves_is_refused() -> None:
+    model, loss = mlp()
+    values = [model[4].bias.data, model[4].bias.data.clone()]
+
+    class Swapping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            values.reverse()
+            model[4].bias.data = values[0]
+
+    with pytest.raises(UnsupportedStateError, match=r"'4.bias'.*other memory"):
+        trace_training(model, Swapping(model.parameters(), 0.1), loss)
+
+
+def test_buffers_that_no_checkpoint_holds() -> None:
+    model, loss = tensors_in_place()
+    trace = trace_training(model, OPTIMIZERS["sgd"](model.parameters()), loss)
+    names = [tensor.names for tensor in trace.state]
+    assert ("first", "second") in names  # one piece of memory
+    assert not any("passing" in name for found in names for name in found)
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    tokens = torch.tensor([1, 3])
+    trace, missed = missed_writes(
+        model, torch.optim.SGD(model.parameters(), 0.1), lambda: model(tokens).sum()
+    )
+    assert missed == []
+    assert [tensor.first_write is not None for tensor in trace.state] == [True]
+
+
 def test_batch_norm_writes_what_its_schema_does_not_mark(monkeypatch: Any) -> None:
-    monkeypatch.setattr("everstep.plan.trace._UNMARKED_WRITES", {})
+    monkeypatch.setattr("everstep.plan.recorder._UNMARKED_WRITES", {})
     model, loss = mlp()
     trace = trace_training(model, torch.optim.SGD(model.parameters(), 0.1), loss)
     writes = {tensor.name: tensor.first_write for tensor in trace.state}
@@ -114,12 +257,12 @@ def test_batch_norm_writes_what_its_schema_does_not_mark(monkeypatch: Any) -> No
 def on_meta(which: str, how: str) -> StepTrace:
     with torch.device("meta"):
         model, loss = MODELS[which]()
-        return trace_training(model, OPTIMIZERS[how](model), loss)
+        return trace_training(model, OPTIMIZERS[how](model.parameters()), loss)
 
 
 def test_meta_gives_the_same_as_a_real_step() -> None:
     model, loss = mlp()
-    real = trace_training(model, OPTIMIZERS["adam"](model), loss)
+    real = trace_training(model, OPTIMIZERS["adam"](model.parameters()), loss)
     dry = on_meta("mlp", "adam")
     assert real.state_bytes == dry.state_bytes
     assert {(t.name, t.size_bytes) for t in real.state} == {
@@ -214,7 +357,7 @@ def test_a_step_that_depends_on_data_has_another_signature() -> None:
 
 def test_real_steps_are_measured() -> None:
     model, loss = mlp()
-    trace = trace_training(model, OPTIMIZERS["sgd"](model), loss, timed=True)
+    trace = trace_training(model, OPTIMIZERS["sgd"](model.parameters()), loss, timed=True)
     assert all(operator.seconds is not None for operator in trace.operators)
     assert sum(seconds_of(trace.operators, None)) > 0
     with pytest.raises(OptionError, match="without times"):

@@ -13,10 +13,14 @@ from rich.console import Console
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words
 from everstep.cli._units import parse_bytes_per_s, seconds_in_words
-from everstep.errors import OptionError
+from everstep.errors import OptionError, UnavailableError
 
 if TYPE_CHECKING:
-    from everstep.plan.planned import Optimizers, Planned, Training
+    import torch
+
+    from everstep.plan.devices import Device
+    from everstep.plan.planned import Planned
+    from everstep.plan.tracing import Optimizers, Training
 
 __all__ = ["schedule"]
 
@@ -24,6 +28,11 @@ __all__ = ["schedule"]
 class _Optimizer(str, Enum):
     SGD = "sgd"
     ADAM = "adam"
+
+
+class _Half(str, Enum):
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 class _Mode(str, Enum):
@@ -41,11 +50,31 @@ def schedule(
         bool,
         typer.Option("--in-backward", help="Each parameter is updated once its gradient is there."),
     ] = False,
+    autocast: Annotated[
+        _Half | None, typer.Option(help="The loss is computed under autocast to this type.")
+    ] = None,
     gpu: Annotated[
-        str, typer.Option(help="Whose data sheet gives the times of operators.")
+        str,
+        typer.Option(help="Whose data sheet gives the times of operators; cpu, cuda: measured."),
     ] = "rtx3090",
+    flops: Annotated[
+        str | None, typer.Option(help="In place of the data sheet's, in float32, like 60e12.")
+    ] = None,
+    half_flops: Annotated[
+        str | None, typer.Option(help="In 16-bit floats on tensor cores, like 900e12.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Bandwidth of the GPU's memory, like 3TB/s.")
+    ] = None,
     link: Annotated[
         str | None, typer.Option(help="Bandwidth to the host, like 40GB/s [default: of the GPU].")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, help="So many train under DistributedDataParallel (--network)."),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="What each rank sends to others, like 25GB/s.")
     ] = None,
     disk: Annotated[str, typer.Option(help="Bandwidth of the disk, like 3GB/s.")] = "3GB/s",
     mode: Annotated[
@@ -66,18 +95,34 @@ def schedule(
     and a function that gives its loss. Exit status 3 when the link is too slow, with the
     bandwidth that would do.
     """
-    from everstep.plan.devices import device
-    from everstep.plan.planned import plan_step, trace_of
+    from everstep.plan.planned import plan_step
+    from everstep.plan.tracing import trace_of
 
-    on = device(gpu)
-    bandwidth = on.link_bytes_per_s if link is None else parse_bytes_per_s("--link", link)
+    on = _device(gpu, flops, half_flops, memory)
     disk_bytes_per_s = parse_bytes_per_s("--disk", disk)
+    network_bytes_per_s = None if network is None else parse_bytes_per_s("--network", network)
+    if (ranks is None) != (network is None):
+        raise OptionError("--ranks and --network go together")
+    if link is not None:
+        bandwidth = parse_bytes_per_s("--link", link)
+    elif on is not None:
+        bandwidth = on.link_bytes_per_s
+    else:
+        raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
     if picture is not None:
         from everstep.bench.stall.timeline import check_picture
 
         check_picture(picture)
     start_s = time.perf_counter()
-    trace = trace_of(_training(model), batch, _optimizer(optimizer), in_backward=in_backward)
+    trace = trace_of(
+        _training(model),
+        batch,
+        _optimizer(optimizer),
+        in_backward=in_backward,
+        autocast=_dtype(autocast),
+        ranks=ranks,
+        measured_on=gpu if on is None else None,
+    )
     found = plan_step(
         trace,
         time.perf_counter() - start_s,
@@ -85,14 +130,18 @@ def schedule(
         bandwidth,
         mode.value,
         exact_s=limit_s if exact else None,
+        network_bytes_per_s=network_bytes_per_s,
     )
     about: dict[str, Any] = {
         "model": model,
         "batch": batch,
         "optimizer": optimizer.value,
         "gpu": gpu,
+        "in_backward": in_backward,
+        "autocast": None if autocast is None else autocast.value,
+        "ranks": ranks,
+        "network_bytes_per_s": network_bytes_per_s,
     }
-    about["in_backward"] = in_backward
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
         from everstep.cli._memory_picture import draw
@@ -101,9 +150,42 @@ def schedule(
     if json_output:
         emit(document)
     else:
-        _show(console(), found, document, on.source)
+        _show(console(), found, document)
     if found.schedule is None:
         raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+def _device(
+    name: str, flops: str | None, half_flops: str | None, memory: str | None
+) -> Device | None:
+    """Of that name, with what is given put in its place; None: measured on this machine."""
+    import torch
+
+    from everstep.plan.devices import device
+
+    given = {
+        "flops_per_s": None if flops is None else parse_bytes_per_s("--flops", flops),
+        "half_flops_per_s": (
+            None if half_flops is None else parse_bytes_per_s("--half-flops", half_flops)
+        ),
+        "memory_bytes_per_s": None if memory is None else parse_bytes_per_s("--memory", memory),
+    }
+    changed = {key: value for key, value in given.items() if value is not None}
+    if name in ("cpu", "cuda"):
+        if changed:
+            raise OptionError(f"--gpu {name} is measured: nothing can be put in its place")
+        if name == "cuda" and not torch.cuda.is_available():
+            raise UnavailableError(
+                "--gpu cuda: there is no CUDA device here", hint="a data sheet's name, or cpu"
+            )
+        return None
+    return device(name).with_figures(**changed) if changed else device(name)
+
+
+def _dtype(which: _Half | None) -> torch.dtype | None:
+    import torch
+
+    return None if which is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[which.value]
 
 
 def _optimizer(which: _Optimizer) -> Optimizers:
@@ -145,8 +227,10 @@ def _document(
     return {
         **about,
         "mode": mode,
-        "times": "roofline of the data sheet",
+        "times": found.times,
         "traced_on": found.trace.device,
+        "notes": list(found.trace.notes),
+        "method": found.method,
         "operators": len(found.trace.operators),
         "step_s": problem.step_s,
         "link_bytes_per_s": problem.link_bytes_per_s,
@@ -177,13 +261,15 @@ def _duplicated(found: Planned) -> int:
     return sum(place.chunk.size_bytes for place in places if place.snapshot is not None)
 
 
-def _show(out: Console, found: Planned, document: dict[str, Any], source: str) -> None:
+def _show(out: Console, found: Planned, document: dict[str, Any]) -> None:
     problem, plan = found.problem, found.schedule
     step = seconds_in_words(problem.step_s)
     out.print(
         f"{document['model']}, batch {document['batch']}, {document['optimizer']}: "
-        f"{document['operators']} operators in {step} at least ({document['gpu']}: {source})"
+        f"{document['operators']} operators in {step} ({found.times})"
     )
+    for note in found.trace.notes:
+        out.print(note)
     needed, link = found.needed_bytes_per_s / 1e9, problem.link_bytes_per_s / 1e9
     out.print(
         f"checkpoint of {in_words(problem.size_bytes)} each step: takes {needed:.1f} GB/s of the "
@@ -201,7 +287,8 @@ def _show(out: Console, found: Planned, document: dict[str, Any], source: str) -
     )
     out.print(
         f"no plan has a peak below {in_words(plan.bound_bytes)}: gap {plan.gap:.2%}, with chunks "
-        f"of {in_words(plan.chunk_bytes)}; {in_words(document['duplicated_bytes'])} are duplicated"
+        f"of {in_words(plan.chunk_bytes)}; {in_words(document['duplicated_bytes'])} are duplicated "
+        f"({found.method})"
     )
     out.print(
         f"persisting each takes {found.disk_bytes_per_s / 1e9:.1f} GB/s of a disk; "

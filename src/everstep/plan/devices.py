@@ -7,15 +7,16 @@ whichever is longer. Real ones take longer: plans say that their times are this 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from everstep.errors import OptionError
 from everstep.options import nearest
-from everstep.plan.trace import Operator
+from everstep.plan.steps import Operator, StepTrace
 
-__all__ = ["DEVICES", "Device", "device", "seconds_of"]
+__all__ = ["DEVICES", "Device", "device", "seconds_of", "times_of"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -43,6 +44,12 @@ class Device:
         """At least so long, by the roofline."""
         rate = self.half_flops_per_s if operator.dtype in _HALF else self.flops_per_s
         return max(operator.flops / rate, operator.moved_bytes / self.memory_bytes_per_s)
+
+    def with_figures(self, **figures: float) -> Device:
+        """The same with other figures, of these names."""
+        source = f"{self.source}; given: {', '.join(sorted(figures))}"
+        changed: dict[str, Any] = {**figures, "source": source}
+        return replace(self, **changed)
 
 
 DEVICES = {
@@ -88,18 +95,67 @@ def device(name: str) -> Device:
     return DEVICES[name]
 
 
-def seconds_of(operators: Sequence[Operator], on: Device | None) -> list[float]:
+def seconds_of(
+    operators: Sequence[Operator], on: Device | None, network_bytes_per_s: float | None = None
+) -> list[float]:
     """Seconds of each operator: by a device's roofline, or as measured.
+
+    A collective runs beside the operators that follow, one at a time, as DistributedDataParallel
+    has it: it takes no time where it is launched, and where it is waited for what is left of it.
 
     Args:
         on: None: as measured in the trace.
+        network_bytes_per_s: what a rank sends at, for collectives. None: as measured, too.
 
     Raises:
         OptionError: nothing was measured.
     """
-    if on is not None:
-        return [on.seconds(operator) for operator in operators]
-    found = [operator.seconds for operator in operators if operator.seconds is not None]
-    if len(found) != len(operators):
-        raise OptionError("this step was traced without times", hint="name a device")
+    now_s = network_free_s = 0.0
+    ends_s: dict[int, float] = {}
+    found = []
+    for number, operator in enumerate(operators):
+        if operator.waits_for is not None:
+            seconds = max(0.0, ends_s[operator.waits_for] - now_s)
+        elif operator.sent_bytes is not None:
+            seconds = 0.0
+            network_free_s = max(now_s, network_free_s)
+            network_free_s += _network_s(operator, operator.sent_bytes, network_bytes_per_s)
+            ends_s[number] = network_free_s
+        elif on is not None:
+            seconds = on.seconds(operator)
+        else:
+            seconds = _measured_s(operator, "name a device")
+        found.append(seconds)
+        now_s += seconds
     return found
+
+
+def times_of(
+    trace: StepTrace, on: Device | None, network_bytes_per_s: float | None = None
+) -> tuple[list[float], str]:
+    """Seconds of each operator of a step (:func:`seconds_of`), and in words where they are from.
+
+    Operators that are measured one by one take longer than in a row, where each is launched while
+    another runs: together they never get more time than a step that nobody looked at.
+    """
+    found = seconds_of(trace.operators, on, network_bytes_per_s)
+    if on is not None:
+        return found, f"roofline of {on.name} ({on.source})"
+    words, total_s = f"measured on {trace.device}, each operator by itself", sum(found)
+    if trace.step_s is not None and total_s > trace.step_s:
+        share = trace.step_s / total_s
+        found = [seconds * share for seconds in found]
+        words += f", times {share:.2f}: a step as a whole takes no longer"
+    return found, words
+
+
+def _network_s(operator: Operator, sent_bytes: int, network_bytes_per_s: float | None) -> float:
+    if network_bytes_per_s is not None:
+        return sent_bytes / network_bytes_per_s
+    return _measured_s(operator, "say how fast the network between ranks is")
+
+
+def _measured_s(operator: Operator, hint: str) -> float:
+    if operator.seconds is None:
+        raise OptionError(f"this step was traced without times ({operator.name})", hint=hint)
+    return operator.seconds

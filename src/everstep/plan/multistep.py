@@ -26,7 +26,7 @@ flipped (4.2.3): with gradients of 1/7 of the state the most that can be saved i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
@@ -160,18 +160,27 @@ class _Link:
             self.run(due.left_s)
 
 
-def overlap(pipeline: Pipeline, parts: int, held_steps: int | None) -> Overlap:
-    """A base in equal parts.
+def overlap(
+    pipeline: Pipeline,
+    parts: int,
+    held_steps: int | None,
+    shares: Sequence[float] | None = None,
+) -> Overlap:
+    """A base in parts.
 
     Args:
         parts: from 1.
         held_steps: None: the update waits for the gradients (``gockpt``). 0: the next backward
             does (``gockpt_o``, gradients that are overwritten in place). From 1: they are kept for
             so many more steps, in device memory of their own.
+        shares: of the state, and of its gradients, in each part; None: equal ones.
 
     Raises:
-        OptionError: for no parts, or fewer than no steps.
+        OptionError: for no parts, or fewer than no steps, or shares of other parts.
     """
+    shares = [1 / parts] * parts if shares is None and parts > 0 else list(shares or ())
+    if parts > 0 and (len(shares) != parts or abs(sum(shares) - 1) > 1e-6):
+        raise OptionError(f"shares={shares!r} are not those of {parts} parts")
     if parts < 1 or (held_steps is not None and held_steps < 0):
         raise OptionError(f"no base has {parts} parts whose gradients are held {held_steps} steps")
     link, waits_s, copied_s = _Link(), {False: 0.0, True: 0.0}, 0.0
@@ -181,13 +190,14 @@ def overlap(pipeline: Pipeline, parts: int, held_steps: int | None) -> Overlap:
             waits_s[gradients] += seconds
 
     for step in range(1, parts + 1):
-        link.add(_Copy(pipeline.state_s / parts, (step, _Phase.UPDATE), gradients=False))
+        state_s = pipeline.state_s * shares[step - 1]
+        link.add(_Copy(state_s, (step, _Phase.UPDATE), gradients=False))
         link.run(pipeline.forward_s)
         wait(step, _Phase.BACKWARD)
         link.run(pipeline.backward_s)
         wait(step, _Phase.UPDATE)
         if step < parts:
-            seconds = pipeline.gradients_s * step / parts
+            seconds = pipeline.gradients_s * sum(shares[:step])
             copied_s += seconds
             link.add(_Copy(seconds, _due(step, held_steps), gradients=True))
             wait(step, _Phase.UPDATE)

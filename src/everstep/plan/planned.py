@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from everstep.errors import InfeasibleError, UnsupportedStateError
-from everstep.plan.devices import Device, seconds_of
-from everstep.plan.exact import exact
+from everstep.errors import InfeasibleError
+from everstep.plan.devices import Device, times_of
+from everstep.plan.exact import exact, has_solver
 from everstep.plan.schedule import Mode, Problem, Schedule, problem_of, schedule
-from everstep.plan.trace import StepTrace, trace_training
+from everstep.plan.steps import StepTrace
 
-__all__ = ["Optimizers", "Planned", "Training", "plan_step", "trace_of"]
-
-Training = Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]
-"""Makes, on the default device, a model and its loss on one batch of the given size."""
-
-Optimizers = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Makes an optimizer of parameters."""
+__all__ = ["Planned", "plan_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +23,8 @@ class Planned:
         schedule: None if the link is too slow.
         infeasible: why there is none.
         needed_bytes_per_s: bandwidth of the link below which there is none.
+        times: where the times of operators are from, in words.
+        method: how the plan was found, in words.
         trace_s, plan_s: seconds it took.
     """
 
@@ -42,6 +33,8 @@ class Planned:
     schedule: Schedule | None
     infeasible: InfeasibleError | None
     needed_bytes_per_s: float
+    times: str
+    method: str
     trace_s: float
     plan_s: float
 
@@ -60,32 +53,6 @@ class Planned:
         return max(1, math.ceil(self.disk_bytes_per_s / disk_bytes_per_s))
 
 
-def trace_of(
-    training: Training, batch: int, optimizer: Optimizers, *, in_backward: bool = False
-) -> StepTrace:
-    """A step of a model, traced on the meta device, twice; on the CPU where that cannot be.
-
-    Args:
-        in_backward: each parameter is updated as soon as its gradient is there.
-
-    Raises:
-        UnsupportedStateError: the second step is not like the first.
-    """
-    try:
-        with torch.device("meta"):
-            first, second = _two(training, batch, optimizer, in_backward)
-    except UnsupportedStateError:  # an operator that needs data; the trace says where it was made
-        first, second = _two(training, batch, optimizer, in_backward)
-    if first.signature != second.signature:
-        raise UnsupportedStateError(
-            "two steps of this model are not alike: what it does depends on its data, so no plan "
-            "holds for every step",
-            leaves=(("model", "a step that depends on data"),),
-            hint='method="lazy" needs no plan',
-        )
-    return first
-
-
 def plan_step(
     trace: StepTrace,
     trace_s: float,
@@ -94,39 +61,41 @@ def plan_step(
     mode: Mode,
     *,
     exact_s: float | None = None,
+    network_bytes_per_s: float | None = None,
 ) -> Planned:
     """Plans a traced step.
 
     Args:
         device: whose roofline gives the times of operators; None: as measured.
-        exact_s: look for the best plan of the same chunks, for at most so long.
+        exact_s: look for the best plan of the same chunks, for at most so long. Without a solver
+            the greedy plan stands, and :attr:`Planned.method` says so.
+        network_bytes_per_s: what each rank sends at, for collectives.
 
     Raises:
-        UnavailableError: an exact plan was asked for, and there is no solver.
+        OptionError: a time is known of neither.
     """
-    problem = problem_of(trace, seconds_of(trace.operators, device), link_bytes_per_s)
+    seconds, times = times_of(trace, device, network_bytes_per_s)
+    problem = problem_of(trace, seconds, link_bytes_per_s)
     start_s = time.perf_counter()
     found: Schedule | None = None
     infeasible: InfeasibleError | None = None
+    method = "greedy"
     try:
         found = schedule(problem, mode)
-        if exact_s is not None:
-            found = exact(problem, mode, found.chunk_bytes, limit_s=exact_s) or found
+        if exact_s is not None and found.peak_bytes > found.bound_bytes:
+            if has_solver():
+                found, method = _better(problem, found, exact_s), "integer program (SCIP)"
+            else:
+                method = "greedy: PySCIPOpt, which an exact plan needs, is not installed"
+        elif exact_s is not None:
+            method = "greedy, and at the bound: there is nothing to solve"
     except InfeasibleError as error:
         infeasible = error
     plan_s = time.perf_counter() - start_s
-    needed = problem.needed_bytes_per_s(mode)
-    return Planned(trace, problem, found, infeasible, needed, trace_s, plan_s)
+    needed = problem.needed_bytes_per_s(mode) if infeasible is None else infeasible.needed
+    return Planned(trace, problem, found, infeasible, needed, times, method, trace_s, plan_s)
 
 
-def _two(
-    training: Training, batch: int, optimizer: Optimizers, in_backward: bool
-) -> tuple[StepTrace, StepTrace]:
-    """Two steps, one behind the other."""
-    model, loss = training(batch)
-    update: Optimizer | dict[nn.Parameter, Optimizer]
-    if in_backward:
-        update = {parameter: optimizer([parameter]) for parameter in model.parameters()}
-    else:
-        update = optimizer(model.parameters())
-    return trace_training(model, update, loss), trace_training(model, update, loss)
+def _better(problem: Problem, greedy: Schedule, limit_s: float) -> Schedule:
+    found = exact(problem, greedy.mode, greedy.chunk_bytes, limit_s=limit_s)
+    return greedy if found is None or found.peak_bytes > greedy.peak_bytes else found

@@ -1,7 +1,9 @@
 """Checkflow's Table I and Fig. 2, from plans: no device is needed.
 
 ``tables``  the cells, and in which range of the time model each holds
+``solving``  how long planning takes, and how near to the best it comes
 ``show``    what people see
+``executed``, ``show_executed``   plans carried out on this machine, behind an emulated link
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from everstep.bench.persist.show import Display
+from everstep.bench.schedule.solving import Solved, solve_all
 from everstep.bench.workloads.published import PUBLISHED, published, sentences
 from everstep.errors import InfeasibleError
 from everstep.plan.devices import Device, device, seconds_of
-from everstep.plan.planned import Optimizers, Training, trace_of
 from everstep.plan.schedule import Mode, Problem, problem_of, schedule
-from everstep.plan.trace import StepTrace
+from everstep.plan.steps import StepTrace
+from everstep.plan.tracing import Optimizers, Training, trace_of
 
 __all__ = [
     "FIGURE",
@@ -67,11 +68,14 @@ class ScheduleOptions:
         gpu: whose data sheet gives the times.
         batches: of Fig. 2.
         adam: Adam in place of plain SGD.
+        exact_s: solve the integer program, too, where the greedy plan is not at the bound, each for
+            at most so long.
     """
 
     gpu: str = "rtx3090"
     batches: tuple[int, ...] = (1, 32)
     adam: bool = False
+    exact_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +139,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleReport:
-    """Both, and how long tracing took."""
+    """Both, and how long it took to plan."""
 
     options: ScheduleOptions
     source: str
     cells: tuple[Cell, ...]
     columns: tuple[Column, ...]
+    solved: tuple[Solved, ...]
     seconds: float
 
     def mean_reduction(self, batch: int, order: str, mode: Mode, least_s: float) -> float | None:
@@ -168,6 +173,7 @@ class ScheduleReport:
                 }
                 for column in self.columns
             ],
+            "solved": [asdict(row) for row in self.solved],
             "paper": FIGURE,
             "seconds": self.seconds,
         }
@@ -193,8 +199,9 @@ def run_schedule(options: ScheduleOptions, display: Display) -> ScheduleReport:
                     published(name).training, batch, optimizer, in_backward=order == "inside"
                 )
                 columns += _columns(name, batch, order, trace, on)
+    solved = tuple(solve_all(on, options.batches, display, exact_s=options.exact_s))
     return ScheduleReport(
-        options, on.source, tuple(cells), tuple(columns), time.monotonic() - start_s
+        *(options, on.source, tuple(cells), tuple(columns), solved, time.monotonic() - start_s)
     )
 
 

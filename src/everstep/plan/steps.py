@@ -1,0 +1,160 @@
+"""A training step as a plan sees it: operators in the order in which they run, and all memory.
+
+The input of a capture plan (Checkflow section III-A): the bytes and the life of every tensor, and
+for what is checkpointed the operator that first writes to it, its deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+import xxhash
+
+__all__ = ["WAIT", "Kind", "Operator", "Phase", "StepTrace", "Traced", "difference"]
+
+Phase = Literal["forward", "backward", "update"]
+Kind = Literal["parameter", "state", "buffer", "gradient", "activation"]
+
+WAIT = "c10d::wait"
+"""Name of the operator that stands where a collective is waited for."""
+
+_CHECKPOINTED = ("parameter", "state", "buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of the step.
+
+    Attributes:
+        name: like ``"aten::mm"``.
+        flops: floating-point operations, a multiplication and an addition being two; 0 for what
+            is bound by memory.
+        moved_bytes: read and written.
+        dtype: of what it computes.
+        seconds: as measured; None on the meta device.
+        shapes: of its inputs and outputs.
+        module: in whose forward it runs, if that is known.
+        sent_bytes: by each rank, of a collective. It runs beside the operators that follow.
+        waits_for: number of a collective that must have ended here.
+    """
+
+    name: str
+    phase: Phase
+    flops: int
+    moved_bytes: int
+    dtype: torch.dtype
+    seconds: float | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    module: str = ""
+    sent_bytes: int | None = None
+    waits_for: int | None = None
+
+    def __str__(self) -> str:
+        shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in self.shapes)
+        where = f", in {self.module!r}" if self.module else ""
+        return f"{self.name} of {shapes or 'nothing'} ({self.phase}{where})"
+
+
+@dataclass(slots=True)
+class Traced:
+    """One piece of memory (a storage: views share it).
+
+    Attributes:
+        names: of what is checkpointed, as in the state; of anything else none. More than one if
+            more than one entry lies in it.
+        begin: number of the operator that makes it; -1 if it is there before the step.
+        end: number of the last operator before it is freed; that of the last one of all if it
+            survives the step.
+        first_write: number of the first operator that writes to it, after ``begin``; None if
+            none does. The end of memory that another takes the place of counts as a write.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    size_bytes: int
+    begin: int
+    end: int
+    first_write: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The first of its names, or ``""``."""
+        return self.names[0] if self.names else ""
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether it is part of the state."""
+        return self.kind in _CHECKPOINTED
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One step.
+
+    Attributes:
+        operators: in the order in which they run.
+        tensors: all memory that lives during the step.
+        device: where it was traced.
+        step_s: seconds of a whole step that nobody looked at; None on the meta device.
+        notes: what to know about it, for people.
+    """
+
+    operators: tuple[Operator, ...]
+    tensors: tuple[Traced, ...]
+    device: str
+    step_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """Digest of the sequence of operators, their shapes, and the tensors: two steps with the
+        same one can follow the same plan."""
+        digest = xxhash.xxh3_128()
+        for operator in self.operators:
+            digest.update(repr(replace(operator, seconds=None)).encode())
+        for tensor in self.tensors:
+            digest.update(repr(tensor).encode())
+        return digest.hexdigest()
+
+    @property
+    def state(self) -> tuple[Traced, ...]:
+        """What a checkpoint holds."""
+        return tuple(tensor for tensor in self.tensors if tensor.checkpointed)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a checkpoint."""
+        return sum(tensor.size_bytes for tensor in self.state)
+
+    def live_bytes(self) -> list[int]:
+        """Bytes that are allocated while each operator runs."""
+        change = [0] * (len(self.operators) + 1)
+        for tensor in self.tensors:
+            change[max(0, tensor.begin)] += tensor.size_bytes
+            change[tensor.end + 1] -= tensor.size_bytes
+        found, now = [], 0
+        for step in change[:-1]:
+            now += step
+            found.append(now)
+        return found
+
+
+def difference(first: StepTrace, second: StepTrace) -> str | None:
+    """Where two steps part, in words; None if the same plan fits both."""
+    pairs = zip_longest(first.operators, second.operators)
+    for number, (one, other) in enumerate(pairs):
+        if one is None or other is None:
+            longer, extra = ("second", other) if one is None else ("first", one)
+            return f"operator {number}: only the {longer} step has {extra}"
+        if replace(one, seconds=None) != replace(other, seconds=None):
+            return f"operator {number}: {one} in the first step, {other} in the second"
+    for one, other in zip_longest(first.tensors, second.tensors):
+        if one != other:
+            known = one or other
+            assert known is not None
+            what = repr(known.name) if known.name else f"one of {known.size_bytes} bytes"
+            return f"a tensor has another life: {what} of operator {known.begin}"
+    return None
