@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import everstep
+from tests.trainers import run_trainer
 from tests.unit.following import opened, run_steps
 from tests.unit.test_log import World
 
-ROOT = Path(__file__).parents[2]
 SEED = 4711
 STEPS = 12
 
@@ -52,16 +49,10 @@ Said = dict[str, list[list[str]]]
 
 def train(run: Path, seed: int, *, method: str = "lowdiff_plus", failing: str = "") -> Said:
     """Trains in a process of its own; what it said, by its first word."""
-    found = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(run), method, str(STEPS), str(seed)],
-        cwd=ROOT,
-        env={**os.environ, "EVERSTEP_FAILPOINTS": failing, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said: Said = {"status": [[str(found.returncode)]], "errors": [[found.stderr]]}
-    for line in found.stdout.splitlines():
+    arguments = (str(run), method, str(STEPS), str(seed))
+    status, out, err = run_trainer(TRAIN, *arguments, timeout_s=120, EVERSTEP_FAILPOINTS=failing)
+    said: Said = {"status": [[str(status)]], "errors": [[err]]}
+    for line in out.splitlines():
         word, *rest = line.split()
         said.setdefault(word, []).append(rest)
     return said
@@ -90,7 +81,8 @@ def check_kills(run: Path, kills: list[int]) -> None:
     wanted, last = uninterrupted(), 0
     for number, hit in enumerate([*kills, 0]):
         failing = f"log.after_record=kill:{hit}" if hit else ""
-        said = train(run, 1 if not number else 100 + number, failing=failing)
+        # Another start would show in every bit, but for one who may begin from scratch.
+        said = train(run, 100 + number if last else 1, failing=failing)
         step, source, exact = said["resumed"][0]
         assert int(step) >= last, "no step that was over is lost"
         # Before the first step is over there is nothing to go back to.

@@ -291,6 +291,26 @@ def test_small_files_are_deleted(tmp_path: Path) -> None:
     assert not store.folder.exists()
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_may_have_its_old_name_again_is_not_written_over(tmp_path: Path, stays: bool) -> None:
+    """The renaming is not known to be durable: a power loss would show the new bytes there."""
+    store = Store(tmp_path)
+    filesystem = HookedFileSystem()
+    slots = SlotStore(filesystem, PurePath(store.folder))
+
+    def fail(op: str, path: PurePath) -> None:
+        if (op == "sync_dir" and path.name == SLOTS_DIR) or (stays and op == "unlink"):
+            raise OSError(28, "No space left on device")
+
+    path = store.file("a", MIB)
+    filesystem.hook = fail
+    with pytest.raises((OSError, StorageError)):
+        slots.park(path, MIB)
+    filesystem.hook = lambda op, path: None
+    assert len(list(store.folder.iterdir())) == int(stays)
+    assert slots.claim(PurePath(tmp_path / "target"), MIB) is None
+
+
 def test_no_more_than_so_many(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.slots.count_max = 2

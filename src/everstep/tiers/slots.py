@@ -37,6 +37,7 @@ class SlotStore:
         self._directory = directory
         self.count_max = 1  # files kept: as many as a base has
         self._next = 0
+        self._doubtful: set[str] = set()
 
     def park(self, path: PurePath, size_bytes: int) -> None:
         """Takes a data file away from its base: parks it, or deletes it."""
@@ -50,8 +51,16 @@ class SlotStore:
         taken = {slot.name for slot, _ in parked}
         while f"slot-{self._next:05d}" in taken:
             self._next += 1
-        self._filesystem.rename(path, self._directory / f"slot-{self._next:05d}")
-        self._filesystem.sync_dir(self._directory)
+        slot = self._directory / f"slot-{self._next:05d}"
+        self._filesystem.rename(path, slot)
+        try:
+            self._filesystem.sync_dir(self._directory)
+        except BaseException:
+            # After a power loss it may have its old name again, so nobody may write into it.
+            self._doubtful.add(slot.name)
+            with contextlib.suppress(OSError, StorageError):
+                remove_if_there(self._filesystem, slot)
+            raise
 
     def claim(self, target: PurePath, size_bytes: int) -> WriteFile | None:
         """A parked file of about ``size_bytes``, renamed to ``target`` and invalidated.
@@ -60,7 +69,7 @@ class SlotStore:
             None when there is none that may be overwritten; those that may not are deleted.
         """
         for slot, slot_bytes in self._parked():
-            if not _fits(slot_bytes, size_bytes):
+            if not _fits(slot_bytes, size_bytes) or slot.name in self._doubtful:
                 continue
             file = self._filesystem.reuse(slot, direct=True)
             if file is None:
