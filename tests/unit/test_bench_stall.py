@@ -368,11 +368,11 @@ def test_the_trace_has_complete_events(tmp_path: Path) -> None:
     ]
     assert mine == [
         ("compute", "step 1", 10.1, 0.5),
-        ("blocked", "gate", 10.6, 0.4),
+        ("waits", "gate", 10.6, 0.4),
         ("compute", "step 1, update", 11.0, 0.5),
         ("compute", "step 2", 11.5, 0.5),
-        ("blocked", "save()", 10.0, 0.1),
-        ("copy", "copy", 10.0, 1.0),
+        ("waits", "save()", 10.0, 0.1),
+        ("state", "state", 10.0, 1.0),
         ("write", "write", 10.6, 1.2),
     ]
     assert sum(e["pid"] == names["ideal"] for e in complete) == 2

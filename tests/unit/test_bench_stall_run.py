@@ -34,6 +34,7 @@ from everstep.bench.stall.ours import Buffered, ours_arm
 from everstep.bench.stall.run import run_stall
 from everstep.bench.stall.writers import Writers
 from everstep.capture.batches import Batch
+from everstep.capture.devices import DeviceLane
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane
 from everstep.errors import (
@@ -495,22 +496,25 @@ def test_a_checkpointer_copies_through_the_lane_that_it_is_given(run_folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "process", "lane", "one_core"),
+    ("name", "process", "packed", "one_core"),
     [
-        ("lazy", True, None, False),
-        ("lazy-thread", False, None, False),
-        ("lazy-one-core", True, None, True),
-        ("lazy-unpacked", True, ours_module._Unpacked, False),
+        ("lazy", True, True, False),
+        ("lazy-thread", False, True, False),
+        ("lazy-one-core", True, True, True),
+        ("lazy-unpacked", True, False, False),
     ],
 )
 def test_an_ablated_arm_lacks_one_thing(
-    name: str, process: bool, lane: Any, one_core: bool, loop: Loop, tmp_path: Path
+    name: str, process: bool, packed: bool, one_core: bool, loop: Loop, tmp_path: Path
 ) -> None:
     placement = Placement(free_core=True)
     arm: Any = ours_arm(name, loop, tmp_path, placement, device="cpu", link_bytes_per_s=None)
     assert arm._method == "lazy"
     assert arm._keeper.process == process
-    assert arm._seams.lane is lane
+    lane = arm._seams.lane()
+    assert isinstance(lane, DeviceLane)  # as the engine's own
+    assert isinstance(lane._host, ours_module._Unpacked) != packed
+    lane.close()
     assert arm.one_core == one_core
     assert arm._keeper.cores == ((placement.training,) if one_core else placement.others)
     buffered: Any = ours_arm(
@@ -541,7 +545,9 @@ def test_a_link_is_in_every_arm_of_ours_and_in_its_words(loop: Loop, tmp_path: P
     placement = Placement(free_core=True)
     for name in ("sync", "async", "checkfreq", "lazy", "lazy-unpacked", "lazy-thread"):
         arm: Any = ours_arm(name, loop, tmp_path, placement, device="cpu", link_bytes_per_s=2e9)
-        assert isinstance(arm._seams.lane(), EmulatedLink)
+        lane = arm._seams.lane()
+        assert isinstance(lane, EmulatedLink)
+        lane.close()
         assert "EMULATED link of 2 GB/s" in arm.detail
 
 
@@ -735,7 +741,7 @@ def test_the_trace_of_a_run(whole: Any) -> None:
         assert event["ts"] >= 0
         assert event["dur"] >= 0
     lazy = [event["cat"] for event in complete if event["args"]["arm"] == "lazy"]
-    assert set(lazy) >= {"compute", "blocked", "copy", "write"}
+    assert set(lazy) >= {"compute", "waits", "state", "write"}
 
 
 @pytest.mark.slow

@@ -140,6 +140,28 @@ def test_the_same_as_in_small_ticks(
     assert overlap(given, parts, held).stall_s == pytest.approx(waited, abs=1e-6)
 
 
+@given(pipelines, st.integers(1, 24), st.sampled_from(HELD))
+def test_equal_shares_are_equal_parts(given: Pipeline, parts: int, held: int | None) -> None:
+    same = overlap(given, parts, held, [1 / parts] * parts)
+    assert same.stall_s == pytest.approx(overlap(given, parts, held).stall_s, abs=1e-9)
+
+
+def test_parts_need_not_be_equal() -> None:
+    given = pipeline(2, 1 / 3)
+    # Gradients of the first part are copied in both of the last two steps that have any.
+    early = overlap(given, 3, None, [0.5, 0.25, 0.25])
+    late = overlap(given, 3, None, [0.25, 0.25, 0.5])
+    assert early.gradients_s == pytest.approx(2 / 3 * (0.5 + 0.75))
+    assert late.gradients_s == pytest.approx(2 / 3 * (0.25 + 0.5))
+    # A part that takes longer than its step is waited for.
+    slow = overlap(pipeline(2, 0.0), 2, None, [0.75, 0.25])
+    assert slow.state_wait_s == pytest.approx(0.5)
+    assert overlap(pipeline(2, 0.0), 2, None).state_wait_s == pytest.approx(0.0)
+    for shares in ([0.5], [0.5, 0.25], [1.0, 1.0]):
+        with pytest.raises(OptionError, match="not those of 2 parts"):
+            overlap(given, 2, None, shares)
+
+
 def test_gradients_that_exceed_the_link_make_it_lazy() -> None:
     for held in (None, 0, 1):
         assert best_parts(pipeline(8, 4 / 12), held).parts == 1

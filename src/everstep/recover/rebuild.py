@@ -17,6 +17,7 @@ import torch
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
+    AuditError,
     DamageError,
     EverstepError,
     FormatError,
@@ -207,6 +208,7 @@ class Rebuilder:
         Raises:
             DamageError, FormatError, ReplayError, StorageError: where the log cannot go on; both
                 states are of no use then.
+            AuditError: replay, which must give the bits of training, gives others.
         """
         updates_seen = 0
         lineage = "" if logged.marker.exact else "the base is not exact"
@@ -233,6 +235,8 @@ class Rebuilder:
         if updates_seen:
             records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
             replay = conditions(records)[1] or replay
+        if not replay:
+            logged.compare()
         return Played(lineage, replay, logged.surprises[0] if logged.surprises else "")
 
     def _ways(self, step: int, timeline: int | None) -> Iterator[tuple[BaseFound, Chain]]:
@@ -279,7 +283,7 @@ class Rebuilder:
                 why = self.play(chain, logged, other, drop).why
             except NewerFormatError:
                 raise
-            except (DamageError, FormatError, ReplayError) as error:
+            except (AuditError, DamageError, FormatError, ReplayError) as error:
                 skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
                 continue
             except OSError as error:

@@ -17,11 +17,12 @@ between two blocks of the same round. What the first does not explain is interfe
 ``peers``     torch.save, torchsnapshot, torch_checkpointing
 ``files``     what peers write: named anew, synced where they do not, removed
 ``writers``   other processes that flush at the same time; ``writer`` is one of them
+``recording`` when lanes copied what; what keepers and links did over time
 ``figures``   blocks and the arithmetic on them
 ``run``       warm-up, rounds
 ``report``    the outcome: targets, plain data
 ``show``      tables
-``timeline``  a trace for a browser, a picture
+``timeline``  a trace for a browser, pictures
 """
 
 from __future__ import annotations

@@ -7,16 +7,18 @@ import time
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from everstep.bench.stall.recording import Copied
 from everstep.errors import DeadlineError
 
 __all__ = ["CAUSES", "TIMEOUT_S", "Arm", "Cause", "Ideal", "Pending", "Role"]
 
 Role = Literal["ideal", "control", "ours", "peer"]
-Cause = Literal["capture", "gate", "back_pressure", "persist"]
+Cause = Literal["capture", "gate", "gradients", "back_pressure", "persist"]
 
-CAUSES: tuple[Cause, ...] = ("capture", "gate", "back_pressure", "persist")
+CAUSES: tuple[Cause, ...] = ("capture", "gate", "gradients", "back_pressure", "persist")
 """What holds the training thread up: copying the state or beginning to; an update that waits
-for a copy; no memory, or the save before it; writing."""
+for a copy of the state; copies of gradients that are waited for; no memory, or the save before
+it; writing."""
 
 TIMEOUT_S = 600.0
 """A save that takes longer has failed."""
@@ -83,10 +85,13 @@ class Arm:
         name: as on the command line.
         detail: what exactly it does, in a few words.
         one_core: everything runs beside training on its core, whatever else is free.
+        captures_in_steps: :meth:`stalls` also counts, besides waiting at the gate, what it does
+            within steps.
     """
 
     role: Role = "peer"
     one_core = False
+    captures_in_steps = False
 
     def __init__(self, name: str, detail: str) -> None:
         self.name = name
@@ -125,6 +130,10 @@ class Arm:
     def persist_s(self) -> float | None:
         """Seconds of writing so far, in whichever thread; None if that cannot be known."""
         return None
+
+    def copies(self) -> tuple[Copied, ...]:
+        """What was copied since :meth:`prepare`, piece by piece; none where nobody knows."""
+        return ()
 
     def processes(self) -> list[int]:
         """Processes of its own that are nobody's children."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from everstep.bench.persist.report import Spread
 from everstep.bench.stall.arms import Arm, Role
 from everstep.bench.stall.loop import Step
+from everstep.bench.stall.recording import Copied
 
 __all__ = ["Block", "Ideal", "Interval", "Row", "Split"]
 
@@ -29,7 +30,8 @@ class Block:
         end_s: of the last step, and what the library does after it.
         steps: without what the library does between them.
         calls_s: inside all calls of the library together.
-        causes: seconds that training was held up, by cause; ``gate`` lies within steps.
+        causes: seconds that training was held up, by cause.
+        within_s: of these, within steps; None: ``gate``, and nothing else.
         staged_s: the state was copied; None if that is not known.
         done_s: the library said so; None without a save.
         sync_s: what it had left unsynced.
@@ -42,6 +44,7 @@ class Block:
         helper_bytes: memory of processes beside it, shared memory left out.
         writers_s: the slowest of other processes that flushed at the same time.
         others_cores: cores that other processes kept busy, helpers included.
+        copies: what was copied, piece by piece; none where nobody knows.
     """
 
     begin_s: float
@@ -50,6 +53,7 @@ class Block:
     steps: tuple[Step, ...]
     calls_s: float = 0.0
     causes: Mapping[str, float] = field(default_factory=dict)
+    within_s: float | None = None
     staged_s: float | None = None
     done_s: float | None = None
     sync_s: float = 0.0
@@ -61,6 +65,7 @@ class Block:
     helper_bytes: int = 0
     writers_s: float | None = None
     others_cores: float = 0.0
+    copies: tuple[Copied, ...] = ()
 
     @property
     def wall_s(self) -> float:
@@ -69,13 +74,17 @@ class Block:
 
     @property
     def stall_s(self) -> float:
-        """What the training thread spent in the library: its calls, and waiting at the gate."""
-        return self.calls_s + self.causes.get("gate", 0.0)
+        """What the training thread spent in the library: its calls, and its hooks."""
+        return self.calls_s + self._within_s
 
     @property
     def other_s(self) -> float:
         """What of its calls has no cause."""
-        return self.calls_s - sum(s for cause, s in self.causes.items() if cause != "gate")
+        return self.calls_s - (sum(self.causes.values()) - self._within_s)
+
+    @property
+    def _within_s(self) -> float:
+        return self.causes.get("gate", 0.0) if self.within_s is None else self.within_s
 
     @property
     def durable_s(self) -> float | None:

@@ -6,7 +6,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,11 +63,16 @@ class Step(NamedTuple):
     Attributes:
         hooks: from the first hook before the update to the last: where gates are; None if
             nobody looked.
+        forward_end_s: the loss is known, backward begins; None if nobody looked.
+        applied: from the first hook behind the update to the last: where gradients are waited
+            for; None if nobody looked.
     """
 
     begin_s: float
     end_s: float
     hooks: Span | None = None
+    forward_end_s: float | None = None
+    applied: Span | None = None
 
 
 class Loop:
@@ -83,6 +88,7 @@ class Loop:
         tensors: number of them.
         description: the model in words.
         python_part_s: about so long does the part of pure Python take; 0 where there is none.
+        loss: before the update of the last step.
     """
 
     def __init__(self, options: Workload, *, batch: int | None = None) -> None:
@@ -94,7 +100,7 @@ class Loop:
         config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
         text = stdlib_text(_TEXT_BYTES)
         self.training: Training = training_of(shape, config, text, device=options.device)
-        self.training.step()  # makes the optimizer's state
+        self.loss = self.training.step()  # makes the optimizer's state
         tensors = flatten(self.nested())
         self.tensors = len(tensors)
         self.size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -105,6 +111,8 @@ class Loop:
         self._data = text
         self._rounds = 0
         self._hooks: Span | None = None
+        self._applied: Span | None = None
+        self._forward_end_s: float | None = None
         self.python_part_s = 0.0
         if options.python_heavy:
             self._calibrate()
@@ -112,26 +120,48 @@ class Loop:
     def step(self) -> Step:
         """One step; on a device, until it is over there."""
         begin_s = time.monotonic()
-        self.training.step()  # ends with the loss on the host, behind the update
+        self.loss = self.training.step()  # ends with it on the host, behind the update
         if self._rounds:
             _churn(self._data, self._rounds)
-        return Step(begin_s, time.monotonic(), self._hooks)
+        return Step(begin_s, time.monotonic(), self._hooks, self._forward_end_s, self._applied)
 
     def watch_hooks(self) -> None:
-        """From now on steps say when the hooks before the update ran: all that are there."""
-        optimizer, begin_s = self.training.optimizer, 0.0
-        hooks: Any = optimizer._optimizer_step_pre_hooks
+        """From now on steps say when forward ended, and when the hooks before and behind the
+        update ran: all that are there."""
+        optimizer = self.training.optimizer
+        begin_s = dict.fromkeys(("before", "behind"), 0.0)
 
-        def first(*_: Any) -> None:
-            nonlocal begin_s
-            begin_s = time.monotonic()
+        def first(where: str) -> Callable[..., None]:
+            def begun(*_: Any) -> None:
+                begin_s[where] = time.monotonic()
 
-        def last(*_: Any) -> None:
-            self._hooks = Span(begin_s, time.monotonic())
+            return begun
 
-        handle = optimizer.register_step_pre_hook(first)
-        hooks.move_to_end(handle.id, last=False)
-        optimizer.register_step_pre_hook(last)
+        def gated(*_: Any) -> None:
+            self._hooks = Span(begin_s["before"], time.monotonic())
+
+        def applied(*_: Any) -> None:
+            self._applied = Span(begin_s["behind"], time.monotonic())
+
+        def forward(*_: Any) -> None:
+            self._forward_end_s = time.monotonic()
+
+        before: Any = optimizer._optimizer_step_pre_hooks
+        behind: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(optimizer.register_step_pre_hook(first("before")).id, last=False)
+        optimizer.register_step_pre_hook(gated)
+        behind.move_to_end(optimizer.register_step_post_hook(first("behind")).id, last=False)
+        optimizer.register_step_post_hook(applied)
+        self.training.model.register_forward_hook(forward)
+
+    def tensors_of_state(self) -> list[torch.Tensor]:
+        """All tensors of the state, live."""
+        return list(flatten(self.nested()).values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all of them, about."""
+        return sum(p.numel() * p.element_size() for p in self.training.model.parameters())
 
     def nested(self) -> dict[str, Any]:
         """State dicts of all parts, live, made anew; the tied head is left out.

@@ -44,6 +44,8 @@ ARMS = (
     "async",
     "checkfreq",
     "lazy",
+    "gockpt",
+    "gockpt_o",
 )
 """All arms that a plain run has, in the order in which they are shown."""
 
@@ -91,6 +93,8 @@ class StallOptions:
         python_heavy: add a part of pure Python to each step.
         ablate: add arms that lack one mechanism each.
         arms: names of arms; None for all. The ideal is always among them.
+        batch: sequences of a step; None: so few that a save fills some steps.
+        curves: also record, for each of our arms, what keeper and link do over some saves.
         folder: a folder is made in it, and removed at the end.
 
     Raises:
@@ -108,10 +112,14 @@ class StallOptions:
     python_heavy: bool = False
     ablate: bool = False
     arms: tuple[str, ...] | None = None
+    batch: int | None = None
+    curves: bool = False
     folder: Path | None = None
 
     def __post_init__(self) -> None:
         check_training(self.params, self.repeats, self.seed)
+        if self.batch is not None and self.batch < 1:
+            raise OptionError(f"batch={self.batch}: a step has at least one sequence")
         if not self.every or min(self.every) < 1:
             raise OptionError(f"every={self.every!r}: blocks have at least one step")
         if self.device not in ("cpu", "cuda"):

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from everstep.bench.stall.arms import TIMEOUT_S, Arm, Pending, Role
+from everstep.bench.stall.arms import CAUSES, TIMEOUT_S, Arm, Pending, Role
 from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.loop import Loop
+from everstep.bench.stall.recording import Copied, Copies, recorded
 from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet
 from everstep.capture.batches import Batch
+from everstep.capture.devices import DeviceLane
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
 from everstep.checkpointer import Checkpointer
@@ -29,7 +31,11 @@ _DETAILS = {
     "async": "training waits for a copy in host memory",
     "checkfreq": "the copy behind the step, written once it is whole",
     "lazy": "the copy behind the step, written while it arrives",
+    "gockpt": "the copy in parts over several steps; updates wait for copies of gradients",
+    "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
 }
+_MULTISTEP = ("gockpt", "gockpt_o")
+_GRADIENT_COPIES = 12  # of all gradients: in 24 parts, the most that there are
 
 
 class Buffered(PosixFileSystem):
@@ -81,6 +87,7 @@ class Ours(Arm):
         process: a keeper process; False: a thread of the trainer.
         filesystem: a replaced seam, which a keeper process would not see.
         lane: what copies; None: the engine's own.
+        copies: what ``lane`` has copied, if it tells.
         one_core: the keeper, too, on training's core.
     """
 
@@ -98,20 +105,26 @@ class Ours(Arm):
         process: bool = True,
         filesystem: PosixFileSystem | None = None,
         lane: Callable[[], Lane] | None = None,
+        copies: Copies | None = None,
         one_core: bool = False,
     ) -> None:
         super().__init__(name, f'method="{method}", keep=1: {detail}')
         self.one_core = one_core
+        self.captures_in_steps = method in _MULTISTEP
         self._method = method
         self._loop = loop
         self._run = run
         cores = (placement.training,) if one_core else placement.others
         self._keeper = KeeperOptions(process=process, cores=cores, linger_s=LINGER_S)
         self._seams = Seams(filesystem=filesystem or PosixFileSystem(), lane=lane)
+        self._copies = copies
         self._checkpointer: Checkpointer | None = None
 
     def open(self) -> None:
         """Begins the run."""
+        host_bytes = _COPIES * self._loop.size_bytes + _SLACK_BYTES
+        if self.captures_in_steps:
+            host_bytes += _GRADIENT_COPIES * self._loop.gradient_bytes
         with quiet():
             self._checkpointer = Checkpointer(
                 self._run,
@@ -119,17 +132,28 @@ class Ours(Arm):
                 method=self._method,
                 every=None,
                 keep=1,
-                budget=Budget(host_bytes=_COPIES * self._loop.size_bytes + _SLACK_BYTES),
+                budget=Budget(host_bytes=host_bytes),
                 keeper=self._keeper,
                 seams=self._seams,
             )
 
+    def prepare(self) -> None:
+        """Forgets what was copied."""
+        if self._copies is not None:
+            self._copies.begin(self._loop.tensors_of_state())
+
     def save(self) -> Pending:
-        """Ends a step and takes a base of it."""
+        """Ends a step and takes a base of it; or begins one that takes several.
+
+        That one is begun as if it were due: ``save()`` is for a base of this very step.
+        """
         assert self._checkpointer is not None
         pending = Pending()
         self._checkpointer.step()
-        save = self._checkpointer.save()
+        if self.captures_in_steps:
+            save = self._checkpointer._take(None, show=False)
+        else:
+            save = self._checkpointer.save()
         save.staged.add_done_callback(pending.on_staged)
         save.durable.add_done_callback(pending.on_done)
         return pending
@@ -150,12 +174,16 @@ class Ours(Arm):
     def stalls(self) -> dict[str, float]:
         """As the engine counts them."""
         assert self._checkpointer is not None
-        return dict(self._checkpointer.stats().stall_s)
+        return dict.fromkeys(CAUSES, 0.0) | self._checkpointer.stats().stall_s
 
     def persist_s(self) -> float | None:
         """As the engine counts it."""
         assert self._checkpointer is not None
         return self._checkpointer.stats().persist_s
+
+    def copies(self) -> tuple[Copied, ...]:
+        """As its lane tells."""
+        return () if self._copies is None else self._copies.found()
 
     def processes(self) -> list[int]:
         """The keeper, if it is a process."""
@@ -183,15 +211,21 @@ def ours_arm(
     """
     method = name.split("-", 1)[0]
     detail = _DETAILS[method]
-    lane: Callable[[], Lane] | None = None
+    run, copies = folder / f"everstep-{name}", Copies()
     if link_bytes_per_s is not None:
-        speed = link_bytes_per_s
-        lane = lambda: EmulatedLink(speed)  # noqa: E731
-        detail += f"; EMULATED link of {speed / 1e9:g} GB/s"
-    run = folder / f"everstep-{name}"
+        detail += f"; EMULATED link of {link_bytes_per_s / 1e9:g} GB/s"
 
-    def made(what: str, lane: Callable[[], Lane] | None = lane, **choices: object) -> Ours:
-        return Ours(name, method, what, loop, run, placement, lane=lane, **choices)  # type: ignore[arg-type]
+    def made(what: str, kind: type[CpuLane] | None = None, **choices: object) -> Ours:
+        lane: Callable[[], Lane] | None = None
+        if link_bytes_per_s is not None:
+            lane = recorded(kind or EmulatedLink, copies, link_bytes_per_s)
+        elif device == "cpu":
+            host = recorded(kind or CpuLane, copies)
+            lane = lambda: DeviceLane(host())  # noqa: E731 - as the engine's own
+        return Ours(
+            name, method, what, loop, run, placement,
+            lane=lane, copies=None if lane is None else copies, **choices,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     if name == "lazy-thread":
         return made(f"{detail}; the keeper is a thread", process=False)
@@ -204,9 +238,7 @@ def ours_arm(
         if device != "cpu":
             raise UnavailableError("small tensors are unpacked on the CPU only")
         what = f"{detail}; small tensors are copied one by one"
-        if link_bytes_per_s is not None:
-            return made(what, lambda: _UnpackedLink(link_bytes_per_s))
-        return made(what, _Unpacked)
+        return made(what, _Unpacked if link_bytes_per_s is None else _UnpackedLink)
     return made(detail)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.bench.persist.machine import Machine
 from everstep.bench.persist.report import Spread, Verdict
 from everstep.bench.stall.figures import Block, Interval, Row
 from everstep.bench.stall.options import ABLATIONS, NEIGHBOUR, StallOptions
+from everstep.bench.stall.recording import Curve
 
 __all__ = ["StallReport", "facts_as_json"]
 
@@ -31,6 +32,7 @@ class StallReport:
         python_part_s: of each step; 0 where there is none.
         free_core: whether training had a core of its own, and another was free.
         start_s: on the monotonic clock, when the run began.
+        curves: of our arms, where they were asked for.
     """
 
     options: StallOptions
@@ -45,6 +47,7 @@ class StallReport:
     start_s: float
     seconds: float
     folder: str
+    curves: list[Curve] = field(default_factory=list)
 
     def labels(self) -> list[str]:
         """What everyone who sees a figure of this run must know."""
@@ -98,6 +101,7 @@ class StallReport:
             "writers": options.writers,
             "python_part_s": self.python_part_s,
             "intervals": [self._interval_as_json(interval) for interval in self.intervals],
+            "curves": [curve.as_json(self.start_s) for curve in self.curves],
         }
 
     def _stall_verdict(self, ours: Row | None) -> Verdict:
@@ -215,6 +219,10 @@ class StallReport:
             "helper_bytes": block.helper_bytes,
             "writers_s": block.writers_s,
             "others_cores": block.others_cores,
+            "copied_bytes": {
+                "state": sum(c.size_bytes for c in block.copies if not c.gradients),
+                "gradients": sum(c.size_bytes for c in block.copies if c.gradients),
+            },
         }
 
 

@@ -36,6 +36,7 @@ from everstep.bench.stall.neighbour import Neighbour
 from everstep.bench.stall.options import IDEAL, NEIGHBOUR, StallOptions
 from everstep.bench.stall.ours import ours_arm
 from everstep.bench.stall.peers import TorchCheckpointing, TorchSave, TorchSnapshot, installed
+from everstep.bench.stall.recording import Curve, Sampler
 from everstep.bench.stall.report import StallReport
 from everstep.bench.stall.writers import Writers
 from everstep.errors import DeadlineError, UnavailableError
@@ -45,8 +46,11 @@ __all__ = ["run_stall"]
 _IDEAL_BLOCKS = 2  # in each round; how much they differ is the noise
 _IDEAL_STEPS_MIN = 4
 _WARM_UPS = 3  # from then on files are recycled, and buffers and stagers are warm
+_CURVE_SAVES = 3
 _COPIES_IN_MEMORY = 2.0  # that an arm holds, at most
 _COPIES_ON_DISK = 3  # bases and recycled files of one run
+_COPIES_OF_MULTISTEP = 4.0  # besides: gradients of several steps
+_TORCH_BYTES = 512 << 20  # of a keeper that replays
 _KEEPER_BYTES = 256 << 20
 _WRITER_BYTES = 512 << 20
 _MEMORY_BESIDES = 512 << 20
@@ -83,7 +87,7 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
         placement = Placement(free_core=options.free_core)
         with placement.pinned(), contextlib.ExitStack() as stack:
             display.begin("making a model", 1)
-            loop = Loop(options)
+            loop = Loop(options, batch=options.batch)
             _check_room(options, machine, loop.size_bytes, folder)
             if any(name.startswith("dcp") for name in options.names()):
                 from everstep.bench.stall.dcp import single_rank_group
@@ -95,6 +99,7 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
             arms = bench.open(folder, stack)
             loop.watch_hooks()  # outside of all that the arms have registered
             intervals = [bench.measure(arms, every) for every in options.every]
+            curves = bench.curves(arms, options.every[0]) if options.curves else []
         return StallReport(
             options=options,
             machine=machine,
@@ -104,6 +109,7 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
             python_part_s=loop.python_part_s,
             free_core=placement.free,
             intervals=intervals,
+            curves=curves,
             load_after=os.getloadavg()[0],
             start_s=start_s,
             seconds=time.monotonic() - start_s,
@@ -161,6 +167,45 @@ class _Bench:
                 interval.ideals[number] = Ideal(tuple(alone))
         return interval
 
+    def curves(self, arms: list[_Opened], every: int) -> list[Curve]:
+        """What link and keepers of our arms do over some saves, one behind the other."""
+        ours = [opened for opened in arms if opened.arm.role == "ours" and opened.error is None]
+        self._display.begin("curves", len(ours))
+        found = []
+        for opened in ours:
+            self._display.advance(opened.arm.name)
+            try:
+                found.append(self._curve(opened, every))
+            finally:
+                opened.arm.clean()
+        return found
+
+    def _curve(self, opened: _Opened, every: int) -> Curve:
+        arm = opened.arm
+        arm.prepare()
+        self._placement.spread(one_core=arm.one_core)
+        saves_s: list[float] = []
+        steps: list[Step] = []
+        begin_s = time.monotonic()
+        with Sampler(opened.helpers()) as sampler:
+            self._placement.spread(one_core=arm.one_core)
+            for _ in range(_CURVE_SAVES):
+                saves_s.append(time.monotonic())
+                pending = arm.save()
+                assert pending is not None
+                steps += self._steps(arm, every, pending)[0]
+                arm.settle(pending)
+            end_s = time.monotonic()
+        return Curve(
+            name=arm.name,
+            begin_s=begin_s,
+            end_s=end_s,
+            saves_s=tuple(saves_s),
+            steps=tuple(steps),
+            copies=arm.copies(),
+            samples=tuple(sampler.samples),
+        )
+
     def _open(self, name: str, folder: Path, stack: contextlib.ExitStack) -> _Opened:
         self._display.advance(name)
         if not installed(name):
@@ -215,7 +260,7 @@ class _Bench:
         pending = arm.save()
         called_s = time.monotonic()
         self._placement.spread(one_core=arm.one_core)
-        steps, after_steps_s = self._steps(arm, every, pending)
+        steps, after_steps_s, within_s = self._steps(arm, every, pending)
         end_s = time.monotonic()
         trainer_s = time.process_time() - cpu_begin_s
         others_s = busy_s() - others_s - trainer_s
@@ -233,6 +278,7 @@ class _Bench:
             steps=tuple(steps),
             calls_s=called_s - begin_s + after_steps_s if saves else 0.0,
             causes={cause: s - stalls[cause] for cause, s in arm.stalls().items()} if saves else {},
+            within_s=within_s,
             staged_s=None if pending is None else pending.staged_s,
             done_s=None if pending is None else pending.done_s,
             sync_s=sync_s,
@@ -244,25 +290,36 @@ class _Bench:
             helper_bytes=sum(map(private_bytes, helpers)),
             writers_s=self._writers.wait(),
             others_cores=max(0.0, others_s / (end_s - begin_s)),
+            copies=arm.copies(),
         )
 
-    def _steps(self, arm: Arm, every: int, pending: Pending | None) -> tuple[list[Step], float]:
+    def _steps(
+        self, arm: Arm, every: int, pending: Pending | None
+    ) -> tuple[list[Step], float, float | None]:
         """Trains for a block, and on until the save is done.
 
         Returns:
-            The steps, and the seconds that the arm took between them.
+            The steps, the seconds that the arm took between them, and those within them, if it
+            tells these apart.
         """
         steps: list[Step] = []
-        after_s, deadline_s = 0.0, time.monotonic() + TIMEOUT_S
+        looks = pending is not None and arm.captures_in_steps
+        after_s, within_s, deadline_s = 0.0, 0.0, time.monotonic() + TIMEOUT_S
         while len(steps) < every or not (pending is None or pending.over):
+            if looks:
+                within_s -= sum(arm.stalls().values())
             step = self._loop.step()
+            over_s = time.monotonic()
+            if looks:
+                within_s += sum(arm.stalls().values())
+                over_s = time.monotonic()
             arm.after_step()
             steps.append(step)
             now_s = time.monotonic()
-            after_s += now_s - step.end_s
+            after_s += now_s - over_s
             if now_s > deadline_s and not (pending is None or pending.over):
                 raise DeadlineError(f"{arm.name}: a save is not done after {TIMEOUT_S:g} s")
-        return steps, after_s
+        return steps, after_s, within_s if looks else None
 
     @contextlib.contextmanager
     def _peer_may_fail(self, opened: _Opened) -> Iterator[None]:
@@ -319,6 +376,8 @@ def _check_room(options: StallOptions, machine: Machine, size_bytes: int, folder
     arms = len(options.names()) - 1
     disk = _COPIES_ON_DISK * (arms + options.writers) * size_bytes
     memory = int(_COPIES_IN_MEMORY * arms * size_bytes) + arms * _KEEPER_BYTES + _MEMORY_BESIDES
+    multistep = sum(name.startswith("gockpt") for name in options.names())
+    memory += int(multistep * (_COPIES_OF_MULTISTEP * size_bytes + _TORCH_BYTES))
     memory += options.writers * (size_bytes + _WRITER_BYTES)
     refuse_without_room(
         machine,

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from everstep.bench.persist.machine import Machine
 from everstep.bench.persist.report import Spread, Verdict
+from everstep.bench.stall.arms import CAUSES
 from everstep.bench.stall.figures import Interval, Row
 from everstep.bench.stall.options import ABLATIONS
 from everstep.bench.stall.report import StallReport
@@ -17,8 +18,8 @@ from everstep.bench.stall.report import StallReport
 __all__ = ["machine_facts", "plain_table", "present", "print_verdicts", "titled"]
 
 _BUSY_CORES = 0.25
-_COST = ("arm", "stall", "capture", "gate", "back-pr.", "persist", "other", "slow-down",
-         "min - max", "unexplained", "of training", "GB/s")  # fmt: skip
+_COST = ("arm", "stall", "capture", "gate", "gradients", "back-pr.", "persist", "other",
+         "slow-down", "min - max", "unexplained", "of training", "GB/s")  # fmt: skip
 _BEHIND = ("arm", "durable", "loop rate", "min - max", "serialise", "copy", "file", "CPU trainer",
            "CPU helper", "memory")  # fmt: skip
 _LEFT = ("arm", "mechanism", "without", "with")
@@ -91,7 +92,7 @@ def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
         slowdown, share = interval.slowdown_s(row), interval.share(row)
         causes = [
             row.spread(lambda block, cause=cause: block.causes.get(cause))  # type: ignore[misc]
-            for cause in ("capture", "gate", "back_pressure", "persist")
+            for cause in CAUSES
         ]
         made.add_row(
             _name(row),
@@ -157,9 +158,10 @@ def _details(rows: list[Row]) -> Iterator[str]:
 def _notes(report: StallReport) -> list[str]:
     notes = [
         "Medians over the rounds. stall: what the training thread spends in the library (its "
-        "calls, and waiting at the gate), by cause. slow-down: what the steps of a block with a "
-        "save take more than as many without in the same round; a block goes on until its save "
-        "is done. unexplained: their difference, which is interference and noise.",
+        "calls and its hooks), by cause; gradients: waiting for copies of them. slow-down: what "
+        "the steps of a block with a save take more than as many without in the same round; a "
+        "block goes on until its save is done. unexplained: their difference, which is "
+        "interference and noise.",
         "durable: until the library's future is done, and until what it leaves unsynced is "
         "synced. loop rate: steps per second in that time, next to training alone. GB/s: of "
         "state for each second of stall. Saves do not overlap: each waits for the one before.",

@@ -16,7 +16,7 @@ from everstep.bench.stall.loop import Loop
 from everstep.bench.step.options import Setting
 from everstep.compress import Compressor
 
-__all__ = ["Recovered", "StepArm", "TorchSave"]
+__all__ = ["Recovered", "StepArm", "TorchSave", "generators", "set_generators", "tied"]
 
 _WARM_UP_STEPS = 4  # from then on memory is touched, and files are recycled
 
@@ -135,11 +135,11 @@ class TorchSave(StepArm):
             return Recovered(0, "fresh")
         saved = torch.load(self._path(newest), weights_only=True)
         training = self._loop.training
-        training.model.load_state_dict(saved["model"] | _tied(saved["model"]))
+        training.model.load_state_dict(saved["model"] | tied(saved["model"]))
         for name in ("optimizer", "scheduler", "loader"):
             getattr(training, name).load_state_dict(saved[name])
         training.progress.update(saved["progress"])
-        _set_generators(saved["generators"])
+        set_generators(saved["generators"])
         return Recovered(newest, "disk", newest)
 
     def after_step(self) -> None:
@@ -150,7 +150,7 @@ class TorchSave(StepArm):
             return
         path = self._path(self._step)
         unfinished = path.with_suffix(".unfinished")
-        torch.save(self._loop.nested() | {"generators": _generators()}, unfinished)
+        torch.save(self._loop.nested() | {"generators": generators()}, unfinished)
         sync_all(unfinished)
         unfinished.rename(path)
         sync_all(path)
@@ -163,11 +163,13 @@ class TorchSave(StepArm):
         return [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
 
 
-def _tied(model: dict[str, Any]) -> dict[str, Any]:
+def tied(model: dict[str, Any]) -> dict[str, Any]:
+    """The head, which shares its weight, as a state dict of the model has it."""
     return {"head.weight": model["tokens.weight"]}
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
+    """States of all process-wide generators, as tensors and plain data."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numbers = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
@@ -177,7 +179,8 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def _set_generators(saved: dict[str, Any]) -> None:
+def set_generators(saved: dict[str, Any]) -> None:
+    """Sets them to what :func:`generators` gave."""
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
     name, numbers, *rest = saved["numpy"]

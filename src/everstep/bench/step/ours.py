@@ -14,6 +14,7 @@ from everstep.bench.step.arms import Recovered, StepArm
 from everstep.bench.step.options import Setting
 from everstep.checkpointer import Checkpointer
 from everstep.options import Budget, KeeperOptions, LogOptions
+from everstep.seams import Seams
 
 __all__ = ["LINGER_KILLED_S", "Ours", "missing"]
 
@@ -22,8 +23,12 @@ LINGER_KILLED_S = 120.0
 
 _WARM_BASES = 3  # two blocks of memory, and a recycled file
 _DETAILS = {
+    "sync": "training waits until bases are durable",
+    "async": "training waits for copies in host memory, which are written behind it",
     "checkfreq": "bases are copied behind the next step, and written once they are whole",
     "lazy": "bases are copied behind the next step, and written while they arrive",
+    "gockpt": "bases are copied in parts over several steps; updates wait for gradients",
+    "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
     "logged": "dense gradients in memory, applied at recovery; bases in between",
     "lowdiff": "compressed gradients on disk, {batch_steps} steps at a time; bases in between",
     "lowdiff_plus": "dense gradients applied to the keeper's replica; bases written from there",
@@ -55,10 +60,8 @@ class Ours(StepArm):
         """Begins, or goes on with, the run."""
         super().open()
         state: dict[str, Any] = self._loop.training.state()
-        log = LogOptions()
         if self._compressor is not None:
             state["compressor"] = self._compressor
-            log = LogOptions(to="disk", batch_steps=self.setting.batch_steps)
         self._checkpointer = Checkpointer(
             self._folder,
             state,
@@ -66,9 +69,20 @@ class Ours(StepArm):
             every=self.setting.every,
             keep=1,
             budget=self._budget,
-            log=log,
+            log=self.log(),
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
+            seams=self.seams(),
         )
+
+    def log(self) -> LogOptions:
+        """Where its log is, if it has one."""
+        if self._compressor is None:
+            return LogOptions()
+        return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
+
+    def seams(self) -> Seams:
+        """What it touches the world with."""
+        return Seams()
 
     def resume(self) -> Recovered:
         """As a training script does."""

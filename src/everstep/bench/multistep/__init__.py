@@ -1,0 +1,20 @@
+"""What a base over several steps holds training up, next to the model of it (GoCkpt section 4.2).
+
+A training of real compute, whose steps are as long as is asked for, has a state whose gradients are
+a given share of it. everstep's copies go through an emulated link that takes so many steps for the
+whole state. For each number of parts it is measured how long training is held up, and that is
+compared with what :mod:`everstep.plan.multistep` says, fed with nothing but the link's bandwidth,
+bytes, and the lengths of steps in which nothing was saved.
+
+``options``   what is measured
+``training``  steps of a given length, gradients of a given share
+``saves``     one Checkpointer, and saves of it
+``figures``   measured and modelled, side by side
+``run``       all of it
+``report``    the outcome: targets, plain data
+``show``      tables
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,204 @@
+"""Measured and modelled, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from everstep.bench.multistep.options import Ratio
+from everstep.bench.multistep.training import Lengths
+from everstep.bench.persist.report import Spread
+from everstep.capture.multistep import Unit, cut_parts
+from everstep.plan.multistep import PARTS_MAX, Pipeline, best_parts, lower_bound_s, overlap
+
+__all__ = ["AUTO", "HELD_STEPS", "MeasuredSave", "Measurement", "Row", "allowed_s"]
+
+AUTO = 0
+"""As a number of parts: everstep chooses it."""
+
+HELD_STEPS: Mapping[str, int | None] = {"gockpt": None, "gockpt_o": 1}
+"""For how many steps gradients are kept, in words of :func:`everstep.plan.multistep.overlap`."""
+
+_OFF_MAX = 0.15
+_OFF_S_MAX = 0.002
+
+
+def allowed_s(model_s: float) -> float:
+    """By how much a measured time may differ from a modelled one."""
+    return max(_OFF_MAX * model_s, _OFF_S_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSave:
+    """A save while training goes on.
+
+    Attributes:
+        causes: seconds that training was held up, as the library counts them, by cause.
+        calls_s: in calls of the library, without what these take while nothing is saved.
+        within_s: in its hooks within steps, as it counts them.
+        wall_s: from the call until the state was copied and the step under way was over.
+        steps: in that time.
+        step_s: of one in which nothing is saved.
+        parts: in which it was captured; 1 for those that do not say.
+    """
+
+    causes: Mapping[str, float]
+    calls_s: float
+    within_s: float
+    wall_s: float
+    steps: int
+    step_s: float
+    parts: int
+
+    @property
+    def stall_s(self) -> float:
+        """What the training thread spent in the library."""
+        return self.calls_s + self.within_s
+
+    @property
+    def other_s(self) -> float:
+        """What of that is no waiting for copies, which is all that the model knows."""
+        return self.stall_s - self.causes.get("gate", 0.0) - self.causes.get("gradients", 0.0)
+
+    @property
+    def slowdown_s(self) -> float:
+        """What its steps took more than as many without a save."""
+        return self.wall_s - self.steps * self.step_s
+
+
+@dataclass(slots=True)
+class Row:
+    """One way in so many parts.
+
+    Attributes:
+        way: ``"gockpt"``, ``"gockpt_o"``, or another method.
+        parts: that were asked for; :data:`AUTO`: none.
+        lengths: of steps in which nothing was saved.
+        error: why nothing was measured.
+    """
+
+    way: str
+    parts: int
+    saves: list[MeasuredSave] = field(default_factory=list)
+    lengths: Lengths | None = None
+    error: str | None = None
+
+    @property
+    def chosen(self) -> int | None:
+        """The number of parts of the last save."""
+        return self.saves[-1].parts if self.saves else None
+
+    def spread(self, figure: Callable[[MeasuredSave], float]) -> Spread | None:
+        """Of one figure over all saves."""
+        return Spread.of([figure(save) for save in self.saves])
+
+    def stall_s(self) -> Spread | None:
+        """What a save holds training up."""
+        return self.spread(lambda save: save.stall_s)
+
+
+@dataclass(slots=True)
+class Measurement:
+    """All rows of one length of a copy, and one share of gradients.
+
+    Attributes:
+        copy_steps: steps that a copy of the whole state takes.
+        state_bytes, gradient_bytes: of the training.
+        link_bytes_per_s: of the emulated link.
+        rows: both ways, by parts; then others.
+        units: bytes of what is captured together, in the order of the state; empty: parts are
+            equal.
+    """
+
+    copy_steps: float
+    ratio: Ratio
+    state_bytes: int
+    gradient_bytes: int
+    link_bytes_per_s: float
+    rows: Sequence[Row] = ()
+    units: Sequence[int] = ()
+
+    def row(self, way: str, parts: int = 1) -> Row | None:
+        """The row, if it has a figure."""
+        return next(
+            (row for row in self.rows if (row.way, row.parts) == (way, parts) and row.saves), None
+        )
+
+    def of(self, way: str) -> list[Row]:
+        """The rows of a way that have a figure, by parts; without the choice of everstep."""
+        return [row for row in self.rows if row.way == way and row.saves and row.parts != AUTO]
+
+    def pipeline(self, row: Row) -> Pipeline:
+        """What the model is fed with for a row."""
+        assert row.lengths is not None
+        speed = self.link_bytes_per_s
+        return row.lengths.pipeline(self.state_bytes / speed, self.gradient_bytes / speed)
+
+    def modelled_s(self, row: Row, parts: int | None = None) -> float:
+        """That training is held up, as the model says.
+
+        Args:
+            parts: other than those of the row.
+        """
+        pipeline = self.pipeline(row)
+        if row.way == "async":
+            return pipeline.state_s
+        count = parts or row.parts or row.chosen or 1
+        shares = self.shares(count)
+        return overlap(pipeline, len(shares), HELD_STEPS.get(row.way), shares).stall_s
+
+    def shares(self, parts: int) -> list[float]:
+        """Of the state in each part, as everstep cuts it: a parameter stays whole."""
+        if not self.units:
+            return [1 / parts] * parts
+        units = [Unit("", "", (), size_bytes) for size_bytes in self.units]
+        cut = [sum(unit.size_bytes for unit in run) for run in cut_parts(units, parts)]
+        return [size_bytes / sum(cut) for size_bytes in cut]
+
+    def bound_s(self, row: Row) -> float:
+        """No way with so many parts holds training up less."""
+        return lower_bound_s(self.pipeline(row), row.parts or row.chosen or 1)
+
+    def best_modelled(self, way: str) -> tuple[int, float] | None:
+        """The best number of parts as the model says, and what it holds training up."""
+        rows = self.of(way)
+        if not rows:
+            return None
+        found = best_parts(self.pipeline(rows[0]), HELD_STEPS[way], PARTS_MAX)
+        return found.parts, found.stall_s
+
+    def best_measured(self, way: str) -> tuple[int, float] | None:
+        """The best number of parts that was measured, and what it held training up."""
+        found = [(stall.median, row.parts) for row in self.of(way) if (stall := row.stall_s())]
+        if not found:
+            return None
+        stall_s, parts = min(found)
+        return parts, stall_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, every save included."""
+        return {
+            "copy_steps": self.copy_steps,
+            "ratio": str(self.ratio),
+            "state_bytes": self.state_bytes,
+            "gradient_bytes": self.gradient_bytes,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "rows": [self._row_as_json(row) for row in self.rows],
+        }
+
+    def _row_as_json(self, row: Row) -> dict[str, Any]:
+        stall = row.stall_s()
+        slowdown = row.spread(lambda save: save.slowdown_s)
+        return {
+            "way": row.way,
+            "parts": "auto" if row.parts == AUTO else row.parts,
+            "chosen": row.chosen,
+            "error": row.error,
+            "modelled_stall_s": self.modelled_s(row) if row.saves else None,
+            "bound_s": self.bound_s(row) if row.saves else None,
+            "stall_s": stall and stall.as_json(),
+            "slowdown_s": slowdown and slowdown.as_json(),
+            "lengths": row.lengths and asdict(row.lengths),
+            "saves": [asdict(save) for save in row.saves],
+        }

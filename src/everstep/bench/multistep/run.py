@@ -1,0 +1,127 @@
+"""All lengths of a copy, all shares of gradients, both ways, in all numbers of parts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+from everstep.bench.multistep.figures import AUTO, Measurement, Row
+from everstep.bench.multistep.options import WAYS, MultistepOptions, Ratio
+from everstep.bench.multistep.report import MultistepReport
+from everstep.bench.multistep.saves import measure_row
+from everstep.bench.multistep.training import TimedTraining
+from everstep.bench.persist.machine import look_at
+from everstep.bench.persist.show import Display
+from everstep.bench.persist.workspace import (
+    interruptible,
+    refuse_without_room,
+    workspace,
+)
+from everstep.bench.stall.cores import Placement
+from everstep.bench.stall.loop import seeded_single_thread
+from everstep.errors import EverstepError
+
+__all__ = ["run_multistep"]
+
+_OTHERS = ("async", "lazy")
+_COPIES_ON_DISK = 4
+_COPIES_IN_MEMORY = 20  # training, its gradients, two bases, gradients of 24 steps, the keeper's
+_MEMORY_BESIDES = 1 << 30
+
+
+def run_multistep(options: MultistepOptions, display: Display) -> MultistepReport:
+    """Measures; every process is ended and everything written is removed, whatever happens.
+
+    Raises:
+        OutOfSpaceError: before anything is written, when disk or memory would not do.
+        OptionError: steps cannot be as short as that here.
+    """
+    begin_s = time.monotonic()
+    with (
+        interruptible(),
+        workspace(options.folder) as folder,
+        seeded_single_thread(options.seed),
+    ):
+        machine = look_at(folder)
+        refuse_without_room(
+            machine,
+            folder,
+            disk_bytes=_COPIES_ON_DISK * options.state_bytes,
+            memory_bytes=_COPIES_IN_MEMORY * options.state_bytes + _MEMORY_BESIDES,
+            hint="a smaller --state-bytes",
+        )
+        placement = Placement(free_core=options.free_core)
+        drawn = random.Random(options.seed)
+        found: list[Measurement] = []
+        tensors = 0
+        with placement.pinned():
+            for ratio in options.ratios:
+                display.begin("making a state", 1)
+                training = TimedTraining(
+                    options.state_bytes,
+                    ratio.value,
+                    options.step_s,
+                    layers=options.layers,
+                    seed=options.seed,
+                )
+                tensors = training.tensors
+                for copy_steps in options.copies:
+                    found.append(
+                        _measure(
+                            options, training, ratio, copy_steps, folder, placement, display, drawn
+                        )
+                    )
+        return MultistepReport(
+            options=options,
+            machine=machine,
+            size_bytes=options.state_bytes,
+            tensors=tensors,
+            workload=f"AdamW, fused, float32; steps of {1e3 * options.step_s:g} ms of real compute",
+            free_core=placement.free,
+            found=found,
+            load_after=os.getloadavg()[0],
+            seconds=time.monotonic() - begin_s,
+            folder=str(folder.parent),
+        )
+
+
+def _measure(
+    options: MultistepOptions,
+    training: TimedTraining,
+    ratio: Ratio,
+    copy_steps: float,
+    folder: Path,
+    placement: Placement,
+    display: Display,
+    drawn: random.Random,
+) -> Measurement:
+    speed = training.state_bytes / (copy_steps * options.step_s)
+    counts = (*options.parts, AUTO)
+    wanted = [*itertools.product(WAYS, counts), *((way, 1) for way in _OTHERS)]
+    rows = {one: Row(*one) for one in wanted}
+    drawn.shuffle(wanted)
+    display.begin(f"a copy takes {copy_steps:g} steps, gradients {ratio} of the state", len(wanted))
+    for way, parts in wanted:
+        display.advance(f"{way}, {parts or 'auto'}")
+        run = folder / "run"
+        try:
+            rows[way, parts] = measure_row(
+                way, parts, training, speed, run, placement, options.repeats
+            )
+        except EverstepError as error:
+            rows[way, parts].error = f"failed: {error}"
+        finally:
+            shutil.rmtree(run, ignore_errors=True)
+    return Measurement(
+        copy_steps=copy_steps,
+        ratio=ratio,
+        state_bytes=training.state_bytes,
+        gradient_bytes=training.gradient_bytes,
+        link_bytes_per_s=speed,
+        rows=list(rows.values()),
+        units=training.units,
+    )

@@ -1,0 +1,164 @@
+"""One Checkpointer, and saves of it while training goes on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.bench.multistep.figures import AUTO, MeasuredSave, Row
+from everstep.bench.multistep.training import Lengths, TimedStep, TimedTraining
+from everstep.bench.stall.arms import TIMEOUT_S
+from everstep.bench.stall.cores import Placement
+from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet
+from everstep.capture.emulated import EmulatedLink
+from everstep.checkpointer import Checkpointer
+from everstep.errors import DeadlineError
+from everstep.options import Budget, KeeperOptions, Method
+from everstep.plan.multistep import PARTS_MAX
+from everstep.seams import Seams
+
+__all__ = ["measure_row"]
+
+_IDLE_STEPS = 4  # before each save; in these nothing is under way
+_WARM_UPS = 1
+_WARM_UPS_AUTO = 3  # from then on everything that the choice rests on has been measured
+_SLACK_BYTES = 64 << 20
+
+
+def measure_row(
+    way: str,
+    parts: int,
+    training: TimedTraining,
+    link_bytes_per_s: float,
+    run: Path,
+    placement: Placement,
+    repeats: int,
+) -> Row:
+    """Measures one way in so many parts.
+
+    Args:
+        way: ``"gockpt"``, ``"gockpt_o"``, or a preset that has no parts.
+        parts: :data:`~everstep.bench.multistep.figures.AUTO`: everstep chooses.
+        run: its folder, which stays behind.
+        repeats: saves that count.
+
+    Raises:
+        EverstepError: what a save failed with.
+    """
+    checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement)
+    warm_ups = _WARM_UPS_AUTO if parts == AUTO else _WARM_UPS
+    steps: list[TimedStep] = []
+    row = Row(way, parts)
+    try:
+        placement.spread()
+        for number in range(warm_ups + repeats):
+            idle = _idle(training, checkpointer)
+            placement.spread()
+            save = _save(training, checkpointer, idle)
+            if number >= warm_ups:
+                steps += idle.steps
+                row.saves.append(save)
+        row.lengths = Lengths.of(steps)
+    finally:
+        close_run(checkpointer, keepers_of(run), f"{way}, {parts} parts")
+    return row
+
+
+def _open(
+    way: str,
+    parts: int,
+    training: TimedTraining,
+    link_bytes_per_s: float,
+    run: Path,
+    placement: Placement,
+) -> Checkpointer:
+    method: str | Method = way
+    if way in ("gockpt", "gockpt_o"):
+        method = Method(
+            base="multistep",
+            parts="auto" if parts == AUTO else parts,
+            overlap_forward=way == "gockpt_o",
+        )
+    # Two bases, and the gradients of all steps of one.
+    host_bytes = 2 * training.state_bytes + PARTS_MAX * training.gradient_bytes + _SLACK_BYTES
+    with quiet():
+        return Checkpointer(
+            run,
+            training.state(),
+            method=method,
+            every=None,
+            keep=1,
+            budget=Budget(host_bytes=host_bytes),
+            keeper=KeeperOptions(cores=placement.others, linger_s=LINGER_S),
+            seams=Seams(lane=lambda: EmulatedLink(link_bytes_per_s)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Steps in which nothing is saved, and what a call of the library takes behind each."""
+
+    steps: list[TimedStep]
+    call_s: float
+    wall_s: float
+
+
+def _idle(training: TimedTraining, checkpointer: Checkpointer) -> _Idle:
+    steps, calls_s, walls_s = [], [], []
+    for _ in range(_IDLE_STEPS):
+        begin_s = time.monotonic()
+        steps.append(training.step())
+        stepped_s = time.monotonic()
+        checkpointer.step()
+        end_s = time.monotonic()
+        calls_s.append(end_s - stepped_s)
+        walls_s.append(end_s - begin_s)
+    return _Idle(steps, statistics.median(calls_s), statistics.median(walls_s))
+
+
+def _save(training: TimedTraining, checkpointer: Checkpointer, idle: _Idle) -> MeasuredSave:
+    """Begins a base behind a step, and trains on until it is durable."""
+
+    def stalls() -> dict[str, float]:
+        return dict(checkpointer.stats().stall_s)
+
+    before = stalls()
+    begin_s = time.monotonic()
+    save = checkpointer._take(None, show=False)  # as a base that is due: save() takes a sharp one
+    calls_s = time.monotonic() - begin_s
+    steps, within_s, last_s = 0, 0.0, sum(stalls().values())
+    while not save.staged.done():
+        training.step()
+        within_s += sum(stalls().values()) - last_s
+        stepped_s = time.monotonic()
+        checkpointer.step()
+        calls_s += time.monotonic() - stepped_s - idle.call_s
+        last_s = sum(stalls().values())
+        steps += 1
+        _check(begin_s)
+    wall_s = time.monotonic() - begin_s
+    after = stalls()
+    multistep = checkpointer.stats().multistep
+    while not save.durable.done():
+        training.step()
+        checkpointer.step()
+        _check(begin_s)
+    save.durable.result()
+    with quiet():
+        checkpointer.wait(TIMEOUT_S)
+    return MeasuredSave(
+        causes={cause: s - before.get(cause, 0.0) for cause, s in after.items()},
+        calls_s=calls_s,
+        within_s=within_s,
+        wall_s=wall_s,
+        steps=steps,
+        step_s=idle.wall_s,
+        parts=1 if multistep is None else multistep.parts or 1,
+    )
+
+
+def _check(begin_s: float) -> None:
+    if time.monotonic() - begin_s > TIMEOUT_S:
+        raise DeadlineError(f"a save is not done after {TIMEOUT_S:g} s")

@@ -1,0 +1,465 @@
+"""Captures bases over several steps (GoCkpt section 4): the training process's side.
+
+A *window* begins at a step mark, when a base is due. In each of its steps one part of the state is
+copied behind forward and backward, and the update waits for it (I1). From then on the gradients
+that this part consumes are copied, too, into memory that the keeper replays them from (I2). At the
+last step mark comes everything that no optimizer replays. From there on it is a capture like any
+other, but for the keeper, which brings all parts to that step before it writes them (I3).
+
+Copies go through one queue, in the order in which they are due: the gradients of a step before the
+part of the next. What cannot be brought to the last step makes the window void: nothing of it is
+kept, and a new one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+import torch
+
+from everstep.capture.lane import Lane
+from everstep.capture.multistep import Unit
+from everstep.errors import EverstepError, StateError
+from everstep.format.header import ShardIdentity
+from everstep.keeper.assembly import Assembly
+from everstep.keeper.budget import check_disk_budget
+from everstep.keeper.capture import Capture
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_mark import AtMark
+from everstep.keeper.multistep_parts import PartCopies
+from everstep.keeper.multistep_plan import PartsPlan, units_of
+from everstep.keeper.multistep_stats import MultistepStats, Watch
+from everstep.keeper.multistep_updates import UpdateCopies
+from everstep.keeper.multistep_window import Window
+from everstep.keeper.pool import CapturePool
+from everstep.keeper.prepared import Prepared
+from everstep.keeper.recordable import digest_of
+from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.samples import Samples
+from everstep.keeper.save import Save, as_ours, failed
+from everstep.keeper.saver import Saver
+from everstep.options import Options
+from everstep.seams import Clock
+from everstep.seams.failpoints import failpoint
+from everstep.state.image import State
+from everstep.state.survey import Shape, Survey
+
+__all__ = ["Multistep"]
+
+_log = logging.getLogger("everstep")
+_VOID_MAX = 2  # windows in a row; then a base of one step is taken
+
+
+class Multistep:
+    """Takes bases over several steps, one at a time.
+
+    Args:
+        saver: takes those of one step, and what is left at the last mark of the others.
+
+    Attributes:
+        again: why the base that was under way has become void; one is due. None: it has not.
+        stats: what it has done.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        run: PurePath,
+        state: State,
+        saver: Saver,
+        lane: Lane,
+        channel: BackgroundChannel,
+        clock: Clock,
+    ) -> None:
+        self._options = options
+        self._run = run
+        self._state = state
+        self._saver = saver
+        self._lane = lane
+        self._channel = channel
+        self._clock = clock
+        self._pid = os.getpid()
+        self._keeper: RemoteKeeper | None = None
+        self._pool: CapturePool | None = None
+        self._memory: torch.Tensor | None = None
+        self._window: Window | None = None
+        self._last: Save | None = None
+        self._plan: PartsPlan | None = None
+        self._digest: tuple[object, str] = (None, "")
+        self._void = 0  # windows in a row
+        self.stats = MultistepStats()
+        self._choice = Choice(options, clock, self.stats)
+        about = lane, clock, self._choice, saver.stall_s
+        self._parts = PartCopies(options, *about, self._overtaken)
+        self._updates = UpdateCopies(options, state, *about, self._give_up)
+        self.again: str | None = None
+        saver.also_gate, saver.finish_first = self.gate, self.finish
+
+    @property
+    def open(self) -> bool:
+        """Whether a base is under way that is not all there."""
+        return self._window is not None
+
+    def start(self, keeper: object, pool: CapturePool | None) -> None:
+        """From now on bases go to ``keeper``, through the memory of ``pool``."""
+        self.drop("its keeper is no longer in service")
+        self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
+        self._pool, self._last, self._plan = pool, None, None
+        self._memory = None
+        if pool is not None:
+            self._memory = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
+
+    # --- At step marks ------------------------------------------------------------------
+
+    def take(self, identity: ShardIdentity, survey: Survey | None, *, sharp: bool) -> Save:
+        """Takes a base: over the next steps, or (``sharp``) of the step that has just ended.
+
+        Raises:
+            EverstepError: what failed, now or in the background, by the policy.
+        """
+        window, self.again = self._window, None
+        if window is not None:
+            if not sharp:
+                return window.save
+            with self._counted():
+                self._end_at(window, identity)
+            self._channel.check()
+        last = self._last
+        if last is not None and _is_base(last, identity) and not _failed(last):
+            return last
+        if sharp or self._void >= _VOID_MAX:
+            self._void = 0
+            return self._saver.take(identity, show=sharp, survey=survey)
+        return self._begin(identity, survey or self._state.survey())
+
+    def marked(self, identity: ShardIdentity) -> bool:
+        """A step is over: goes on with the base that is under way, if there is one.
+
+        Returns:
+            Whether one still is: no other can begin.
+        """
+        self._choice.marked(sum(self._saver.stall_s.values()))
+        self.stats.close(self._saver.stall_s)
+        self._parts.prune()
+        window = self._window
+        if window is None:
+            self._updates.held.release()
+            return False
+        with self._counted():
+            try:
+                survey = self._state.survey()
+                if (why := self._why_void(window, identity, survey)) is not None:
+                    self._give_up(why, window.failed)
+                elif window.next + 2 >= len(window.plan.parts):
+                    self._finish(window, identity, survey)
+                else:
+                    window.identity, window.tensors = identity, survey.tensors
+                    self._take_part(window, survey)
+            except Exception as error:
+                ours = as_ours(error, identity.step)
+                self._give_up(ours.message, ours)
+            except BaseException:  # an interrupt, perhaps half-way
+                self._give_up("it was interrupted")
+                raise
+        return self.open
+
+    def finish(self) -> None:
+        """No step will follow: what is left is taken at the last step mark, if the state is still
+        that of then. Nothing is left in the way of training."""
+        if os.getpid() != self._pid:
+            return
+        if self._window is not None:
+            self._finish_at_mark(self._window)
+        self._updates.held.release()
+
+    def _finish_at_mark(self, window: Window) -> None:
+        if window.lsn != window.identity.lsn or self._updates.under_way:
+            self._give_up("training has ended within a step", window.failed)
+        elif window.at_mark is None or not window.at_mark.holds(self._state.survey()):
+            self._give_up("the state is no longer that of the last step mark", window.failed)
+        else:
+            self._end_at(window, window.identity)
+
+    def drop(self, why: str) -> None:
+        """The base that is under way is of no use any more; that is no reason for another."""
+        if self._window is not None:
+            self._give_up(why)
+            self._void, self.again = 0, None
+
+    # --- At updates ---------------------------------------------------------------------
+
+    def gate(self, optimizer: str | None) -> None:
+        """Holds an update back until what it is going to change has been copied (I1).
+
+        Args:
+            optimizer: key of the optimizer that updates; None: anything may be updated.
+        """
+        self._choice.gated(sum(self._saver.stall_s.values()))
+        self._parts.gate(optimizer)
+        self._updates.held.gate()  # of the update before: no more than a step's are held
+
+    def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
+        """The gradients of an optimizer are what it is going to consume; see
+        :meth:`.multistep_updates.UpdateCopies.consumed`."""
+        if self._window is not None:
+            with self._counted():
+                self._updates.consumed(self._window, key, lsn, step, over=over)
+
+    def applied(self, key: str) -> None:
+        """The update is over."""
+        window = self._window
+        if window is None or os.getpid() != self._pid:
+            return
+        with self._counted():
+            try:
+                if not self._updates.applied(window, key):
+                    self._give_up("an update was not seen")
+            except Exception as error:  # which is no reason for training to fail
+                ours = as_ours(error, window.identity.step + 1)
+                self._give_up(ours.message, ours)
+
+    def declared(self, pattern: str, lsn: int, step: int) -> None:
+        """A registered function has run: what it updates is captured at the last mark only."""
+        if self._window is not None and not self._window.account(lsn):
+            self._give_up("an update was not seen")
+
+    def skipped(self, why: str) -> None:
+        """Something has changed what optimizers own that replay cannot repeat."""
+        if self._window is not None and os.getpid() == self._pid:
+            self._give_up(why)
+
+    # --- A window -----------------------------------------------------------------------
+
+    def _begin(self, identity: ShardIdentity, survey: Survey) -> Save:
+        keeper, pool, memory = self._keeper, self._pool, self._memory
+        assert keeper is not None
+        assert pool is not None
+        assert memory is not None
+        prepared = self._saver.asked(survey, identity)
+        units = self._units(prepared)
+        count = self._choice.parts(
+            units, prepared.size_bytes, pool.arena.size_bytes, waits=self._updates.waits
+        )
+        plan = self._plan
+        if plan is None or plan.prepared is not prepared or plan.count != count:
+            plan = self._plan = PartsPlan(prepared, units, count)
+        if len(plan.parts) <= 1:
+            self._saver.saves -= 1
+            timed = self._choice.timed("base", prepared.size_bytes)
+            save = self._saver.take(identity, show=False, survey=survey)
+            self._lane.run(timed.ended)
+            self.stats.parts = 1
+            return save
+        save = self._last = Save(identity.step + len(plan.parts) - 1, identity.timeline)
+        watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
+        try:
+            check_disk_budget(self._options, self._run, prepared.plan(identity).size_bytes)
+            room = self._saver.acquire(prepared.size_bytes)
+        except EverstepError as error:
+            failed(save.staged, error)
+            failed(save.durable, error)
+            self._channel.post(error)
+            self._channel.check()
+            return save
+        self._window = window = Window(
+            save,
+            identity,
+            plan,
+            survey.shape,
+            self._digest_of(survey.shape),
+            survey.tensors,
+            keeper,
+            pool,
+            room,
+            memory[room.offset : room.offset + room.size_bytes],
+            memory,
+            identity.lsn,
+            watch,
+            next=-1,
+        )
+        self.stats.windows += 1
+        self.stats.parts = len(plan.parts)
+        with self._counted():
+            try:
+                self._take_part(window, survey)
+            except Exception as error:
+                ours = as_ours(error, identity.step)
+                self._give_up(ours.message, ours)
+            except BaseException:
+                self._give_up("it was interrupted")
+                raise
+        self._channel.check()
+        return save
+
+    def _take_part(self, window: Window, survey: Survey) -> None:
+        """Begins to copy the next part."""
+        window.next += 1
+        part = window.plan.parts[window.next]
+        copies = window.plan.copies(part.entries, survey.tensors)
+        self._parts.submit(window, copies, part.size_bytes)
+        for key, names in part.parameters.items():
+            window.captured[key] = window.captured.get(key, frozenset()) | names
+        window.at_mark = AtMark.of(survey, window.plan.prepared.marked)
+        failpoint("window.after_part")
+
+    def _finish(self, window: Window, identity: ShardIdentity, survey: Survey) -> None:
+        """Captures what is left, at this very step mark: the base is of this step."""
+        save, prepared = window.save, window.plan.prepared
+        window.identity, save.step, self._last = identity, identity.step, save
+        begin = window.next + 1
+        last = window.plan.last(begin)
+        copies = window.plan.copies(last.entries, survey.tensors)
+        samples = self._samples(window.plan, begin, survey)
+        self.stats.finishing(window.watch, identity.step, self._clock.monotonic_s())
+
+        def tell(capture: Capture, objects: Mapping[str, bytes]) -> None:
+            timed.ended()
+            if window.failed is not None:
+                raise window.failed
+            failpoint("window.before_assemble")
+            window.told = True
+            assembly = Assembly(window.digest, window.partial_updates(), samples)
+            window.keeper.assemble(capture, objects, assembly, rebuilt)
+            failpoint("window.after_assemble")
+
+        def rebuilt(whole: bool) -> None:
+            window.release_updates()
+            if whole:
+                window.pool.drop_kept()  # this one is newer, and survives as they did
+
+        def left() -> None:
+            if not window.told:
+                window.release_updates()
+
+        def ended(_: object) -> None:
+            if window.told:
+                window.release_updates()
+            if not save.durable.cancelled() and save.durable.exception() is None:
+                self._void = 0
+            elif window.told:  # the keeper could not make it whole, or not durable
+                self._void += 1
+                self.again = "the last one has failed"
+
+        save.durable.add_done_callback(ended)
+        window.watch.state_bytes = prepared.size_bytes
+        self._window = None
+        try:
+            plan = prepared.plan(identity)
+            timed = self._choice.timed("part", last.size_bytes)
+            self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
+        except EverstepError as error:  # the keeper is gone
+            failed(save.staged, error)
+            failed(save.durable, error)
+            self._channel.post(error)
+        finally:
+            self._lane.run(left)
+
+    def _give_up(self, why: str, error: EverstepError | None = None) -> None:
+        """The base under way is void; nothing of it is kept."""
+        window, self._window = self._window, None
+        self._updates.forget()
+        if window is None:
+            if error is not None:
+                self._channel.post(error)
+            return
+        self.stats.abandoned += 1
+        self._void += 1
+        self.again = why
+        ours = error or StateError(f"a base over several steps was given up: {why}")
+        failed(window.save.staged, ours)
+        failed(window.save.durable, ours)
+        if error is not None:
+            self._channel.post(error)
+        else:
+            _log.warning("%s", ours)
+
+        self._parts.forget(window)
+
+        def left() -> None:  # behind copies that were begun: until then they write there
+            window.release_updates()
+            window.pool.release(window.room)
+
+        self._lane.run(left)
+
+    def _end_at(self, window: Window, identity: ShardIdentity) -> None:
+        """No step will follow: ends the base at the last step mark, which is this one."""
+        try:
+            survey = self._state.survey()
+            why = self._why_void(window, identity, survey)
+            if why is None:
+                self._finish(window, identity, survey)
+            else:
+                self._give_up(why, window.failed)
+        except Exception as error:
+            ours = as_ours(error, identity.step)
+            self._give_up(ours.message, ours)
+
+    def _overtaken(self, window: Window, error: EverstepError) -> None:
+        """A copy took too long, and an update goes on."""
+        if window is self._window:
+            self._give_up(error.message, error)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts what is not counted as anything else."""
+        stall_s = self._saver.stall_s
+        start_s, before_s = self._clock.monotonic_s(), sum(stall_s.values())
+        try:
+            yield
+        finally:
+            counted_s = sum(stall_s.values()) - before_s
+            stall_s["capture"] += max(0.0, self._clock.monotonic_s() - start_s - counted_s)
+
+    def _why_void(self, window: Window, identity: ShardIdentity, survey: Survey) -> str | None:
+        """Why the base under way cannot be brought to this step mark; None if it can."""
+        shape, before = survey.shape, window.shape
+        same = (shape.entries, shape.aliases, shape.owners)
+        if window.failed is not None:
+            return window.failed.message
+        if window.lsn != identity.lsn:
+            return "an update was not seen"
+        if same != (before.entries, before.aliases, before.owners):
+            return "what the state consists of has changed"
+        if not self._updates.consumption.grouped_as_before():
+            return "parameters are in other groups than before"
+        now, then = survey.tensors, window.tensors
+        if now is not then:
+            for name in window.plan.captured(window.next + 1):
+                if now[name] is not then[name]:
+                    return f"{name!r} was replaced"
+        return None
+
+    def _samples(self, plan: PartsPlan, end: int, survey: Survey) -> list[Samples]:
+        """Of what was captured in steps before, as it is now; on the CPU, where replay gives the
+        same bits (I8)."""
+        names = [n for n in plan.captured(end) if survey.tensors[n].device.type == "cpu"]
+        check = plan.check(frozenset(names), survey.tensors)
+        if check is None:
+            return []
+        return [Samples(*some) for some in check.packed(check.take())]
+
+    def _units(self, prepared: Prepared) -> Sequence[Unit]:
+        if self._plan is not None and self._plan.prepared is prepared:
+            return self._plan.units
+        return units_of(self._state, prepared.shape)
+
+    def _digest_of(self, shape: Shape) -> str:
+        """Of what the state consists of, and how it is grouped now."""
+        consumption = self._updates.consumption
+        if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
+            self._digest = (shape.entries, digest_of(shape, consumption.regroup()))
+        return self._digest[1]
+
+
+def _is_base(save: Save, identity: ShardIdentity) -> bool:
+    return (save.timeline, save.step) == (identity.timeline, identity.step)
+
+
+def _failed(save: Save) -> bool:
+    future = save.durable
+    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -1,0 +1,233 @@
+"""Gradients whose copies run on behind their update (GoCkpt 4.2.4): held, guarded, and looked at.
+
+A gradient that is dropped (``zero_grad()``, or ``p.grad = None``) stays as it is as long as
+somebody refers to it. One that is not dropped is written over in place: by ``zero_grad`` with
+``set_to_none=False``, or by the next backward, which adds to it. So both wait for its copy here.
+What is a part of other memory (buckets of DDP, flat buffers, pools of a CUDA graph) may be written
+over without any of that, and is not held: its update waits for its copy. Whatever else writes to a
+gradient too early is found by its version and by a few of its elements, which are compared with
+what has arrived.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep.capture.lane import Transfer
+from everstep.state.image import State
+from everstep.state.layout import ShardLayout
+from everstep.state.log import GRADIENT
+from everstep.state.providers import unwrap
+
+__all__ = ["GradientCheck", "HeldGradients", "are_alone"]
+
+_SAMPLES = 4  # of a gradient
+_SAMPLED = 32  # gradients of an update: views of all of them would take milliseconds
+
+Wait = Callable[[Transfer, int], None]
+"""Holds training back until so many bytes are copied."""
+
+
+def are_alone(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether each has memory of its own, which is nobody else's as long as it is referred to."""
+    return all(
+        g._base is None and g.untyped_storage().nbytes() == g.numel() * g.element_size()
+        for g in gradients
+    )
+
+
+class _Few(NamedTuple):
+    """Elements of a gradient in its record: from which on, how many, how far apart."""
+
+    name: str
+    begin: int
+    length: int
+    stride: int
+
+
+class GradientCheck:
+    """Versions of gradients, and a few elements of some, as they are consumed.
+
+    Args:
+        named: gradients by their names in the record.
+        layout: of the record.
+        turn: of which elements are taken: of others with the next number.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], layout: ShardLayout, turn: int) -> None:
+        self._gradients = list(named.items())
+        self._end = max(place.end for place in layout.placed if place.entry.name in named)
+        self._versions = [gradient._version for gradient in named.values()]
+        self._moved: str | None = None
+        self._places: dict[torch.dtype, list[_Few]] = {}
+        views: dict[torch.dtype, list[torch.Tensor]] = {}
+        begins = {place.entry.name: place.begin for place in layout.placed}
+        every = -(-len(self._gradients) // _SAMPLED)
+        for name, gradient in self._gradients[turn % every :: every]:
+            count = gradient.numel()
+            if not count or not gradient.is_contiguous() or gradient.is_complex():
+                continue
+            stride = max(1, count // _SAMPLES)
+            few = gradient.detach().view(-1)[::stride]
+            begin = begins[name] // gradient.element_size()
+            self._places.setdefault(gradient.dtype, []).append(
+                _Few(name, begin, few.numel(), stride)
+            )
+            views.setdefault(gradient.dtype, []).append(few)
+        self._values = {dtype: torch.cat(found) for dtype, found in views.items()}
+
+    def copied(self, end: int) -> None:
+        """So many bytes of the record are copied, and whoever waits for them does not know yet:
+        versions of what lies in host memory are as they were."""
+        if end < self._end:
+            return
+        for (name, gradient), version in zip(self._gradients, self._versions, strict=True):
+            if gradient.device.type == "cpu" and gradient._version != version:
+                self._moved = name.removeprefix(GRADIENT)
+                return
+
+    def torn(self, block: torch.Tensor) -> str | None:
+        """The name of one that was written to before it was copied into ``block``."""
+        if self._moved is not None:
+            return self._moved
+        for dtype, values in self._values.items():
+            width = values.element_size()
+            whole = block[: block.numel() // width * width].view(dtype)
+            places = self._places[dtype]
+            copied = torch.cat([whole[b : b + (n - 1) * s + 1 : s] for _, b, n, s in places])
+            found = copied.view(torch.uint8).view(-1, width)
+            differs = (found != values.cpu().view(torch.uint8).view(-1, width)).any(1)
+            if bool(differs.any()):
+                index = int(differs.nonzero()[0])
+                for few in places:
+                    if index < few.length:
+                        return few.name.removeprefix(GRADIENT)
+                    index -= few.length
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class _Copying:
+    """Gradients of one update.
+
+    Attributes:
+        end: of their bytes.
+        gradients: by ``id(parameter)``.
+    """
+
+    transfer: Transfer
+    end: int
+    gradients: Mapping[int, torch.Tensor]
+
+
+class HeldGradients:
+    """Those that are not copied yet, and what holds back whoever would write them over.
+
+    Args:
+        wait: holds training back.
+    """
+
+    def __init__(self, state: State, wait: Wait) -> None:
+        self._state = state
+        self._wait = wait
+        self._pid = os.getpid()
+        self._copying: list[_Copying] = []
+        self._hooks: dict[int, Any] = {}
+        self._guards: list[_Guard] = []
+
+    def hold(
+        self, transfer: Transfer, end: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Copies are under way: nobody writes these gradients over before they are made.
+
+        Args:
+            held: parameters, and their gradients.
+        """
+        gradients = {id(parameter): gradient for parameter, gradient in held}
+        self._copying.append(_Copying(transfer, end, gradients))
+        for parameter, _ in held:
+            if id(parameter) not in self._hooks:
+                # Before anything is added to its gradient.
+                hook = functools.partial(self._before_adding, parameter)
+                register: Any = parameter.register_hook
+                self._hooks[id(parameter)] = register(hook)
+        if not self._guards:
+            self._guards = [_Guard(owner, self.gate) for owner in self._owners()]
+
+    def gate(self) -> None:
+        """Training goes on when all copies are made."""
+        if os.getpid() != self._pid:  # nobody copies in a forked child
+            return
+        while self._copying:
+            first = self._copying[0]
+            self._wait(first.transfer, first.end)
+            if self._copying and self._copying[0] is first:
+                del self._copying[0]
+
+    def release(self) -> None:
+        """No more gradients are held: training goes on when all copies are made, and nothing is
+        in its way from then on."""
+        self.gate()
+        for hook in self._hooks.values():
+            hook.remove()
+        for guard in self._guards:
+            guard.remove()
+        self._hooks, self._guards = {}, []
+
+    def _before_adding(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        for one in self._copying:
+            held = one.gradients.get(id(parameter))
+            if held is not None and parameter.grad is held:
+                self.gate()
+                return
+
+    def _owners(self) -> list[Any]:
+        modules = [value for value in self._state.values.values() if isinstance(value, nn.Module)]
+        inner = [unwrap(module) for module in modules]
+        owners: list[Any] = [*self._state.optimizers.values(), *modules, *inner]
+        return list({id(owner): owner for owner in owners}.values())
+
+
+class _Guard:
+    """In the place of ``zero_grad`` of one optimizer or module: waits where it would zero
+    gradients in place. A copy of its owner does not get it."""
+
+    def __init__(self, owner: Any, gate: Callable[[], None]) -> None:
+        self._owner = owner
+        self._gate = gate
+        self._own = vars(owner).get("zero_grad")
+        kind = Optimizer if isinstance(owner, Optimizer) else nn.Module
+        self._is_torchs = self._own is None and type(owner).zero_grad is kind.zero_grad
+        self._zero_grad = owner.zero_grad
+        vars(owner)["zero_grad"] = self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """``zero_grad``."""
+        to_none = args[0] if args else options.get("set_to_none", True)
+        if not to_none or not self._is_torchs:
+            self._gate()
+        return self._zero_grad(*args, **options)
+
+    def remove(self) -> None:
+        """Puts back what was there."""
+        attributes = vars(self._owner)
+        if attributes.get("zero_grad") is self:
+            del attributes["zero_grad"]
+            if self._own is not None:
+                attributes["zero_grad"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._owner), self._owner)
+        return types.MethodType(type(self._owner).zero_grad, copied)
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (type(self._owner).zero_grad, self._owner)

@@ -1,0 +1,191 @@
+"""What is copied in which step of a base over several steps: computed once per layout (GoCkpt 4.2).
+
+A parameter may be captured before the last step if replay can bring it there: all of its
+entries are replayed, by one optimizer, and its state consists of tensors. Everything else (buffers,
+generators, what two optimizers share, averages) is captured at the last step mark only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.capture.audit import SpotCheck
+from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.multistep import Unit, cut_parts
+from everstep.keeper.prepared import Copies, Prepared
+from everstep.recover.offline import parameter_names
+from everstep.state.image import State
+from everstep.state.objects import TensorRef
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers import ModuleProvider
+from everstep.state.survey import Shape, same_objects
+from everstep.state.tree import references, split
+
+__all__ = ["Part", "PartsPlan", "units_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is captured in one step.
+
+    Attributes:
+        entries: their names.
+        parameters: names of the captured parameters, by the key of their optimizer.
+        size_bytes: of the entries.
+    """
+
+    entries: frozenset[str]
+    parameters: Mapping[str, frozenset[str]]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, units: Iterable[Unit], others: Iterable[str] = ()) -> Part:
+        """A part that consists of ``units``, and of ``others``, which are entries."""
+        parameters: dict[str, set[str]] = defaultdict(set)
+        entries, size_bytes = set(others), 0
+        for unit in units:
+            entries.update(unit.entries)
+            size_bytes += unit.size_bytes
+            if unit.optimizer:
+                parameters[unit.optimizer].add(unit.parameter)
+        found = {key: frozenset(names) for key, names in parameters.items()}
+        return cls(frozenset(entries), found, size_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Planned:
+    """Copies of some entries, and the tensors that they were planned for.
+
+    Attributes:
+        seen: the mapping that they were last taken from, which never changes.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    copies: Copies
+    seen: Mapping[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class PartsPlan:
+    """A layout, cut into parts.
+
+    Args:
+        prepared: the layout.
+        units: what may be captured before the last step, in the order of the state.
+        count: of parts, at most.
+
+    Attributes:
+        parts: all but what belongs to the last step mark.
+        rest: entries that are copied behind the last step mark, besides what is left of the parts.
+    """
+
+    prepared: Prepared
+    units: Sequence[Unit]
+    count: int
+    parts: tuple[Part, ...] = ()
+    rest: frozenset[str] = frozenset()
+    _cut: Sequence[Sequence[Unit]] = ()
+    _planned: dict[frozenset[str], _Planned] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._cut = cut_parts(self.units, self.count)
+        self.parts = tuple(Part.of(units) for units in self._cut)
+        captured = {name for unit in self.units for name in unit.entries}
+        self.rest = frozenset(self.prepared.gated) - captured
+
+    def last(self, begin: int) -> Part:
+        """All that is left from part ``begin`` on, as the last part."""
+        units = [unit for units in self._cut[begin:] for unit in units]
+        return Part.of(units, self.rest)
+
+    def captured(self, end: int) -> frozenset[str]:
+        """Entries of the parts before ``end``."""
+        return frozenset(name for part in self.parts[:end] for name in part.entries)
+
+    def copies(self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> Copies:
+        """How to copy the entries ``names``, which may be done behind a step mark."""
+        known = self._planned.get(names)
+        if known is not None and known.seen is tensors:
+            return known.copies
+        mine = tuple(tensors[name] for name in sorted(names))
+        if known is None or not same_objects(mine, known.tensors):
+            known = self._planned[names] = _Planned(mine, self._plan(names, tensors), tensors)
+        known.seen = tensors
+        return known.copies
+
+    def check(self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> SpotCheck | None:
+        """Looks at a few elements of entries that were captured in other steps."""
+        return self.copies(names, tensors).check
+
+    def _plan(self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> Copies:
+        batches: list[Batch] = []
+        ends: dict[str, int] = {}
+        owners = self.prepared.shape.owners
+        for shard, offset in self._shards():
+            batches += plan_batches(shard.layout, tensors, names, offset=offset)
+            for place in shard.layout.placed:
+                if place.entry.name in names:
+                    ends[owners[place.entry.name].optimizer or ""] = offset + place.end
+        layouts = list(self._shards())
+        check = SpotCheck([(s.layout, o) for s, o in layouts], tensors, names) if names else None
+        return Copies(tuple(batches), ends, check)
+
+    def _shards(self) -> Iterable[tuple[Any, int]]:
+        return zip(self.prepared.shards, self.prepared.offsets, strict=True)
+
+
+def units_of(state: State, shape: Shape) -> list[Unit]:
+    """What of a state may be captured before the last step of a base over several steps.
+
+    Args:
+        shape: of the state as it is now.
+    """
+    aliases, owners = shape.aliases, shape.owners
+    sizes = {entry.name: entry.size_bytes for entry in shape.entries}
+    places = {entry.name: number for number, entry in enumerate(shape.entries)}
+
+    def canonical(name: str) -> str:
+        return aliases.get(name, name)
+
+    trees: dict[str, Any] = {
+        section: split(provider.collect(), section, {})
+        for section, provider in state.providers.items()
+        if isinstance(provider, (ModuleProvider, OptimizerProvider))
+    }
+    named = parameter_names(trees, canonical)
+    found: list[tuple[int, Unit]] = []
+    for name, owner in owners.items():
+        if owner.kind == "static":
+            found.append((places[name], Unit("", "", (name,), sizes[name])))
+    taken: set[str] = set()
+    for key in state.optimizers:
+        groups = OptimizerProvider.groups_of(trees[key]) or []
+        names = [name for group in groups for name in group]
+        if any(len(named.get(name, ())) != 1 for name in names):
+            continue  # nobody could say without the program which entry a parameter is
+        members = [p for group in state.optimizers[key].param_groups for p in group["params"]]
+        for name, parameter in zip(names, members, strict=True):
+            (entry,) = named[name]
+            held = trees[key]["state"].get(name, {})
+            if not _only_tensors(held):
+                continue
+            entries = (entry, *dict.fromkeys(canonical(ref) for ref in references(held)))
+            mine = all(owners[e].kind == "replayed" and owners[e].optimizer == key for e in entries)
+            if mine and taken.isdisjoint(entries):
+                taken.update(entries)
+                size_bytes = sum(sizes[e] for e in entries)
+                taught = sizes[entry] if parameter.requires_grad else 0
+                found.append((places[entry], Unit(key, name, entries, size_bytes, taught)))
+    return [unit for _, unit in sorted(found, key=lambda item: item[0])]
+
+
+def _only_tensors(held: Any) -> bool:
+    """Whether the state of a parameter has no values that change beside its tensors."""
+    return isinstance(held, dict) and all(
+        value is None or isinstance(value, TensorRef) for value in held.values()
+    )

@@ -1,0 +1,126 @@
+"""A base over several steps that is under way, seen from the training process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.capture.lane import Transfer
+from everstep.errors import EverstepError
+from everstep.format.header import ShardIdentity
+from everstep.format.log import RecordHead
+from everstep.keeper.assembly import PartialUpdate
+from everstep.keeper.consumed import Consumed
+from everstep.keeper.multistep_choice import Timed
+from everstep.keeper.multistep_gradients import GradientCheck
+from everstep.keeper.multistep_mark import AtMark
+from everstep.keeper.multistep_plan import PartsPlan
+from everstep.keeper.multistep_stats import Watch
+from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.save import Save
+from everstep.state.layout import ShardLayout
+from everstep.state.survey import Shape
+
+__all__ = ["CopiedUpdate", "Copying", "Window"]
+
+
+@dataclass(eq=False, slots=True)
+class Copying:
+    """A part under way.
+
+    Attributes:
+        ends: how much of it must be there before an optimizer (by key) may update.
+        end: of all of it.
+    """
+
+    window: Window
+    transfer: Transfer
+    ends: Mapping[str, int]
+    end: int
+    done: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class CopiedUpdate:
+    """An update whose gradients are being copied.
+
+    Attributes:
+        consumed: None as soon as the copies are made: gradients are not kept longer.
+        held: parameters, and their gradients, if its copies may run on behind it.
+        check: of these gradients.
+        calls: of the optimizer's closure.
+        objects: encoded, by the lane's thread.
+    """
+
+    head: RecordHead
+    layout: ShardLayout
+    transfer: Transfer
+    room: Room
+    timed: Timed
+    consumed: Consumed | None
+    held: list[tuple[torch.Tensor, torch.Tensor]] | None
+    check: GradientCheck | None
+    calls: int = 1
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Window:
+    """A base under way.
+
+    Attributes:
+        identity: of the last step mark.
+        shape: of the state; ``digest`` is that of its records.
+        tensors: live ones, as they were at the last mark.
+        room: where the base goes; ``block`` is its memory, and ``memory`` all of the arena.
+        next: number of the part that is copied next.
+        captured: names of captured parameters, by the key of their optimizer.
+        lsn: every update up to this one is accounted for.
+        at_mark: what the state was at the last mark besides what optimizers own.
+        failed: what went wrong in the lane's thread.
+        told: the keeper has been told of all of it.
+    """
+
+    save: Save
+    identity: ShardIdentity
+    plan: PartsPlan
+    shape: Shape
+    digest: str
+    tensors: Mapping[str, torch.Tensor]
+    keeper: RemoteKeeper
+    pool: CapturePool
+    room: Room
+    block: torch.Tensor
+    memory: torch.Tensor
+    lsn: int
+    watch: Watch
+    next: int = 0
+    captured: dict[str, frozenset[str]] = field(default_factory=dict)
+    updates: list[CopiedUpdate] = field(default_factory=list)
+    rooms: list[Room] = field(default_factory=list)
+    at_mark: AtMark | None = None
+    failed: EverstepError | None = None
+    told: bool = False
+
+    def account(self, lsn: int) -> bool:
+        """An update is accounted for; False: one before it was not."""
+        follows = lsn == self.lsn + 1
+        self.lsn = lsn if follows else self.lsn
+        return follows
+
+    def release_updates(self) -> None:
+        """The gradients are not needed any more; in any thread, any number of times."""
+        with contextlib.suppress(IndexError):
+            while True:  # two threads may come at once: each room is taken by one of them
+                self.pool.release(self.rooms.pop())
+
+    def partial_updates(self) -> list[PartialUpdate]:
+        """As the keeper is told of them."""
+        return [
+            PartialUpdate(update.head, update.layout, update.objects, update.room.offset)
+            for update in self.updates
+        ]

@@ -1,0 +1,89 @@
+"""Thousands of schedules of a simulated cluster, and every planted mistake is found in some.
+
+A failure prints its seed and what happened: ``simulate(SEED)`` gives the same again. More of
+them: ``EVERSTEP_SCHEDULES=100000 pytest tests/crash/test_simcluster.py -k schedules``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from everstep.testing.simcluster import SimViolationError, simulate, simulate_many
+from everstep.testing.simjob import Plan
+from tests.crash.cluster_bugs import BUGS
+
+SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "1200"))
+SEARCHED = 120
+PARTS = 12  # a test each, so that they can be shared out
+
+FOUND: dict[str, int] = {
+    "number instead of timeline": 40,
+    "greatest pair instead of history": 9,
+    "minimum of maxima": 1,
+    "manifest before a marker": 1,
+    "stale process deletes": 23,
+    "stale process is heard": 5,
+    "stale process commits": 67,
+    "one look at the fence": 23,
+    "no second inventory": 10,
+    "watermark goes back": 5,
+    "watermark too early": 0,
+    "reclaimed by local age": 0,
+    "swept before rolled forward": 6,
+    "nothing verified": 0,
+    "any timeline of that number": 9,
+    "memory counts as durable": 8,
+    "name of the run not synced": 22,
+}
+"""By planted mistake: a seed at which it is found."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_schedules(part: int) -> None:
+    count = SCHEDULES // PARTS
+    seeds = range(part * count, (part + 1) * count)
+    total = simulate_many(seeds)
+    print(f"seeds {seeds.start} to {seeds.stop - 1}: {total}")
+    assert total.schedules == count
+    assert total.recoveries > count
+    assert total.watermarks > count
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_found(name: str) -> None:
+    """At the seed that is kept or, where the code has changed and with it every schedule, at one
+    of the next; and at that seed all is well without the mistake."""
+    bug, likely = BUGS[name]
+    for seed in range(FOUND[name], FOUND[name] + SEARCHED):
+        with pytest.MonkeyPatch.context() as patch:
+            bug(patch)
+            try:
+                simulate(seed, likely=likely)
+                continue
+            except SimViolationError as found:
+                print(found.problem)
+        simulate(seed, likely=likely)
+        return
+    pytest.fail(f"not found in {SEARCHED} schedules")
+
+
+def test_every_planted_bug_has_a_seed() -> None:
+    assert BUGS.keys() == FOUND.keys()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_seed_gives_the_same_schedule(seed: int) -> None:
+    assert simulate(seed) == simulate(seed)
+    assert Plan.of(seed) == Plan.of(seed)
+
+
+def test_a_violation_tells_what_led_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS["watermark too early"][0](monkeypatch)
+    with pytest.raises(SimViolationError) as found:
+        simulate_many(range(20))
+    text = str(found.value)
+    assert f"again with seed {found.value.plan.seed}" in text
+    assert "WriteManifest" in text
+    assert any("fault" in line for line in found.value.trace) or len(found.value.trace) > 10

@@ -1,0 +1,194 @@
+"""Bases over several steps (GoCkpt): bit for bit the state of their step, whatever a loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.capture.multistep import Unit, cut_parts
+from everstep.seams import Seams
+from tests.unit.following import opened, run_steps, steps_on_disk
+from tests.unit.matrix import CASES, LOOPS
+from tests.unit.matrix import World as MatrixWorld
+from tests.unit.serving import Bench, serving
+from tests.unit.test_matrix_kills import LateLane
+from tests.unit.test_replica import Odd
+from tests.unit.world import forget
+
+STEPS = 12
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[Bench]:
+    with serving(run_folder) as made:
+        yield made
+
+
+def over(parts: int | str, *, overlap: bool = False) -> everstep.Method:
+    return everstep.Method(base="multistep", parts=parts, overlap_forward=overlap)
+
+
+def restored(run: Path, world: Any, step: int | None = None) -> Any:
+    """What a base gives back to another process."""
+    forget(run)
+    keeper = everstep.KeeperOptions(process=False)
+    options: dict[str, Any] = {"method": "lazy", "every": None, "keep": 50, "keeper": keeper}
+    with everstep.Checkpointer(run, world.state, **options) as ckpt:
+        recovery = ckpt.resume(step)
+        assert recovery.exact, recovery.evidence
+        assert step in (None, recovery.step)
+    return world.snapshot()
+
+
+def check(
+    bench: Bench,
+    make: Any,
+    method: everstep.Method,
+    *,
+    every: int = 4,
+    steps: int = STEPS,
+    late: bool = True,
+) -> everstep.Checkpointer:
+    """Trains, and compares every base that there is then with the state of its step."""
+    seams = Seams(lane=LateLane) if late else None
+    world = make(seed=1)
+    ckpt = opened(bench.run, world, method=method, every=every, seams=seams)
+    ckpt.resume()
+    states = run_steps(ckpt, world, steps)
+    ckpt.close()
+    found = steps_on_disk(bench.run)
+    assert found, "this test cannot fail"
+    for step in found:
+        assert restored(bench.run, make(seed=9), step) == states[step], step
+    report = ckpt.stats().multistep
+    assert report is not None
+    assert (report.abandoned, report.deferred) == (0, 0)
+    assert isinstance(method.parts, int)
+    begun = range(every, steps + 1, every)
+    assert found == [min(begin + method.parts - 1, steps) for begin in begun]
+    return ckpt
+
+
+def matrix(case: str, loop: str) -> Any:
+    return lambda *, seed: MatrixWorld(CASES[case], LOOPS[loop], seed=seed)
+
+
+ROWS = [
+    "AdamW-for-loop",
+    "AdamW-foreach",
+    "AdamW-fused",
+    "SGD-momentum-for-loop",
+    "SGD-momentum-foreach",
+    "SGD-nesterov-foreach",
+]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("case", ROWS)
+def test_every_trap_at_once(case: str, overlap: bool, served: Bench) -> None:
+    check(served, matrix(case, "all"), over(3, overlap=overlap))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("loop", [name for name in LOOPS if name != "all"])
+def test_each_trap(loop: str, overlap: bool, served: Bench) -> None:
+    check(served, matrix("AdamW-foreach", loop), over(4, overlap=overlap))
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_any_number_of_parts(parts: int, served: Bench) -> None:
+    method = over(parts, overlap=parts % 2 == 0)
+    ckpt = check(served, matrix("AdamW-fused", "norm"), method, every=6)
+    report = ckpt.stats().multistep
+    assert report is not None
+    assert report.parts == parts
+    assert report.windows == (0 if parts == 1 else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_of_the_matrix(case: str, overlap: bool, served: Bench) -> None:
+    check(served, matrix(case, "all"), over(3, overlap=overlap), late=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+def test_parameters_of_all_kinds_and_two_optimizers(overlap: bool, served: Bench) -> None:
+    """One parameter is shared by both, the rate of one is a tensor that a schedule writes to, and
+    one of them updates in every other step only."""
+    check(served, Odd, over(4, overlap=overlap))
+
+
+def test_a_resumed_training_goes_on_as_if_nothing_had_been(served: Bench) -> None:
+    make = matrix("AdamW-foreach", "all")
+    check(served, make, over(3), steps=7)
+    world = make(seed=9)
+    with opened(served.run, world, method=over(3), every=4) as ckpt:
+        begin = ckpt.resume().step
+        assert begin == 6
+        found = run_steps(ckpt, world, STEPS - begin)
+    wanted = make(seed=1)
+    for _ in range(STEPS):
+        wanted.train()
+    assert found[STEPS] == wanted.snapshot()
+
+
+def test_what_each_base_has_cost_is_told(served: Bench) -> None:
+    ckpt = check(served, matrix("AdamW-foreach", "plain"), over(3), steps=14)
+    stats = ckpt.stats()
+    assert stats.multistep is not None
+    bases = stats.multistep.bases
+    assert [(base.step, base.parts) for base in bases] == [(6, 3), (10, 3)]  # 14 ended with all
+    for base in bases:
+        assert base.state_bytes > base.gradient_bytes > 0
+        assert base.stall_s == base.begin_s + base.state_wait_s + base.gradients_wait_s
+    causes = ("begin_s", "capture"), ("state_wait_s", "gate"), ("gradients_wait_s", "gradients")
+    for name, cause in causes:
+        assert 0 <= sum(getattr(base, name) for base in bases) <= stats.stall_s[cause]
+    lazy = opened(served.run.parent / "lazy", MatrixWorld(CASES["AdamW-foreach"], LOOPS["plain"]))
+    assert lazy.stats().multistep is None
+    lazy.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "wanted"),
+    [
+        ([], 3, [[]]),
+        ([5], 3, [[5]]),
+        ([1, 1, 1, 1], 2, [[1, 1], [1, 1]]),
+        ([9, 1, 1, 1], 2, [[9], [1, 1, 1]]),
+        ([1, 1, 9, 1], 3, [[1, 1], [9], [1]]),
+        ([0, 0, 0], 3, [[0], [0], [0]]),
+        ([2, 2, 2, 2, 2, 2, 2], 3, [[2, 2, 2], [2, 2, 2], [2]]),
+    ],
+)
+def test_parts_are_balanced(sizes: list[int], count: int, wanted: list[list[int]]) -> None:
+    units = [Unit("o", str(number), (), size) for number, size in enumerate(sizes)]
+    found = cut_parts(units, count)
+    assert [[unit.size_bytes for unit in part] for part in found] == wanted
+    assert [unit for part in found for unit in part] == units
+
+
+def test_no_part_is_larger_than_it_must_be() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for count in range(1, 8):
+        sizes = torch.randint(0, 50, (9,), generator=generator).tolist()
+        units = [Unit("o", str(number), (), size) for number, size in enumerate(sizes)]
+        found = cut_parts(units, count)
+        assert len(found) == count
+        assert max(sum(u.size_bytes for u in part) for part in found) == _least(sizes, count)
+
+
+def _least(sizes: list[int], count: int) -> int:
+    """By trying all ways."""
+    if count == 1:
+        return sum(sizes)
+    return min(
+        max(sum(sizes[:at]), _least(sizes[at:], count - 1))
+        for at in range(1, len(sizes) - count + 2)
+    )

@@ -1,0 +1,144 @@
+"""Into how many parts a base is cut, from what was measured (GoCkpt 4.2.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import everstep
+from everstep.capture.multistep import Unit
+from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_stats import MultistepBase, MultistepStats
+from everstep.options import Options, validate_options
+from everstep.plan.multistep import Pipeline, best_parts, overlap
+from everstep.seams import ManualClock
+
+ARENA_BYTES = 1 << 40
+STATE_BYTES = 48 * 42 * 10_000
+
+
+def options(parts: int | str = "auto", every: int | None = 100) -> Options:
+    return validate_options(
+        method=everstep.Method(base="multistep", parts=parts),
+        every=every,
+        keep=3,
+        budget=None,
+        on_failure="raise",
+        progress_timeout_s=120.0,
+    )
+
+
+class Bench:
+    """Steps of 1 s, of which updates take some; and a link."""
+
+    def __init__(self, *, update_s: float = 0.0, link: float | None = None, **about: Any) -> None:
+        self.clock, self.stats = ManualClock(), MultistepStats()
+        self.choice = Choice(options(**about), self.clock, self.stats)
+        for _ in range(8):
+            self.choice.marked(0.0)
+            self.clock.advance(1.0 - update_s)
+            self.choice.gated(0.0)
+            self.clock.advance(update_s)
+        self.choice.marked(0.0)
+        if link is not None:
+            timed = self.choice.timed("base", 1 << 20)
+            self.clock.advance((1 << 20) / link)
+            timed.ended()
+
+    def parts(
+        self, state: int, gradients: int, *, waits: bool = True, arena: int = ARENA_BYTES
+    ) -> int:
+        """For a state of 48 parameters."""
+        units = [Unit("o", str(n), (), state // 48, gradients // 48) for n in range(48)]
+        return self.choice.parts(units, state, arena, waits=waits)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("copy_s", [0.5, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("ratio", [2 / 14, 4 / 12])
+@pytest.mark.parametrize("update_s", [0.0, 0.2])
+def test_as_many_as_the_model_says(
+    waits: bool, copy_s: float, ratio: float, update_s: float
+) -> None:
+    link = STATE_BYTES / copy_s
+    bench = Bench(update_s=update_s, link=link)
+    assert bench.stats.link_bytes_per_s == pytest.approx(link)
+    pipeline = Pipeline(copy_s, copy_s * ratio, 1 - update_s, 0.0, update_s)
+    found = bench.parts(STATE_BYTES, round(STATE_BYTES * ratio), waits=waits)
+    assert found == best_parts(pipeline, None if waits else 1).parts
+
+
+def test_what_each_step_costs_training_counts_too() -> None:
+    """Many parts that save next to nothing are not worth it."""
+    bench = Bench(link=48e6 / 4)
+    assert bench.parts(48_000_000, 16_000_000, waits=False) > 8
+    for step in range(4):
+        base = MultistepBase(step, 10, 1.0, 0.0, 0.0, 48_000_000, 16_000_000, 10.0)
+        bench.stats.bases.append(base)
+    assert bench.stats.step_cost_s == pytest.approx(0.1)
+    pipeline = Pipeline(4.0, 4 / 3, 1.0, 0.0, 0.0)
+    lost = [overlap(pipeline, parts, 1).stall_s + 0.1 * (parts - 1) for parts in range(1, 25)]
+    assert bench.parts(48_000_000, 16_000_000, waits=False) == 1 + lost.index(min(lost))
+
+
+def test_until_the_link_is_known_a_base_is_lazy() -> None:
+    assert Bench().parts(48_000_000, 4_800_000) == 1
+    assert Bench(parts=5).parts(48_000_000, 4_800_000) == 5
+
+
+def test_a_base_is_lazy_where_gradients_alone_exceed_the_link() -> None:
+    bench = Bench(link=48e6 / 40)
+    assert bench.parts(48_000_000, 16_000_000, waits=False) == 1
+
+
+def test_it_ends_before_the_next_is_due() -> None:
+    assert Bench(link=48e6 / 4).parts(48_000_000, 4_800_000, waits=False) == 6
+    assert Bench(link=48e6 / 4, every=3).parts(48_000_000, 4_800_000, waits=False) == 3
+
+
+def test_no_more_than_memory_holds() -> None:
+    bench = Bench(link=48e6 / 4)
+    arena = 48_000_000 + 2 * 4_800_000
+    assert bench.parts(48_000_000, 4_800_000, waits=False) == 6
+    assert bench.parts(48_000_000, 4_800_000, waits=False, arena=arena) == 5
+    assert bench.parts(48_000_000, 4_800_000, waits=False, arena=arena - 2_400_000) == 4
+    assert bench.parts(48_000_000, 4_800_000, waits=False, arena=48_000_000) == 1
+    given = Bench(parts=9)
+    with pytest.warns(RuntimeWarning, match="takes 67200000 bytes .* it is cut into 5"):
+        assert given.parts(48_000_000, 4_800_000, arena=arena) == 5
+    assert given.parts(48_000_000, 4_800_000, arena=arena) == 5  # said once
+
+
+def test_where_gradients_did_not_fit_fewer_parts_are_tried() -> None:
+    bench = Bench(parts=8)
+    bench.stats.parts = 8
+    bench.choice.too_large()
+    assert bench.parts(48_000_000, 4_800_000) == 4
+
+
+def test_what_training_waited_for_is_no_part_of_a_step() -> None:
+    bench = Bench(link=48e6 / 4)
+    before = bench.parts(48_000_000, 4_800_000)
+    for stalled in range(1, 33):
+        bench.clock.advance(1.0)
+        bench.choice.gated(9.0 * (stalled - 1))
+        bench.clock.advance(9.0)  # at the gate
+        bench.choice.marked(9.0 * stalled)
+    assert bench.parts(48_000_000, 4_800_000) == before
+
+
+def test_copies_are_told_one_behind_the_other() -> None:
+    bench = Bench(link=1e6)
+    told: list[Any] = []
+    bench.choice.on_copy = lambda *about: told.append(about)
+    begin_s = bench.clock.monotonic_s()
+    first, second = bench.choice.timed("part", 1 << 20), bench.choice.timed("gradients", 1 << 20)
+    bench.clock.advance(1.0)
+    first.ended()
+    bench.clock.advance(2.0)
+    second.ended()
+    assert told == [
+        ("part", begin_s, begin_s + 1, 1 << 20),
+        ("gradients", begin_s + 1, begin_s + 3, 1 << 20),
+    ]

@@ -1,0 +1,894 @@
+"""What may go wrong while a base is captured over several steps, and what each guarantee is for."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.capture.audit import SpotCheck
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane
+from everstep.errors import (
+    AuditError,
+    EverstepError,
+    OptionError,
+    OutOfSpaceError,
+    UnsupportedStateError,
+)
+from everstep.keeper import rebuild_state
+from everstep.keeper.consumed import Consumption
+from everstep.keeper.multistep import Multistep
+from everstep.keeper.multistep_gradients import GradientCheck, HeldGradients
+from everstep.keeper.multistep_updates import UpdateCopies
+from everstep.seams.failpoints import arm
+from tests.unit.following import opened, run_steps, steps_on_disk
+from tests.unit.serving import Bench, die, serving
+from tests.unit.test_multistep import over, restored
+from tests.unit.world import TIMEOUT_S, Gate
+
+Method = everstep.Method
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[Bench]:
+    with serving(run_folder) as made:
+        yield made
+
+
+class HeldLane(CpuLane):
+    """A lane whose thread waits at a gate before each copy."""
+
+    gate = Gate()
+
+    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+        self.gate.wait_at()
+        super()._copy(batch, block)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Copies wait until the test lets them go."""
+    monkeypatch.setattr(HeldLane, "gate", Gate())
+    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
+    yield HeldLane.gate
+    HeldLane.gate.open()
+
+
+class World:
+    """A model with buffers, dropout and a schedule; gradients are dropped, or zeroed in place."""
+
+    def __init__(self, *, seed: int = 1, to_none: bool = True) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(5, 40),
+            nn.BatchNorm1d(40),
+            nn.Dropout(0.1),
+            nn.Linear(40, 40),
+            nn.Linear(40, 2),
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.to_none = to_none
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "data": {"seen": 0},
+        }
+
+    def backward(self) -> None:
+        self.model(torch.randn(8, 5)).square().mean().backward()
+
+    def train(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.to_none)
+        self.schedule.step()
+        self.state["data"]["seen"] += 1
+
+    def snapshot(self) -> dict[str, bytes]:
+        found = {f"model/{name}": _bytes(t) for name, t in self.model.state_dict().items()}
+        for number, values in enumerate(self.optimizer.state.values()):
+            found |= {f"{number}/{name}": _bytes(value) for name, value in values.items()}
+        found["schedule"] = repr(self.schedule.state_dict()).encode()
+        found["data"] = repr(self.state["data"]).encode()
+        found["rng"] = _bytes(torch.get_rng_state())
+        return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def start(bench: Bench, world: Any, method: Method, **options: Any) -> everstep.Checkpointer:
+    """After two steps; a window begins behind the second."""
+    ckpt = opened(bench.run, world, method=method, **({"every": None} | options))
+    ckpt.resume()
+    run_steps(ckpt, world, 2)
+    begin(ckpt)
+    return ckpt
+
+
+def begin(ckpt: everstep.Checkpointer) -> everstep.keeper.save.Save:
+    """A base is due now."""
+    return ckpt._take(None, show=False)
+
+
+def report_of(ckpt: everstep.Checkpointer) -> Any:
+    return ckpt.stats().multistep
+
+
+# --- Ends and abandonments --------------------------------------------------------------
+
+
+def test_close_within_a_window_ends_it_there(served: Bench) -> None:
+    world = World()
+    ckpt = start(served, world, over(4, overlap=True))
+    states = run_steps(ckpt, world, 1)
+    assert "zero_grad" in vars(world.model)
+    ckpt.close()
+    assert "zero_grad" not in vars(world.model)
+    assert not any(p._backward_hooks for p in world.model.parameters())
+    assert steps_on_disk(served.run) == [3]
+    assert restored(served.run, World(seed=9), 3) == states[3]
+    assert report_of(ckpt).abandoned == 0
+
+
+@pytest.mark.parametrize("what", ["forward", "update", "data"])
+def test_close_within_a_step_keeps_nothing_of_it(what: str, served: Bench) -> None:
+    """What a forward has drawn and counted belongs to no step, and what an update has changed."""
+    world = World()
+    ckpt = start(served, world, over(4))
+    states = run_steps(ckpt, world, 2)
+    ckpt.save()
+    run_steps(ckpt, world, 1)
+    begin(ckpt)
+    if what == "forward":
+        world.model(torch.randn(8, 5))
+    elif what == "data":
+        world.state["data"]["seen"] += 1
+    else:
+        world.backward()
+        world.optimizer.step()
+    ckpt.close()
+    assert steps_on_disk(served.run) == [4]
+    assert restored(served.run, World(seed=9), 4) == states[4]
+    assert report_of(ckpt).abandoned == 1
+
+
+def test_save_within_a_window_ends_it_at_this_very_step(served: Bench) -> None:
+    world = World()
+    ckpt = start(served, world, over(6))
+    states = run_steps(ckpt, world, 2)
+    save = ckpt.save()
+    assert save.step == 4
+    assert save.durable.result(TIMEOUT_S) > 0
+    assert ckpt.save() is save
+    run_steps(ckpt, world, 1)
+    ckpt.close()
+    assert steps_on_disk(served.run) == [4]
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+def test_save_is_of_this_very_step_and_takes_no_other(served: Bench) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(6))
+    states = run_steps(ckpt, world, 2)
+    assert ckpt.save().durable.result(TIMEOUT_S) > 0
+    ckpt.close()
+    assert restored(served.run, World(seed=9), 2) == states[2]
+    assert report_of(ckpt).windows == 0
+
+
+def test_a_base_that_is_due_within_a_window_begins_behind_it(served: Bench) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(5), every=2)
+    states = run_steps(ckpt, world, 12)
+    ckpt.close()
+    assert steps_on_disk(served.run) == [6, 12]  # which are those of steps 6 and 12, too
+    for step in (6, 12):
+        assert restored(served.run, World(seed=9), step) == states[step]
+    assert (report_of(ckpt).windows, report_of(ckpt).deferred) == (2, 2)
+
+
+def change_groups(world: World) -> None:
+    group = world.optimizer.param_groups[0]
+    moved = [group["params"].pop()]
+    world.optimizer.add_param_group({**group, "params": moved})
+    world.schedule.base_lrs.append(0.01)
+
+
+def add_parameters(world: World) -> None:
+    world.model.late = nn.Linear(2, 2)
+    world.optimizer.add_param_group({"params": list(world.model.late.parameters())})
+    world.schedule.base_lrs.append(0.01)
+
+
+def load_another(world: World) -> None:
+    world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("change", [change_groups, add_parameters, load_another])
+def test_what_no_replay_repeats_begins_the_base_anew(
+    change: Callable[[World], None], served: Bench
+) -> None:
+    world = World()
+    ckpt = start(served, world, over(3))
+    states = run_steps(ckpt, world, 1)
+    change(world)
+    states |= run_steps(ckpt, world, 4)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 1
+    found = steps_on_disk(served.run)
+    assert found == [6]
+    other = World(seed=9)
+    if change is not load_another:
+        change(other)
+    assert restored(served.run, other, 6) == states[6]
+
+
+def test_a_change_that_was_declared_begins_it_anew(served: Bench) -> None:
+    world = World()
+    ckpt = start(served, world, over(3))
+    ckpt.before_update()
+    with torch.no_grad():
+        world.model[0].weight.mul_(0.5)
+    ckpt.after_update()
+    states = run_steps(ckpt, world, 3)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 1
+    assert steps_on_disk(served.run) == [5]
+    assert restored(served.run, World(seed=9), 5) == states[5]
+
+
+def test_an_update_that_fails_begins_it_anew(served: Bench) -> None:
+    world = World()
+    ckpt = start(served, world, over(3))
+    world.optimizer.register_step_pre_hook(_interrupt := _Once())
+    with pytest.raises(KeyboardInterrupt):
+        world.train()
+    assert _interrupt.over
+    states = run_steps(ckpt, world, 4)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 1
+    assert steps_on_disk(served.run) == [5]
+    assert restored(served.run, World(seed=9), 5) == states[5]
+
+
+class _Once:
+    over = False
+
+    def __call__(self, *_: Any) -> None:
+        if not self.over:
+            self.over = True
+            raise KeyboardInterrupt
+
+
+def test_parameters_that_stop_and_begin_to_learn_are_followed(served: Bench) -> None:
+    world = World()
+    ckpt = start(served, world, over(5))
+    for parameter in world.model[3].parameters():
+        parameter.requires_grad_(False)
+    states = run_steps(ckpt, world, 2)
+    for parameter in world.model[3].parameters():
+        parameter.requires_grad_(True)
+    states |= run_steps(ckpt, world, 2)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 0
+    assert steps_on_disk(served.run) == [6]
+    assert restored(served.run, World(seed=9), 6) == states[6]
+
+
+def test_windows_that_always_become_void_end_in_a_base_of_one_step(served: Bench) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(4), every=1)
+    states: dict[int, Any] = {}
+    for _ in range(8):
+        load_another(world)
+        states |= run_steps(ckpt, world, 1)
+    ckpt.wait()
+    found = steps_on_disk(served.run)
+    assert found, "no base at all"
+    for step in found:
+        assert restored(served.run, World(seed=9), step) == states[step]
+    ckpt.close()
+
+
+def test_going_back_within_a_window(served: Bench) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(4))
+    states = run_steps(ckpt, world, 2)
+    ckpt.save().durable.result(TIMEOUT_S)
+    begin(ckpt)
+    run_steps(ckpt, world, 1)
+    assert ckpt.rewind(2).step == 2
+    assert world.snapshot() == states[2]
+    begin(ckpt)  # updates have the numbers again that they had
+    again = run_steps(ckpt, world, 5)
+    ckpt.close()
+    assert again[4] == run_alone(4)
+    assert steps_on_disk(served.run, timeline=2) == [5]
+    assert restored(served.run, World(seed=9)) == again[5]
+
+
+def run_alone(steps: int) -> dict[str, bytes]:
+    world = World()
+    for _ in range(steps):
+        world.train()
+    return world.snapshot()
+
+
+def test_a_closure_that_is_called_twice_begins_it_anew(served: Bench) -> None:
+    world = World()
+    ckpt = start(served, world, over(3))
+
+    def twice(*, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+            closure()
+
+    def loss() -> torch.Tensor:
+        world.optimizer.zero_grad()
+        found: torch.Tensor = world.model(torch.randn(8, 5)).square().mean()
+        found.backward()
+        return found
+
+    class Twice(torch.optim.AdamW):
+        pass
+
+    world.optimizer.step(loss)
+    ckpt.step()
+    assert report_of(ckpt).abandoned == 0
+    run_steps(ckpt, world, 2)
+    ckpt.close()
+    assert steps_on_disk(served.run) == [4]
+
+
+@pytest.mark.parametrize("place", ["UpdateCopies._copy", "encode"])
+def test_an_error_of_ours_is_no_reason_for_training_to_fail(
+    place: str, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I11: in the training thread, and in the lane's."""
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(3), on_failure=reported.append)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(f"everstep.keeper.multistep_updates.{place}", fails)
+        states = run_steps(ckpt, world, 1)
+        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    states |= run_steps(ckpt, world, 6)
+    ckpt.close()
+    assert ["planted" in error.message for error in reported] == [True]
+    assert report_of(ckpt).abandoned == 1
+    (step,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), step) == states[step]
+
+
+# --- Memory -----------------------------------------------------------------------------
+
+
+def test_parts_that_do_not_fit_the_budget_are_refused_at_once(run_folder: Path) -> None:
+    budget = everstep.Budget(host_bytes=30_000)
+    with pytest.raises(OutOfSpaceError) as caught:
+        opened(run_folder, World(), method=over(20), budget=budget)
+    assert "in 20 parts" in caught.value.message
+    assert "parts=" in str(caught.value.hint)
+
+
+def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_parts(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    ckpt = start(served, world, over(6))
+    room, calls = UpdateCopies._room, [0]
+
+    def scarce(self: UpdateCopies, window: Any, size_bytes: int) -> Any:
+        calls[0] += 1
+        return None if calls[0] == 3 else room(self, window, size_bytes)
+
+    monkeypatch.setattr(UpdateCopies, "_room", scarce)
+    states = run_steps(ckpt, world, 8)
+    ckpt.close()
+    report = report_of(ckpt)
+    assert (report.abandoned, report.parts) == (1, 3)
+    assert steps_on_disk(served.run) == [7]
+    assert restored(served.run, World(seed=9), 7) == states[7]
+    assert ckpt._saver._pool is not None
+    assert not ckpt._saver._pool._allocator.used_bytes or ckpt._saver._pool._kept
+
+
+def test_a_small_arena_takes_fewer_parts_and_says_so(served: Bench) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(6), budget=everstep.Budget(host_bytes=40_000))
+    run_steps(ckpt, world, 2)
+    with pytest.warns(RuntimeWarning, match="it is cut into"):
+        begin(ckpt)
+    states = run_steps(ckpt, world, 6)
+    ckpt.close()
+    (step,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def test_nothing_is_left_in_the_arena(served: Bench) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(3, overlap=True), every=3)
+    run_steps(ckpt, world, 12)
+    begin(ckpt)
+    run_steps(ckpt, world, 1)
+    load_another(world)
+    run_steps(ckpt, world, 1)
+    ckpt.wait()
+    pool = ckpt._saver._pool
+    assert pool is not None
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    pool.drop_kept()
+    assert pool.used_bytes == 0
+    ckpt.close()
+
+
+# --- What each guarantee is for ---------------------------------------------------------
+
+
+def test_the_update_waits_for_its_part_and_no_longer(held: Gate, served: Bench) -> None:
+    """I1: forward and backward run while copies wait; the update does not."""
+    world = World()
+    ckpt = opened(served.run, world, method=over(3))
+    ckpt.resume()
+    run_steps(ckpt, world, 2)
+    begin(ckpt)
+    world.backward()
+    updated = threading.Event()
+
+    def update() -> None:
+        world.optimizer.step()
+        updated.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert held.reached.wait(TIMEOUT_S)
+    assert not updated.wait(0.05), "the update did not wait"
+    held.open()
+    thread.join(TIMEOUT_S)
+    assert updated.is_set()
+    world.optimizer.zero_grad()
+    ckpt.step()
+    states = {3: world.snapshot()} | run_steps(ckpt, world, 3)
+    ckpt.close()
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+def torn_or_noticed(
+    served: Bench,
+    held: Gate,
+    method: Method,
+    *,
+    to_none: bool = True,
+    steps: int = 2,
+) -> tuple[list[EverstepError], bool]:
+    """Trains while no copy is made; then all of them are. What was reported, and whether a base
+    holds something that its step had not."""
+    reported: list[EverstepError] = []
+    held.open()
+    world = World(to_none=to_none)
+    ckpt = opened(served.run, world, method=method, on_failure=reported.append)
+    ckpt.resume()
+    run_steps(ckpt, world, 2)
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    save = begin(ckpt)
+    states = {2: world.snapshot()}
+    for _ in range(steps):
+        world.train()
+        if len(states) == steps:  # all of it was overtaken: now the last mark
+            gate.open()
+        ckpt.step()
+        states[ckpt.stats().step] = world.snapshot()
+    save.durable.exception(TIMEOUT_S)
+    failed = save.durable.exception(TIMEOUT_S)
+    ckpt._multistep.again = None  # type: ignore[union-attr]
+    try:
+        ckpt.close()
+    except EverstepError as error:
+        reported.append(error)
+    wrong = failed is None and restored(served.run, World(seed=9), save.step) != states[save.step]
+    return reported, wrong
+
+
+@pytest.mark.parametrize("noticing", [True, False], ids=["noticed", "nobody looks"])
+def test_without_the_gate_a_part_is_torn(
+    noticing: bool, held: Gate, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Multistep, "gate", lambda self, optimizer: None)
+    monkeypatch.setattr(UpdateCopies, "_wait", lambda *_: None)
+    if not noticing:
+        nobody_looks(monkeypatch)
+    reported, wrong = torn_or_noticed(served, held, over(3))
+    assert wrong is not noticing
+    assert any(isinstance(error, AuditError) for error in reported) is noticing
+
+
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No audit of any kind."""
+    monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
+    monkeypatch.setattr(rebuild_state, "check_samples", lambda *_: None)
+    monkeypatch.setattr(GradientCheck, "torn", lambda *_: None)
+
+
+@pytest.mark.parametrize("noticing", [True, False], ids=["noticed", "nobody looks"])
+def test_a_gradient_that_a_parameter_had_seen_already_is_not_applied_again(
+    noticing: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parameter is brought forward from the step at which it was captured."""
+    look = Consumption.look
+    monkeypatch.setattr(Consumption, "look", lambda self, key, only=None: look(self, key))
+    if not noticing:
+        nobody_looks(monkeypatch)
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(3), on_failure=reported.append)
+    save = ckpt._multistep._last  # type: ignore[union-attr]
+    assert save is not None
+    states = run_steps(ckpt, world, 2)
+    error = save.durable.exception(TIMEOUT_S)
+    ckpt._multistep.again = None  # type: ignore[union-attr]
+    ckpt.close()
+    if noticing:
+        assert isinstance(error, AuditError)
+        assert steps_on_disk(served.run) == []
+    else:
+        assert error is None
+        assert restored(served.run, World(seed=9), 4) != states[4], "this test cannot fail"
+
+
+@pytest.mark.parametrize("noticing", [True, False], ids=["noticed", "nobody looks"])
+def test_without_the_wait_gradients_are_torn(
+    noticing: bool, held: Gate, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GoCkpt: the update waits, because gradients are zeroed in place behind it."""
+    late = _LateGradients(monkeypatch)
+    monkeypatch.setattr(UpdateCopies, "_wait", late.nobody_waits)
+    if not noticing:
+        nobody_looks(monkeypatch)
+    reported, wrong = late.train(served, over(3))
+    assert wrong is not noticing
+    assert any(isinstance(error, AuditError) for error in reported) is noticing
+
+
+@pytest.mark.parametrize("noticing", [True, False], ids=["noticed", "nobody looks"])
+def test_without_its_guards_an_overlapped_gradient_is_torn(
+    noticing: bool, held: Gate, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GoCkpt-O: zeroing, and the next backward, wait."""
+    late = _LateGradients(monkeypatch)
+    monkeypatch.setattr(HeldGradients, "gate", lambda self: None)
+    if not noticing:
+        nobody_looks(monkeypatch)
+    reported, wrong = late.train(served, over(3, overlap=True))
+    assert wrong is not noticing
+    assert any(isinstance(error, AuditError) for error in reported) is noticing
+
+
+class _LateGradients:
+    """Parts are copied at once; the first gradients when the step is over that consumed them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        HeldLane.gate.open()
+        copied, late_ones = UpdateCopies._copy, [True]
+
+        def late(copies: UpdateCopies, *about: Any) -> Any:
+            copies._lane.run(lambda: None).result(TIMEOUT_S)
+            if late_ones:
+                late_ones.clear()
+                HeldLane.gate = Gate()
+            return copied(copies, *about)
+
+        monkeypatch.setattr(UpdateCopies, "_copy", late)
+
+    def nobody_waits(self, *_: Any) -> None:
+        """In the place of a wait."""
+
+    def train(self, served: Bench, method: Method) -> tuple[list[EverstepError], bool]:
+        """Zeroes gradients in place."""
+        reported: list[EverstepError] = []
+        world = World(to_none=False)
+        ckpt = opened(served.run, world, method=method, on_failure=reported.append)
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        save = begin(ckpt)
+        states = {}
+        for step in (3, 4):
+            world.train()
+            HeldLane.gate.open()
+            ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+            ckpt.step()
+            states[step] = world.snapshot()
+        failed = save.durable.exception(TIMEOUT_S)
+        HeldLane.gate.open()
+        ckpt._multistep.again = None  # type: ignore[union-attr]
+        ckpt.close()
+        wrong = failed is None and restored(served.run, World(seed=9), 4) != states[4]
+        return reported, wrong
+
+
+@pytest.mark.parametrize("owner", ["optimizer", "model"])
+@pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
+def test_zero_grad_waits_where_it_must_and_only_there(
+    owner: str, to_none: bool, held: Gate, served: Bench
+) -> None:
+    held.open()
+    world = World()
+    ckpt = start(served, world, over(4, overlap=True))
+    world.backward()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    world.optimizer.step()
+    assert "zero_grad" in vars(getattr(world, owner))
+    done = threading.Event()
+
+    def zero() -> None:
+        getattr(world, owner).zero_grad(set_to_none=to_none)
+        done.set()
+
+    thread = threading.Thread(target=zero)
+    thread.start()
+    assert gate.reached.wait(TIMEOUT_S)
+    assert done.wait(TIMEOUT_S if to_none else 0.05) is to_none
+    gate.open()
+    thread.join(TIMEOUT_S)
+    world.schedule.step()
+    world.state["data"]["seen"] += 1
+    ckpt.step()
+    states = run_steps(ckpt, world, 4)
+    assert "zero_grad" not in vars(world.model)
+    assert "zero_grad" not in vars(world.optimizer)
+    assert not world.model[0].weight._backward_hooks
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 0
+    assert restored(served.run, World(seed=9), 5) == states[5]
+
+
+def test_the_next_backward_waits_before_it_adds_to_a_gradient(held: Gate, served: Bench) -> None:
+    held.open()
+    world = World()
+    ckpt = start(served, world, over(3, overlap=True))
+    world.backward()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    world.optimizer.step()  # and nobody zeroes
+    ckpt.step()
+    assert gate.reached.wait(TIMEOUT_S)
+    done = threading.Event()
+
+    def backward() -> None:
+        world.backward()
+        done.set()
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    assert not done.wait(0.05), "it has added to gradients that were not copied"
+    gate.open()
+    thread.join(TIMEOUT_S)
+    world.optimizer.step()
+    ckpt.step()
+    wanted = world.snapshot()
+    ckpt.close()
+    assert restored(served.run, World(seed=9), 4) == wanted
+
+
+def test_gradients_in_shared_memory_are_waited_for(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views of buckets, as DDP has them, may be written over without any of the hooks."""
+    world = World()
+    parameters = list(world.model.parameters())
+    bucket = torch.zeros(sum(p.numel() for p in parameters))
+    kept: list[Any] = []
+    monkeypatch.setattr(HeldGradients, "hold", lambda self, *about: kept.append(about))
+    ckpt = start(served, world, over(3, overlap=True))
+    states = {}
+    for step in (3, 4):
+        world.backward()
+        begin_at = 0
+        for parameter in parameters:
+            end = begin_at + parameter.numel()
+            view = bucket[begin_at:end].view(parameter.shape)
+            view.copy_(parameter.grad)
+            parameter.grad = view
+            begin_at = end
+        world.optimizer.step()
+        bucket.fill_(7.0)
+        world.optimizer.zero_grad()
+        ckpt.step()
+        states[step] = world.snapshot()
+    ckpt.close()
+    assert not kept
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_then_on(
+    held: Gate, served: Bench
+) -> None:
+    held.open()
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(3, overlap=True), on_failure=reported.append)
+    world.backward()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    world.optimizer.step()
+    for parameter in world.model.parameters():
+        parameter.grad.detach().numpy()[...] = 0  # no version moves
+    gate.open()
+    world.optimizer.zero_grad()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    ckpt.step()
+    states = run_steps(ckpt, world, 3)
+    ckpt.close()
+    assert [type(error) for error in reported] == [AuditError]
+    assert "was written to while it was being copied" in reported[0].message
+    assert report_of(ckpt).abandoned == 1
+    assert ckpt._multistep._updates.waits  # type: ignore[union-attr]
+    (step,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def test_a_change_behind_everybodys_back_is_found(served: Bench) -> None:
+    """I8: what was captured in a step before is compared with what the last step has."""
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(3), on_failure=reported.append)
+    run_steps(ckpt, world, 1)
+    world.model[0].weight.detach().numpy()[...] *= 0.5
+    save = ckpt._multistep._last  # type: ignore[union-attr]
+    assert save is not None
+    states = run_steps(ckpt, world, 1)
+    assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
+    states |= run_steps(ckpt, world, 3)
+    ckpt.close()
+    assert [type(error) for error in reported] == [AuditError]
+    (step,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def test_a_copy_of_the_model_has_none_of_our_guards(held: Gate, served: Bench) -> None:
+    held.open()
+    world = World()
+    ckpt = start(served, world, over(4, overlap=True))
+    world.train()
+    assert "zero_grad" in vars(world.model)
+    other = copy.deepcopy(world.model)
+    other(torch.randn(8, 5)).sum().backward()
+    world.backward()
+    other.zero_grad(set_to_none=False)
+    assert world.model[0].weight.grad is not None
+    assert bool(world.model[0].weight.grad.any()), "the copy has zeroed its original"
+    assert other[0].weight.grad is not None
+    assert not bool(other[0].weight.grad.any())
+    ckpt._multistep.drop("the test is over")  # type: ignore[union-attr]
+    ckpt.close()
+
+
+# --- Deaths -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("within", range(4))
+def test_a_trainer_that_dies_in_a_window_goes_back_to_the_base_before(
+    within: int, served: Bench
+) -> None:
+    world = World()
+    ckpt = opened(served.run, world, method=over(4))
+    states = run_steps(ckpt, world, 2)
+    ckpt.save().durable.result(TIMEOUT_S)
+    begin(ckpt)
+    states |= run_steps(ckpt, world, within)
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    die(ckpt)
+    other = World(seed=9)
+    again = opened(served.run, other, method=over(4))
+    recovery = again.resume()
+    wanted = 2 if within < 3 else 5  # all of it had been told
+    assert recovery.step == wanted
+    assert other.snapshot() == states[wanted]
+    assert recovery.exact
+    again.close()
+
+
+def test_a_trainer_that_dies_while_its_base_is_made_whole(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, rebuild = Gate(), rebuild_state.rebuild
+
+    def slow(*about: Any, **options: Any) -> Any:
+        gate.wait_at()
+        return rebuild(*about, **options)
+
+    monkeypatch.setattr(rebuild_state, "rebuild", slow)
+    world = World()
+    ckpt = start(served, world, over(3))
+    states = run_steps(ckpt, world, 2)
+    assert gate.reached.wait(TIMEOUT_S)
+    states |= run_steps(ckpt, world, 2)
+    die(ckpt)
+    gate.open()
+    other = World(seed=9)
+    again = opened(served.run, other, method=over(3))
+    recovery = again.resume()
+    assert (recovery.step, recovery.exact) == (4, True)
+    assert other.snapshot() == states[4]
+    again.close()
+
+
+@pytest.mark.parametrize("place", ["rebuild.before", "rebuild.after"])
+def test_a_keeper_that_fails_to_make_it_whole_says_so_and_another_is_taken(
+    place: str, served: Bench
+) -> None:
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(3), on_failure=reported.append)
+    arm(place, "raise")
+    save = ckpt._multistep._last  # type: ignore[union-attr]
+    assert save is not None
+    states = run_steps(ckpt, world, 2)
+    assert save.durable.exception(TIMEOUT_S) is not None
+    states |= run_steps(ckpt, world, 3)
+    ckpt.close()
+    assert any("internal error while a base was made whole" in e.message for e in reported)
+    (step,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def test_a_forked_child_has_no_part_in_it(served: Bench) -> None:
+    import os
+
+    world = World()
+    ckpt = start(served, world, over(3, overlap=True))
+    states = run_steps(ckpt, world, 1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            world.train()  # nothing hangs, nothing is told
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    states |= run_steps(ckpt, world, 2)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 0
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+# --- What is refused --------------------------------------------------------------------
+
+
+class Own(torch.optim.SGD):
+    """Declared by its user: a keeper does not have it."""
+
+
+def test_what_a_keeper_cannot_repeat_is_refused_at_once(run_folder: Path) -> None:
+    world = World()
+    world.state["optimizer"] = torch.optim.LBFGS(world.model.parameters())
+    with pytest.raises(UnsupportedStateError, match="cannot follow 1 optimizer"):
+        opened(run_folder, world, method="gockpt")
+    world.state["optimizer"] = Own(world.model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedStateError, match="cannot follow 1 optimizer"):
+        opened(run_folder, world, method="gockpt_o")
+
+
+def test_without_a_keeper_process_it_is_refused(run_folder: Path) -> None:
+    keeper = everstep.KeeperOptions(process=False)
+    with pytest.raises(OptionError, match="a keeper that is a process"):
+        opened(run_folder, World(), method="gockpt", keeper=keeper)
