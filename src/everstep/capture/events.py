@@ -1,0 +1,238 @@
+"""What a training step consists of, as hooks see it: a sequence of events with times.
+
+Events are: a module with parameters of its own begins (with gradients enabled: an evaluation is
+no part of a step), the gradient of a parameter is there, an optimizer is about to update. Two
+steps with the same sequence can follow the same plan. The hooks are chosen so that they change
+nothing: those of modules' backward would wrap their outputs, which then may no longer be written
+in place, so the progress of backward is seen at the parameters. No dispatch mode, which would
+cost tens of microseconds for each operator. At most so many modules and parameters are watched,
+spread evenly: each event costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["Observed", "StepEvents"]
+
+_WATCHED_MAX = 64  # modules, and parameters
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One step.
+
+    Attributes:
+        keys: what happened, in order; first the step mark.
+        seconds: from each event to the next, and from the last one to the next mark; without what
+            updates waited for copies.
+        waits_s: how long they did, by event.
+        updates: event at which each optimizer, by key, updated first.
+    """
+
+    keys: tuple[int, ...]
+    seconds: tuple[float, ...]
+    waits_s: Mapping[int, float]
+    updates: Mapping[str, int]
+
+    @property
+    def wait_s(self) -> float:
+        """Of all updates."""
+        return sum(self.waits_s.values())
+
+
+class StepEvents:
+    """Follows the steps of a training.
+
+    Args:
+        reached: called at each event that was asked for, while the step is as expected.
+        strayed: called once in a step, at the first event that is not the expected one.
+        now_s: a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        reached: Callable[[int], None],
+        strayed: Callable[[], None],
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._reached = reached
+        self._strayed = strayed
+        self._now_s = now_s
+        self._handles: list[Any] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._roots: tuple[nn.Module, ...] = ()
+        self._optimizers: Mapping[str, Optimizer] = {}
+        self._on = False
+        self._keys: list[int] = []
+        self._times_s: list[float] = []
+        self._waits_s: dict[int, float] = {}
+        self._updates: dict[str, int] = {}
+        self._expected: Sequence[int] = ()
+        self._asked: Collection[int] = ()
+        self._follows = False
+
+    def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+        """From now on the events of these, and of no others."""
+        self.close()
+        self._roots, self._optimizers = tuple(roots), optimizers
+        modules = {
+            id(module): module
+            for root in self._roots
+            for module in root.modules()
+            if next(module.parameters(recurse=False), None) is not None
+        }
+        for module in _spread(list(modules.values())):
+            number = self._number(("module", id(module)))
+            hook = _ModuleHook(self, number, module)
+            self._handles.append(module.register_forward_pre_hook(hook))
+        parameters = {
+            id(parameter): parameter
+            for optimizer in optimizers.values()
+            for parameter in _parameters(optimizer)
+            if parameter.requires_grad and parameter.is_leaf
+        }
+        for parameter in _spread(list(parameters.values())):
+            number = self._number(("gradient", id(parameter)))
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(_GradientHook(self, number)))
+
+    def begin(self, expected: Sequence[int] = (), asked: Collection[int] = ()) -> None:
+        """The step mark: event 0.
+
+        Args:
+            expected: the sequence of keys that a plan was made for, if there is one.
+            asked: events of it that ``reached`` is called for.
+        """
+        self._expected, self._asked = expected, asked
+        self._follows = bool(expected)
+        self._keys, self._times_s = [self._number("mark")], [self._now_s()]
+        self._waits_s, self._updates = {}, {}
+        self._on = True
+
+    def end(self) -> Observed | None:
+        """The next step mark; None if nothing has begun, or nothing has happened."""
+        if not self._on:
+            return None
+        self._on = False
+        if len(self._keys) < 2:
+            return None
+        times_s = [*self._times_s, self._now_s()]
+        seconds = [after - before for before, after in itertools.pairwise(times_s)]
+        for event, wait_s in self._waits_s.items():
+            seconds[event] = max(0.0, seconds[event] - wait_s)
+        return Observed(tuple(self._keys), tuple(seconds), dict(self._waits_s), dict(self._updates))
+
+    def update(self, key: str) -> int | None:
+        """An optimizer is about to update; returns the number of the event, if steps are followed.
+        Which parameters have no gradient, and what is being trained, is a part of what it is."""
+        if not self._on:
+            return None
+        parameters = _parameters(self._optimizers[key])
+        lacking = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is None)
+        modes = tuple(root.training for root in self._roots)
+        number = self._number(("update", key, lacking, modes))
+        event = len(self._keys)
+        self._updates.setdefault(key, event)
+        self._note(number)
+        return event
+
+    def waited(self, event: int | None, wait_s: float) -> None:
+        """An update has waited for copies; what was asked for at it comes now."""
+        if event is None or not self._on:
+            return
+        self._waits_s[event] = self._waits_s.get(event, 0.0) + wait_s
+        if self._follows and event in self._asked:
+            self._reached(event)
+
+    def happened(self, number: int) -> None:
+        """Told by hooks."""
+        if self._on:
+            event = len(self._keys)
+            self._note(number)
+            if self._follows and event in self._asked:
+                self._reached(event)
+
+    def close(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._numbers.clear()
+        self._on = self._follows = False
+
+    def _note(self, number: int) -> None:
+        event = len(self._keys)
+        self._keys.append(number)
+        self._times_s.append(self._now_s())
+        if self._follows and (event >= len(self._expected) or self._expected[event] != number):
+            self._follows = False
+            self._strayed()
+
+    def _number(self, what: Hashable) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+
+class _ModuleHook:
+    """Of one module, and not of its copies, which share its hooks: those, and what is pickled,
+    have one that does nothing."""
+
+    def __init__(self, events: StepEvents, number: int, module: nn.Module) -> None:
+        self._events = weakref.ref(events)
+        self._number = number
+        self._module = weakref.ref(module)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():  # a constant there: nothing of this is compiled
+            return
+        events = self._events()
+        if events is not None and module is self._module() and torch.is_grad_enabled():
+            events.happened(self._number)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing_hook, ()
+
+
+class _GradientHook:
+    def __init__(self, events: StepEvents, number: int) -> None:
+        self._events = weakref.ref(events)
+        self._number = number
+
+    def __call__(self, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        events = self._events()
+        if events is not None:
+            events.happened(self._number)
+
+
+def _nothing(*_: Any) -> None:
+    """What copies of a module have instead of a hook."""
+
+
+def _nothing_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _spread(found: list[_T]) -> list[_T]:
+    """At most so many of them, spread evenly."""
+    count = min(len(found), _WATCHED_MAX)
+    return [found[number * len(found) // count] for number in range(count)]

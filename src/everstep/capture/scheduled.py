@@ -1,0 +1,243 @@
+"""Copies that leave in planned order, at planned events of the step (Checkflow section III).
+
+A capture is cut into *units*. Each is issued when its event comes, so that the lane's queue never
+holds more than what the plan wants there. Whoever updates waits for the units that hold what it is
+going to change (I1), and for no others: an optimizer of all parameters for all of them, because
+torch calls nobody between the parameters of one ``step()``; optimizers of single parameters, which
+update inside of backward, each for its own. A unit that is planned to leave later is duplicated
+first, into memory that was taken when the plan was made, and the update does not wait for it.
+
+Whatever happens in a step, no order of events can tear a tensor: what was not issued when its
+update comes is issued then, and waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.capture.batches import Batch, run_batch
+from everstep.capture.lane import Lane, Transfer
+from everstep.errors import StateError
+
+__all__ = ["Dispatch", "Duplicates", "Unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Copies that are issued together.
+
+    Attributes:
+        event: of the step at which they are.
+        owner: key of the optimizer that updates what they copy; ``""``: none does.
+        batches: in file order.
+        slots: for each batch, where in the memory for duplicates it is duplicated before its
+            update; empty: it leaves as it lies.
+    """
+
+    event: int
+    owner: str
+    batches: tuple[Batch, ...]
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Duplicates:
+    """Memory for what is late, on each device, and who still reads it.
+
+    Attributes:
+        readers: the transfers that read the slots of a unit, by the number of the unit.
+    """
+
+    memory: Mapping[torch.device, torch.Tensor]
+    readers: dict[int, Transfer] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """On all devices."""
+        return sum(memory.numel() for memory in self.memory.values())
+
+
+class Dispatch:
+    """One capture on its way: a transfer whose copies are issued one after the other.
+
+    Args:
+        block: that the copies fill, flat ``uint8``.
+        units: in the order of the link.
+        duplicates: memory for those that have slots.
+        over: called once, in whichever thread, when nothing is left to be issued.
+
+    Attributes:
+        issued_s: when each unit was issued, on the clock ``now_s``; None: not yet.
+        arrived_s: for each unit, when its batches had arrived.
+        duplicated_bytes: of what was duplicated.
+        complete: nothing is copied any more.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        block: torch.Tensor,
+        units: Sequence[Unit],
+        duplicates: Duplicates,
+        over: Callable[[], None],
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.units = units
+        self._lane = lane
+        self._block = block
+        self._duplicates = duplicates
+        self._over = over
+        self._now_s = now_s
+        self._lock = threading.RLock()  # of what is issued; hooks run in threads of autograd, too
+        self._next = 0  # all units before it were issued
+        self._of: dict[str | None, list[int]] = {None: list(range(len(units)))}
+        for number, unit in enumerate(units):
+            self._of.setdefault(unit.owner, []).append(number)
+        self._transfers: list[Transfer | None] = [None] * len(units)
+        self._copies: dict[int, tuple[Batch, ...]] = {}  # of units that were duplicated
+        self._ended = False
+        self._error: BaseException | None = None
+        self.complete = False
+        self.begun_s = now_s()
+        self.issued_s: list[float | None] = [None] * len(units)
+        self.arrived_s: list[list[float]] = [[] for _ in units]
+        self.duplicated_bytes = 0
+
+    def reach(self, event: int) -> None:
+        """An event of the step has come: what is planned for it, and before it, is issued."""
+        with self._lock:
+            while not self._ended and self._next < len(self.units):
+                if self.units[self._next].event > event:
+                    return
+                self._issue(self._next)
+            self._end()
+
+    def admit(self, owner: str | None, timeout_s: float) -> bool:
+        """Holds an update back until it can tear nothing.
+
+        Args:
+            owner: key of the optimizer; None: anything may change.
+
+        Returns:
+            False when its copies are not made after ``timeout_s``.
+        """
+        awaited: list[tuple[Transfer, int]] = []
+        if owner is None:
+            self.flush()
+        with self._lock:
+            for number in self._of.get(owner, ()):
+                unit = self.units[number]
+                if self.issued_s[number] is None and number not in self._copies:
+                    if unit.slots:
+                        self._duplicate(number, timeout_s)
+                    else:
+                        self._issue(number)
+                transfer = self._transfers[number]
+                if transfer is not None and number not in self._copies:
+                    awaited.append((transfer, unit.batches[-1].end))
+        deadline_s = self._now_s() + timeout_s
+        for transfer, end in awaited:
+            if not transfer.gate(end, max(0.0, deadline_s - self._now_s())):
+                return False
+        return True
+
+    def flush(self) -> None:
+        """The step does not go as planned, or is over: everything is issued, in planned order."""
+        if self.units:
+            self.reach(max(unit.event for unit in self.units))
+        else:
+            self.reach(0)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is issued: the capture is worth nothing, for this reason."""
+        with self._lock:
+            self._error = self._error or error
+            self.complete = self.complete or not any(self._transfers)
+            self._end()
+
+    def gate(self, end: int, timeout_s: float) -> bool:
+        """As of any transfer. Nothing arrives in file order: that there be a part of it is as much
+        as that there be everything."""
+        return end <= 0 or self.admit(None, timeout_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until all copies are complete; everything has been issued.
+
+        Raises:
+            Exception: what a copy, or issuing one, failed with.
+        """
+        deadline_s = self._now_s() + timeout_s
+        for transfer in self._transfers:
+            left_s = max(0.0, deadline_s - self._now_s())
+            if transfer is not None and not transfer.wait(left_s):
+                return False
+        self.complete = True
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _issue(self, number: int) -> None:
+        if self._ended or self.issued_s[number] is not None:
+            self._advance(number)
+            return
+        self.issued_s[number] = self._now_s()
+        unit = self.units[number]
+        batches = self._copies.get(number, unit.batches)
+        try:
+            transfer = self._lane.submit(
+                batches, self._block, functools.partial(self._arrived, number)
+            )
+        except Exception as error:  # in a hook of training, which it must not break
+            self.fail(error)
+            return
+        except BaseException:  # interrupted: nobody could wait for what was begun
+            self.fail(StateError("a capture was interrupted"))
+            raise
+        self._transfers[number] = transfer
+        if number in self._copies:
+            self._duplicates.readers[number] = transfer
+        self._advance(number)
+
+    def _advance(self, number: int) -> None:
+        while self._next < len(self.units) and self.issued_s[self._next] is not None:
+            self._next += 1
+        if self._next == len(self.units):
+            self._end()
+
+    def _duplicate(self, number: int, timeout_s: float) -> None:
+        """Copies a unit within its device, in the order of the current stream."""
+        unit = self.units[number]
+        reader = self._duplicates.readers.get(number)
+        try:
+            if reader is not None and not reader.gate(unit.batches[-1].end, timeout_s):
+                self._issue(number)  # the step before still leaves from there
+                return
+            copies = []
+            for batch, slot in zip(unit.batches, unit.slots, strict=True):
+                memory = self._duplicates.memory[_device_of(batch)]
+                size = batch.end - batch.begin
+                run_batch(Batch(slot, slot + size, batch.sources, batch.rearranged), memory)
+                copies.append(Batch(batch.begin, batch.end, (memory[slot : slot + size],)))
+                self.duplicated_bytes += size
+        except Exception as error:
+            self.fail(error)
+            return
+        self._copies[number] = tuple(copies)
+
+    def _arrived(self, number: int, end: int) -> None:
+        self.arrived_s[number].append(self._now_s())
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._over()
+
+
+def _device_of(batch: Batch) -> torch.device:
+    return (batch.sources[0] if batch.rearranged is None else batch.rearranged).device

@@ -1,0 +1,449 @@
+"""Copies that are issued at events: which of them an update waits for, what is duplicated, and that
+no order of events can tear anything. And the hooks that the events come from."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everstep.capture.batches import Batch, run_batch
+from everstep.capture.events import Observed, StepEvents
+from everstep.capture.lane import CpuTransfer, Progress, Transfer
+from everstep.capture.scheduled import Dispatch, Duplicates, Unit
+from everstep.errors import DeadlineError, StateError
+from everstep.keeper.scheduled import Scheduler
+
+SIZE = 8
+
+
+class SlowLane:
+    """Copies when the test says so, or somebody waits: as late as a lane may."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None]] = []
+        self.submitted: list[tuple[Batch, ...]] = []
+        self.fail: BaseException | None = None
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        if self.fail is not None:
+            raise self.fail
+        self.submitted.append(tuple(batches))
+        lane = self
+
+        class Waiting(CpuTransfer):
+            def gate(self, end: int, timeout_s: float) -> bool:
+                lane.drain(upto=self)
+                return super().gate(end, timeout_s)
+
+            def wait(self, timeout_s: float) -> bool:
+                lane.drain()
+                return super().wait(timeout_s)
+
+        transfer = Waiting()
+
+        def work() -> None:
+            for batch in batches:
+                run_batch(batch, block)
+                progress(batch.end)
+                transfer.advance(batch.end)
+            transfer.end()
+
+        self.queue.append(work)
+        return transfer
+
+    def drain(self, upto: CpuTransfer | None = None) -> None:
+        while self.queue and not (upto is not None and upto._over):
+            self.queue.pop(0)()
+
+    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+        pass
+
+    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        pass
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
+class Capture:
+    """Tensors of ``SIZE`` bytes, one unit each, owned by optimizers ``a``, ``b``, ...
+
+    Args:
+        events: at which they are issued.
+        late: those that have a slot.
+    """
+
+    def __init__(self, events: Sequence[int], late: Sequence[int] = ()) -> None:
+        self.lane, self.over = SlowLane(), 0
+        self.block = torch.zeros(SIZE * len(events), dtype=torch.uint8)
+        self.tensors = [
+            torch.full((SIZE,), number + 1, dtype=torch.uint8) for number in range(len(events))
+        ]
+        self.units = [
+            Unit(
+                event,
+                chr(ord("a") + number),
+                (Batch(number * SIZE, (number + 1) * SIZE, (self.tensors[number],)),),
+                (late.index(number) * SIZE,) if number in late else (),
+            )
+            for number, event in enumerate(events)
+        ]
+        memory = {torch.device("cpu"): torch.zeros(SIZE * len(late), dtype=torch.uint8)}
+        self.duplicates = Duplicates(memory)
+        self.dispatch = self.next()
+
+    def next(self) -> Dispatch:
+        return Dispatch(self.lane, self.block, self.units, self.duplicates, self._over)
+
+    def _over(self) -> None:
+        self.over += 1
+
+    def update(self, number: int) -> None:
+        assert self.dispatch.admit(chr(ord("a") + number), 1.0)
+        self.tensors[number].fill_(99)
+
+    @property
+    def right(self) -> bool:
+        assert self.dispatch.wait(1.0)
+        wanted = [number + 1 for number in range(len(self.tensors)) for _ in range(SIZE)]
+        return self.block.tolist() == wanted
+
+
+def test_units_are_issued_at_their_events_in_order() -> None:
+    capture = Capture([0, 2, 2, 5])
+    dispatch = capture.dispatch
+    counts = []
+    for event in range(6):
+        dispatch.reach(event)
+        counts.append(len(capture.lane.submitted))
+    assert counts == [1, 1, 3, 3, 3, 4]
+    assert capture.over == 1
+    assert [batches[0].begin for batches in capture.lane.submitted] == [0, 8, 16, 24]
+    assert capture.right
+
+
+def test_an_update_waits_for_its_own_copies_only() -> None:
+    capture = Capture([0, 0, 0])
+    capture.dispatch.reach(0)
+    capture.update(0)
+    assert capture.dispatch.arrived_s[0]
+    assert not capture.dispatch.arrived_s[1]
+    assert len(capture.lane.queue) == 2
+    assert capture.right
+
+
+def test_an_update_that_comes_before_its_event_is_not_torn() -> None:
+    """A step that goes another way: what was not issued is issued, and waited for."""
+    capture = Capture([0, 3, 4])
+    capture.dispatch.reach(0)
+    capture.update(2)
+    capture.update(1)
+    capture.dispatch.reach(4)
+    assert capture.over == 1
+    assert capture.right
+
+
+def test_what_is_late_leaves_from_its_duplicate() -> None:
+    capture = Capture([0, 5], late=[1])
+    capture.dispatch.reach(0)
+    capture.update(1)
+    assert len(capture.lane.submitted) == 1, "the update was held up"
+    assert capture.dispatch.duplicated_bytes == SIZE
+    capture.dispatch.reach(5)
+    assert capture.right
+
+
+def test_a_slot_is_not_written_while_the_capture_before_leaves_from_it() -> None:
+    capture = Capture([0, 5], late=[1])
+    first = capture.dispatch
+    first.reach(0)
+    capture.update(1)
+    first.reach(5)  # issued, not copied
+    block, capture.block = capture.block, torch.zeros_like(capture.block)
+    capture.dispatch = capture.next()
+    capture.dispatch.reach(0)
+    capture.tensors[1].fill_(50)
+    assert capture.dispatch.admit("b", 1.0)
+    assert block.tolist() == [1] * SIZE + [2] * SIZE
+    capture.dispatch.reach(5)
+    assert capture.dispatch.wait(1.0)
+    assert capture.block.tolist()[SIZE:] == [50] * SIZE
+
+
+def any_order(seed: int) -> tuple[Capture, bool]:
+    """Events and updates in any order at all, with a lane that copies as late as it may: the
+    capture, and whether it is right."""
+    random_ = random.Random(seed)
+    count = random_.randrange(2, 9)
+    events = sorted(random_.randrange(10) for _ in range(count))
+    events[0] = 0
+    late = [number for number in range(1, count) if random_.random() < 0.4]
+    capture = Capture(events, late or [count - 1])
+    happenings: list[tuple[str, int]] = [("reach", event) for event in range(10)]
+    happenings += [("update", number) for number in range(count)]
+    random_.shuffle(happenings)
+    capture.dispatch.reach(0)
+    for what, number in happenings:
+        if what == "reach":
+            capture.dispatch.reach(number)
+        else:
+            capture.update(number)
+        if random_.random() < 0.2:
+            capture.lane.drain()
+    capture.dispatch.flush()
+    return capture, capture.right
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_order_of_events_and_updates_tears(seed: int) -> None:
+    capture, right = any_order(seed)
+    assert right
+    assert capture.over == 1
+
+
+@pytest.mark.parametrize("removed", ["admit", "duplicate"])
+def test_without_the_guards_some_orders_tear(removed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: an update that waits for nothing; one that thinks that what is late
+    was duplicated."""
+    if removed == "admit":
+        monkeypatch.setattr(Dispatch, "admit", lambda *_: True)
+    else:
+        issue = Dispatch._issue
+
+        def forget(self: Dispatch, number: int) -> None:
+            self._copies.pop(number, None)
+            issue(self, number)
+
+        monkeypatch.setattr(Dispatch, "_issue", forget)
+    assert not all(any_order(seed)[1] for seed in range(30))
+
+
+def test_an_error_in_a_hook_is_the_captures_and_not_trainings() -> None:
+    capture = Capture([0, 3])
+    capture.dispatch.reach(0)
+    capture.lane.fail = RuntimeError("the link is gone")
+    capture.dispatch.reach(3)
+    assert capture.over == 1
+    assert capture.dispatch.admit("b", 1.0)
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        capture.dispatch.wait(1.0)
+
+
+def test_an_interrupt_ends_the_capture_and_goes_on_to_the_user() -> None:
+    capture = Capture([0, 3, 4])
+    capture.dispatch.reach(0)
+    capture.lane.fail = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        capture.dispatch.reach(3)
+    capture.lane.fail = None
+    capture.dispatch.flush()
+    assert len(capture.lane.submitted) == 1
+    with pytest.raises(StateError, match="interrupted"):
+        capture.dispatch.wait(1.0)
+
+
+def test_one_that_has_failed_issues_nothing_more() -> None:
+    capture = Capture([0, 3])
+    capture.dispatch.fail(DeadlineError("never begun"))
+    capture.dispatch.flush()
+    assert capture.lane.submitted == []
+    assert capture.over == 1
+    assert capture.dispatch.complete
+
+
+# --- Hooks ------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.swapped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = (self.second, self.first) if self.swapped else (self.first, self.second)
+        result: torch.Tensor = two(one(x).relu_())
+        return result
+
+
+class Watched:
+    """A model whose events are followed."""
+
+    def __init__(self) -> None:
+        self.reached: list[int] = []
+        self.strays = 0
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.events = StepEvents(self.reached.append, self._stray)
+        self.events.watch([self.model], {"optimizer": self.optimizer})
+
+    def _stray(self) -> None:
+        self.strays += 1
+
+    def step(self, expected: Sequence[int] = (), asked: Sequence[int] = ()) -> Observed:
+        self.events.begin(expected, asked)
+        self.model(torch.randn(3, 4)).sum().backward()
+        self.events.waited(self.events.update("optimizer"), 0.0)
+        self.optimizer.step()
+        observed = self.events.end()
+        assert observed is not None
+        return observed
+
+
+def test_a_step_is_a_sequence_of_events() -> None:
+    watched = Watched()
+    one, other = watched.step(), watched.step()
+    assert len(one.keys) == 1 + 2 + 4 + 1
+    assert one.keys == other.keys
+    assert len(one.seconds) == len(one.keys)
+    assert all(s >= 0 for s in one.seconds)
+    assert one.updates == {"optimizer": 7}
+
+
+def test_events_that_were_asked_for_are_told() -> None:
+    watched = Watched()
+    keys = watched.step().keys
+    watched.step(keys, [2, 5, 7])
+    assert watched.reached == [2, 5, 7]
+    assert watched.strays == 0
+
+
+def swap(watched: Watched) -> None:
+    watched.model.swapped = True
+
+
+def evaluate(watched: Watched) -> None:
+    watched.model.eval()
+
+
+def freeze_one(watched: Watched) -> None:
+    watched.model.first.bias.requires_grad_(False)
+    watched.model.first.bias.grad = None
+
+
+@pytest.mark.parametrize("change", [swap, evaluate, freeze_one])
+def test_another_sequence_is_noticed_once(change: Callable[[Watched], None]) -> None:
+    """Modules called in another order, another mode, a parameter without a gradient."""
+    watched = Watched()
+    keys = watched.step().keys
+    watched.optimizer.zero_grad()
+    change(watched)
+    other = watched.step(keys, range(8)).keys
+    assert other != keys
+    assert watched.strays == 1
+    assert watched.step(other).keys == other
+    assert watched.strays == 1
+
+
+def test_an_evaluation_without_gradients_is_no_part_of_a_step() -> None:
+    watched = Watched()
+    keys = watched.step().keys
+    watched.events.begin(keys, ())
+    with torch.no_grad():
+        watched.model(torch.randn(3, 4))
+    assert watched.events.end() is None
+
+
+def test_what_updates_waited_is_no_part_of_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    events = StepEvents(lambda event: None, lambda: None, lambda: now[0])
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    events.watch([model], {"optimizer": optimizer})
+    events.begin()
+    now[0] = 3.0
+    event = events.update("optimizer")
+    now[0] = 5.0
+    events.waited(event, 2.0)
+    now[0] = 6.0
+    observed = events.end()
+    assert observed is not None
+    assert observed.seconds == (3.0, 1.0)
+    assert observed.wait_s == 2.0
+
+
+def test_copies_of_a_model_have_no_hooks_that_do_anything() -> None:
+    """An averaged model is a deep copy; a model may be pickled whole."""
+    watched = Watched()
+    twin = copy.deepcopy(watched.model)
+    pickled = io.BytesIO()
+    torch.save(watched.model.first, pickled)
+    pickled.seek(0)
+    loaded = torch.load(pickled, weights_only=False)
+    shallow = copy.copy(watched.model.first)  # as replicas of a module are made
+    watched.events.begin()
+    shallow(torch.randn(3, 4))
+    twin(torch.randn(3, 4)).sum().backward()
+    loaded(torch.randn(3, 4)).sum().backward()
+    assert watched.events.end() is None
+
+
+def test_closed_they_leave_nothing_behind() -> None:
+    watched = Watched()
+    watched.events.close()
+    for module in watched.model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+        assert not module._forward_hooks
+    for parameter in watched.model.parameters():
+        assert not parameter._post_accumulate_grad_hooks
+    watched.events.close()
+
+
+def test_a_compiled_model_is_compiled_whole() -> None:
+    """No hook breaks its graph, and steps are alike."""
+    watched = Watched()
+    compiled = torch.compile(watched.model, backend="eager", fullgraph=True)
+
+    def step() -> tuple[int, ...]:
+        watched.events.begin()
+        compiled(torch.randn(3, 4)).sum().backward()
+        watched.events.update("optimizer")
+        watched.optimizer.step()
+        observed = watched.events.end()
+        assert observed is not None
+        return observed.keys
+
+    first = step()
+    assert step() == first
+    torch._dynamo.reset()
+
+
+def test_at_most_so_many_are_watched() -> None:
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(300)])
+    events = StepEvents(lambda event: None, lambda: None)
+    events.watch([model], {"o": torch.optim.SGD(model.parameters(), lr=0.1)})
+    assert len(events._handles) == 2 * 64
+    events.close()
+
+
+def test_an_update_waits_for_a_capture_before_the_last_one_too() -> None:
+    """A step without an update: at the next one two captures may be under way, and of the newer
+    one everything may be duplicated."""
+    older, newer = Capture([0]), Capture([0, 5], late=[1])
+    newer.units[1] = replace(newer.units[1], owner="a")
+    newer.dispatch = newer.next()
+    older.dispatch.reach(0)
+    state: Any = None
+    scheduler = Scheduler(PurePath("run"), state, older.lane)
+    scheduler._open = [older.dispatch, newer.dispatch]
+    wait_s, late = scheduler.gate("a", 1.0)
+    assert older.dispatch.arrived_s[0], "the older capture was not waited for"
+    assert not late
+    assert wait_s >= 0
