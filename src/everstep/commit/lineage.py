@@ -8,10 +8,12 @@ turned away from, and a late commit of a fenced process is not mistaken for prog
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["BaseId", "Branch", "history", "split_by_history"]
+from everstep.format.records import TimelineRecord
+
+__all__ = ["BaseId", "Branch", "branches_of", "history", "split_by_history"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,6 +40,32 @@ class Branch:
     timeline: int
     parent: int | None
     fork_step: int | None
+
+
+def branches_of(
+    timelines: Mapping[int, TimelineRecord | None], there: Collection[BaseId]
+) -> dict[int, Branch]:
+    """Where each timeline forked from. With a damaged record: from the one before it.
+
+    A timeline without bases whose own base was deleted while it was opened (its process died
+    before it could choose another) must not hide what is newer: all of its parent counts.
+
+    Args:
+        timelines: their records by number; None where the record is damaged.
+        there: bases that are there, or may be.
+    """
+    found: dict[int, Branch] = {}
+    used = {base.timeline for base in there}
+    for number in sorted(timelines):
+        record = timelines[number]
+        if record is None:
+            found[number] = Branch(number, max(found, default=None), None)
+            continue
+        origin = record.base or (record.parent, record.fork_step)
+        forked = record.parent is None or BaseId(*origin) in there  # type: ignore[arg-type]
+        fork_step = record.fork_step if forked or number in used else None
+        found[number] = Branch(number, record.parent, fork_step)
+    return found
 
 
 def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int | None]]:

@@ -8,6 +8,10 @@ markers are there, the manifest; and nobody commits who has been fenced off (I11
 
     start -> CheckFence -> WriteFiles -> WriteMarker -> GatherMarkers* -> CheckFence
           -> WriteManifest -> None (committed)
+
+Of the ranks that share a disk one leads: it writes the manifest there. The others gather until
+they find it; if it does not come, any of them takes the lead (:meth:`BaseCommit.take_over`), as
+the manifest is a pure function of the markers.
 """
 
 from __future__ import annotations
@@ -103,9 +107,14 @@ class MarkerDurable:
 
 @dataclass(frozen=True, slots=True)
 class MarkersSeen:
-    """Markers found so far, by rank."""
+    """Markers found so far, by rank.
+
+    Attributes:
+        committed: the manifest is on this rank's disk, durably, whoever wrote it.
+    """
 
     markers: Mapping[int, Marker]
+    committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +130,22 @@ class BaseCommit:
 
     Args:
         identity: which shard of which base.
+        leads: whether this rank writes the manifest to its disk.
     """
 
-    def __init__(self, identity: ShardIdentity) -> None:
+    def __init__(self, identity: ShardIdentity, *, leads: bool = True) -> None:
         self._identity = identity
+        self._leads = leads
         self._manifest: Manifest | None = None
         self.phase = Phase.NEW
 
     @property
     def base(self) -> BaseId:
         return BaseId(self._identity.timeline, self._identity.step)
+
+    def take_over(self) -> None:
+        """Whoever should write the manifest does not: from now on this rank may."""
+        self._leads = True
 
     def start(self) -> Action:
         """The first action."""
@@ -152,7 +167,7 @@ class BaseCommit:
             self._advance(Phase.MARKING, Phase.GATHERING)
             return GatherMarkers()
         if isinstance(event, MarkersSeen):
-            return self._on_markers(event.markers)
+            return self._on_markers(event)
         self._advance(Phase.COMMITTING, Phase.COMMITTED)
         return None
 
@@ -172,10 +187,13 @@ class BaseCommit:
         self._advance(Phase.GATHERING, Phase.COMMITTING)
         return WriteManifest(self._manifest)
 
-    def _on_markers(self, markers: Mapping[int, Marker]) -> Action:
+    def _on_markers(self, seen: MarkersSeen) -> Action | None:
+        if seen.committed:
+            self._advance(Phase.GATHERING, Phase.COMMITTED)
+            return None
         assert self.phase is Phase.GATHERING
-        self._manifest = manifest_of(markers)
-        return GatherMarkers() if self._manifest is None else CheckFence()
+        self._manifest = manifest_of(seen.markers)
+        return CheckFence() if self._leads and self._manifest is not None else GatherMarkers()
 
     def _marker(self, files: tuple[FileRecord, ...]) -> Marker:
         identity = self._identity

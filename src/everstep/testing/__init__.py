@@ -5,6 +5,10 @@
 ``crashes``     crashes and errors at every operation of a scenario, enumerated
 ``training``    scenarios of tiny trainings, of which every bit is known beforehand
 ``invariants``  what holds on every disk that a crash may leave
+``simcluster``  a whole cluster by seed; ``simnet``, ``simhost``, ``simrank``, ``simjob`` and
+                ``simtruth`` are its parts
+``conformance`` what a tier must do to be one, with ``conformance_parts``; ``faultytier``: a tier
+                on which everything goes wrong
 """
 
 from everstep.testing.crashes import (
@@ -18,7 +22,9 @@ from everstep.testing.crashes import (
 )
 from everstep.testing.faults import Fault, Moment, Operation, SimulatedCrash
 from everstep.testing.invariants import assert_nothing_vouches_for_torn_bytes
+from everstep.testing.simcluster import SimCluster, SimViolationError, simulate, simulate_many
 from everstep.testing.simfs import MappedFile, SimFileSystem
+from everstep.testing.simjob import Plan
 from everstep.testing.training import TinyTraining, TrainingScenario
 
 __all__ = [
@@ -26,9 +32,12 @@ __all__ = [
     "MappedFile",
     "Moment",
     "Operation",
+    "Plan",
     "Report",
     "Scenario",
+    "SimCluster",
     "SimFileSystem",
+    "SimViolationError",
     "SimulatedCrash",
     "TinyTraining",
     "TrainingScenario",
@@ -37,5 +46,7 @@ __all__ = [
     "enumerate_crashes",
     "enumerate_errors",
     "replay",
+    "simulate",
+    "simulate_many",
     "watch_crashes",
 ]

@@ -42,6 +42,7 @@ BLOCK_BYTES = 4096
 ROOT = 0
 """Number of the root directory."""
 
+_COLLECT_ABOVE = 64
 _D = TypeVar("_D", bound="Disk")
 
 
@@ -180,6 +181,7 @@ class Disk:
         self.nodes: dict[int, FileNode | DirNode] = {ROOT: DirNode()}
         self.names: list[NameEffect] = []
         self._next_number = ROOT + 1
+        self._collect_above = _COLLECT_ABOVE
 
     def file(self, number: int) -> FileNode:
         node = self.nodes[number]
@@ -211,7 +213,9 @@ class Disk:
             for effect in self.names
         )
         self.names = [effect for effect in rest if effect.changes]
-        self._collect()
+        if len(self.nodes) > self._collect_above:  # seldom: what is cloned is collected anyway
+            self._collect()
+            self._collect_above = 2 * len(self.nodes) + _COLLECT_ABOVE
 
     def clone(self: _D) -> _D:
         """The same disk and page cache; nothing is open in the copy."""

@@ -125,7 +125,8 @@ def ensure_dirs(filesystem: FileSystem, path: PurePath) -> None:
         return
     except FileNotFoundError:
         ensure_dirs(filesystem, path.parent)
-        filesystem.make_dir(path)
+        with contextlib.suppress(FileExistsError):  # by another process, in this moment
+            filesystem.make_dir(path)
     filesystem.sync_dir(path.parent)
 
 

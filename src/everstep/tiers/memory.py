@@ -1,10 +1,17 @@
-"""Files that are not on a disk: read from memory, by the same code."""
+"""Memory as a tier, and files that are not on a disk: read from memory, by the same code."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
-__all__ = ["MemoryFile"]
+from everstep.errors import OutOfSpaceError
+from everstep.seams.clock import Clock, SystemClock
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Item, Loss, Traits, check_name
+from everstep.tiers.streams import read_whole
+
+__all__ = ["MemoryFile", "MemoryTier"]
 
 
 class MemoryFile:
@@ -36,3 +43,111 @@ class MemoryFile:
     def close(self) -> None:
         """Nothing to let go of: the memory is there as long as a part of it is in use. The
         same file may be read again, by a resume that chooses once more."""
+
+
+class MemoryTier:
+    """Objects in the memory of this process, within a budget.
+
+    Args:
+        budget_bytes: of all contents together; more is refused. None: no limit.
+        kind: ``"memory"``, or ``"peer"`` where it is another node's that this is held for.
+        survives: of what is asked in vain for more.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        *,
+        kind: str = "memory",
+        survives: frozenset[Loss] = frozenset(),
+        cost: int = 0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._budget_bytes = budget_bytes
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._objects: dict[str, tuple[bytes, float]] = {}
+        self._used_bytes = 0
+        self.traits = Traits(kind, survives, cost)
+
+    @property
+    def url(self) -> str:
+        return f"{self.traits.kind}://"
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all contents together."""
+        return self._used_bytes
+
+    def put(self, name: str, source: ReadFile) -> None:
+        check_name(name)
+        self._check_room(name, source.size_bytes)  # before as much memory is taken
+        data = read_whole(source, name)
+        with self._lock:
+            self._store(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        check_name(name)
+        with self._lock:
+            if name in self._objects:
+                return self._objects[name][0] == data
+            self._store(name, bytes(data))
+            return True
+
+    def open(self, name: str) -> ReadFile:
+        check_name(name)
+        with self._lock:
+            if name not in self._objects:
+                raise FileNotFoundError(f"{self.url}{name}")
+            return MemoryFile([memoryview(self._objects[name][0])])
+
+    def scan(self, prefix: str = "") -> list[Item]:
+        found = {}
+        for item in self.walk(prefix):
+            rest = item.name[len(prefix) + 1 if prefix else 0 :]
+            name = item.name[: len(item.name) - len(rest)] + rest.split("/")[0]
+            found[name] = item if name == item.name else Item(name, None)
+        return sorted(found.values())
+
+    def walk(self, prefix: str = "") -> list[Item]:
+        if prefix:
+            check_name(prefix)
+        under = f"{prefix}/" if prefix else ""
+        with self._lock:
+            return sorted(
+                Item(name, len(data), modified_s)
+                for name, (data, modified_s) in self._objects.items()
+                if name.startswith(under)
+            )
+
+    def delete(self, name: str) -> None:
+        check_name(name)
+        with self._lock:
+            data, _ = self._objects.pop(name, (b"", 0.0))
+            self._used_bytes -= len(data)
+
+    def check(self) -> None:
+        """Memory is always there."""
+
+    def refresh(self) -> None:
+        """There are no credentials."""
+
+    def close(self) -> None:
+        """What is held stays, for whoever has this object."""
+
+    def _store(self, name: str, data: bytes) -> None:
+        self._check_room(name, len(data))
+        before, _ = self._objects.get(name, (b"", 0.0))
+        self._objects[name] = (data, self._clock.unix_s())
+        self._used_bytes += len(data) - len(before)
+
+    def _check_room(self, name: str, size_bytes: int) -> None:
+        before, _ = self._objects.get(name, (b"", 0.0))
+        needed = self._used_bytes - len(before) + size_bytes
+        if self._budget_bytes is not None and needed > self._budget_bytes:
+            raise OutOfSpaceError(
+                f"{needed} bytes are more than the budget of {self._budget_bytes}",
+                tier=self.traits.kind,
+                path=f"{self.url}{name}",
+                hint="give it a larger budget, or keep fewer bases in memory",
+            )

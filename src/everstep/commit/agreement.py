@@ -1,0 +1,367 @@
+"""How the ranks of a job that starts agree on what to restore, as a state machine without I/O.
+
+Rank 0 leads all ranks through the same steps, one after the other; nobody is in the next one
+before all are done with this one::
+
+    offer     take inventory, say what can be read
+    restore   load what rank 0 chose from all offers (what is damaged: choose again)
+    open      open the new timeline on every disk: from now on older processes are fenced off
+    confirm   take inventory once more: is the choice still there, and still the newest?
+              (``adr/004``; if not, choose again, with one more timeline)
+    go        train
+
+Messages may be lost, late, doubled and in any order: commands are numbered, repeated until they
+are answered, and done once. A rank that dies is the launcher's business: it starts the job anew,
+as another session, and nothing that this one has done is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from everstep.commit.cluster import COORDINATOR
+from everstep.commit.lineage import BaseId
+from everstep.commit.messages import Answer, Command, Message
+from everstep.commit.offers import Choice, Needs, Offer, Source, all_ranks, choose
+from everstep.commit.offers_wire import (
+    decode_choice,
+    decode_offer,
+    decode_sources,
+    encode_choice,
+    encode_offer,
+    encode_sources,
+)
+from everstep.errors import RecoveryError
+from everstep.format.records import TimelineRecord
+
+__all__ = [
+    "Agreement",
+    "AgreementOut",
+    "Go",
+    "InventorySeen",
+    "IsSilent",
+    "OpenTimeline",
+    "Opened",
+    "Refuse",
+    "Restore",
+    "Restored",
+    "TakeInventory",
+    "Tell",
+]
+
+_ROUNDS_MAX = 16
+_WIRE = PurePath("message")
+
+
+@dataclass(frozen=True, slots=True)
+class TakeInventory:
+    """Look at what this rank can read; answer with :class:`InventorySeen`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Load what this rank needs of ``choice.base`` (nothing on a fresh start) and check its
+    digests; answer with :class:`Restored`."""
+
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTimeline:
+    """Create, on this rank's disk and durably: the record of the run, those of the timelines of
+    ``choice`` that are missing there, its manifests where they are missing, and last, exclusively,
+    ``record``, the fence. Answer with :class:`Opened`."""
+
+    record: TimelineRecord
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """All ranks have restored ``choice`` and opened ``timeline``: train."""
+
+    timeline: int
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """There is nothing that all ranks can restore, or what was asked for is not there."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class IsSilent:
+    """Rank 0 waits for the answers of ``ranks`` in ``phase``; to be reported."""
+
+    phase: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send ``message`` to ``rank``."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class InventorySeen:
+    """What this rank can read."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The state is loaded, but for files that are damaged: of which rank, and where."""
+
+    damaged: tuple[tuple[int, Source], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Whether the timeline is this session's on this rank's disk; else its number was taken by
+    another start of the job."""
+
+    ours: bool
+
+
+AgreementOut = TakeInventory | Restore | OpenTimeline | Go | Refuse | IsSilent | Tell
+AgreementEvent = InventorySeen | Restored | Opened
+
+RecordOf = Callable[[Choice, int], TimelineRecord]
+"""Makes the record of the timeline of that number; no other session's has the same bytes."""
+
+
+class Agreement:
+    """One rank's part in the start of a job.
+
+    Args:
+        rank, world: of the job that starts.
+        record_of: for rank 0: makes the record of the new timeline.
+        step, needs, fetch: of :func:`everstep.commit.offers.choose`.
+        repeat_s: until what was not answered is said again.
+        silent_s: until ranks that do not answer are reported.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        *,
+        record_of: RecordOf,
+        step: int | None = None,
+        needs: Needs = all_ranks,
+        fetch: bool = True,
+        repeat_s: float = 1.0,
+        silent_s: float = 60.0,
+    ) -> None:
+        self.rank, self.world = rank, world
+        self.over = False  # this rank trains, or was refused
+        self._record_of = record_of
+        self._step, self._needs, self._fetch = step, needs, fetch
+        self._repeat_s, self._silent_s = repeat_s, silent_s
+        # What every rank knows: the command under way, and the answer to the last one.
+        self._at = 0
+        self._phase = ""
+        self._answer: Answer | None = None
+        # What rank 0 knows.
+        self._command: Command | None = None
+        self._answers: dict[int, bytes] = {}
+        self._choice: Choice | None = None
+        self._record: TimelineRecord | None = None
+        self._spoilt: set[tuple[BaseId, int, Source]] = set()
+        self._opened: set[int] = set()
+        self._taken = 0
+        self._rounds = 0
+        self._refusal = ""
+        self._asked_s: float | None = None
+        self._repeated_s = 0.0
+        self._told_silent = False
+
+    def start(self) -> list[AgreementOut]:
+        """Rank 0 begins; the others wait for it."""
+        return self._lead("offer", b"") if self.rank == COORDINATOR else []
+
+    def heard(self, sender: int, message: Message) -> list[AgreementOut]:
+        """A message of this session has come from ``sender``."""
+        if isinstance(message, Command) and sender == COORDINATOR:
+            return self._obey(message)
+        if isinstance(message, Answer) and self.rank == COORDINATOR:
+            return self._on_answer(sender, message)
+        return []
+
+    def done(self, event: AgreementEvent) -> list[AgreementOut]:
+        """What an action has led to."""
+        if isinstance(event, InventorySeen):
+            return self._say(encode_offer(event.offer))
+        if isinstance(event, Restored):
+            return self._say(encode_sources(list(event.damaged)))
+        return self._say(b"ours" if event.ours else b"")
+
+    def tick(self, now_s: float) -> list[AgreementOut]:
+        """Some time has passed: rank 0 repeats what was not answered."""
+        if self._command is None:
+            return []
+        silent = tuple(rank for rank in range(self.world) if rank not in self._answers)
+        if self._asked_s is None:
+            self._asked_s = self._repeated_s = now_s
+        out: list[AgreementOut] = []
+        if now_s - self._repeated_s >= self._repeat_s:
+            self._repeated_s = now_s
+            out += [Tell(rank, self._command) for rank in silent if rank != self.rank]
+        if silent and now_s - self._asked_s >= self._silent_s and not self._told_silent:
+            self._told_silent = True
+            out.append(IsSilent(self._command.phase, silent))
+        return out
+
+    # Every rank.
+
+    def _obey(self, command: Command) -> list[AgreementOut]:
+        if command.number < self._at:
+            return []
+        if command.number == self._at:
+            return [] if self._answer is None else [Tell(COORDINATOR, self._answer)]
+        self._at, self._phase, self._answer = command.number, command.phase, None
+        if command.phase in ("offer", "confirm"):
+            return [TakeInventory()]
+        if command.phase == "restore":
+            return [Restore(decode_choice(command.payload))]
+        if command.phase == "open":
+            choice, record = _split(command.payload)
+            return [OpenTimeline(record, choice)]
+        self.over = True
+        said = self._say(b"")
+        if command.phase == "go":
+            choice, record = _split(command.payload)
+            return [Go(record.timeline, choice), *said]
+        return [Refuse(command.payload.decode("utf-8", "replace")), *said]
+
+    def _say(self, payload: bytes) -> list[AgreementOut]:
+        self._answer = Answer(self._at, payload)
+        if self.rank == COORDINATOR:
+            return self._on_answer(self.rank, self._answer)
+        return [Tell(COORDINATOR, self._answer)]
+
+    # Rank 0.
+
+    def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
+        """Begins the next step on all ranks."""
+        self._command = Command(self._at + 1, phase, payload)
+        self._answers, self._asked_s, self._told_silent = {}, None, False
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        tell: list[AgreementOut] = [Tell(rank, self._command) for rank in others]
+        return tell + self._obey(self._command)
+
+    def _on_answer(self, sender: int, answer: Answer) -> list[AgreementOut]:
+        if self._command is None or answer.number != self._command.number:
+            return []
+        self._answers[sender] = answer.payload
+        if len(self._answers) < self.world:
+            return []
+        return self._next(self._command.phase)
+
+    def _next(self, phase: str) -> list[AgreementOut]:
+        answers = [self._answers[rank] for rank in range(self.world)]
+        if phase == "offer":
+            return self._choose(answers)
+        if phase == "restore":
+            return self._on_restored(answers)
+        if phase == "open":
+            return self._on_opened(answers)
+        if phase == "confirm":
+            return self._on_confirmed(answers)
+        self._command = None  # all ranks know
+        return []
+
+    def _choose(self, answers: Collection[bytes]) -> list[AgreementOut]:
+        self._rounds += 1
+        try:
+            if self._rounds > _ROUNDS_MAX:
+                raise RecoveryError(
+                    "another process keeps deleting the bases that this job chooses, or all of "
+                    "them are damaged",
+                    hint="end the other process that works on this run; everstep verify",
+                )
+            self._choice = self._decide(answers)
+        except RecoveryError as error:
+            # Inventories are not taken at the same moment: while an older start of the job still
+            # commits, what one rank saw another could not see yet. Twice the same is the truth.
+            if str(error) == self._refusal or self._rounds > _ROUNDS_MAX:
+                return self._lead("refuse", str(error).encode("utf-8"))
+            self._refusal = str(error)
+            return self._lead("offer", b"")
+        return self._lead("restore", encode_choice(self._choice))
+
+    def _decide(self, answers: Collection[bytes]) -> Choice:
+        offers = [self._without_ours(decode_offer(answer)) for answer in answers]
+        choice = choose(
+            offers,
+            step=self._step,
+            needs=self._needs,
+            fetch=self._fetch,
+            spoilt=self._spoilt,
+        )
+        return replace(choice, timeline=max(choice.timeline, self._taken + 1))
+
+    def _without_ours(self, offer: Offer) -> Offer:
+        """Timelines that this very start has opened are no history."""
+        timelines = {n: r for n, r in offer.timelines.items() if n not in self._opened}
+        return replace(offer, timelines=timelines)
+
+    def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:
+        assert self._choice is not None
+        damaged = {found for answer in answers for found in decode_sources(answer)}
+        if damaged:
+            assert self._choice.base is not None
+            self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
+            return self._lead("offer", b"")
+        return self._open(self._choice)
+
+    def _open(self, choice: Choice) -> list[AgreementOut]:
+        self._choice, self._record = choice, self._record_of(choice, choice.timeline)
+        return self._lead("open", _join(choice, self._record))
+
+    def _on_opened(self, answers: Collection[bytes]) -> list[AgreementOut]:
+        assert self._choice is not None
+        number = self._choice.timeline
+        self._taken = max(self._taken, number)
+        if not all(answers):  # taken on some disk: the next number, on all of them
+            return self._open(replace(self._choice, timeline=number + 1))
+        self._opened.add(number)
+        return self._lead("confirm", b"")
+
+    def _on_confirmed(self, answers: Collection[bytes]) -> list[AgreementOut]:
+        """Nobody else can commit or delete now: the choice must be what it would be now."""
+        assert self._choice is not None
+        try:
+            now = self._decide(answers)
+        except RecoveryError:
+            return self._lead("offer", b"")
+        if now.base != self._choice.base or now.manifest != self._choice.manifest:
+            return self._lead("offer", b"")
+        if any(number not in self._opened for number in _newer(answers, self._choice.timeline)):
+            return self._lead("offer", b"")
+        assert self._record is not None
+        return self._lead("go", _join(self._choice, self._record))
+
+
+def _newer(answers: Collection[bytes], timeline: int) -> set[int]:
+    """Timelines newer than ``timeline``: another start of the job has overtaken this one."""
+    return {n for answer in answers for n in decode_offer(answer).timelines if n > timeline}
+
+
+def _join(choice: Choice, record: TimelineRecord) -> bytes:
+    data = record.encode()
+    return len(data).to_bytes(4, "little") + data + encode_choice(choice)
+
+
+def _split(payload: bytes) -> tuple[Choice, TimelineRecord]:
+    size = int.from_bytes(payload[:4], "little")
+    record = TimelineRecord.decode(payload[4 : 4 + size], _WIRE)
+    return decode_choice(payload[4 + size :]), record

@@ -1,0 +1,156 @@
+"""Deleting one base from one disk in two steps, as a state machine without I/O (``adr/004``).
+
+::
+
+    start -> CheckFence -> Condemn -> CheckFence -> DeleteFiles -> None (deleted)
+                                          \\-> Lift -> FencedError
+
+A process that resumes opens its timeline first and looks for the condemned mark second: so
+either it sees the mark and chooses another base, or the deleter sees the new timeline and
+lifts the mark again. With several disks each has its mark and its fence, and the same holds
+on each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.machine import CheckFence, FenceSeen
+from everstep.errors import FencedError
+
+__all__ = [
+    "BaseDeletion",
+    "BaseGone",
+    "Condemn",
+    "Condemned",
+    "DeleteFiles",
+    "DeletionAction",
+    "DeletionEvent",
+    "FilesDeleted",
+    "Lift",
+    "Lifted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Condemn:
+    """Rename the manifest, durably, so that no recovery chooses the base; answer with
+    :class:`Condemned`, or :class:`BaseGone`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFiles:
+    """Remove the files, markers first; answer with :class:`FilesDeleted`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lift:
+    """Give the manifest its name back, durably; answer with :class:`Lifted`."""
+
+
+DeletionAction = CheckFence | Condemn | DeleteFiles | Lift
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """The mark is durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesDeleted:
+    """The files are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """The base is whole and there as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseGone:
+    """Somebody else was deleting it, too; ``newest`` is the newest timeline of the run."""
+
+    newest: int
+
+
+DeletionEvent = FenceSeen | Condemned | FilesDeleted | Lifted | BaseGone
+
+
+class _Phase(Enum):
+    NEW = "new"
+    CONDEMNING = "condemning"
+    CONDEMNED = "condemned"
+    DELETING = "deleting"
+    LIFTING = "lifting"
+    OVER = "over"
+
+
+class BaseDeletion:
+    """Deletes one base.
+
+    Args:
+        timeline: of the process that deletes; None for a person at the command line, whom no
+            timeline fences off.
+    """
+
+    def __init__(self, base: BaseId, timeline: int | None) -> None:
+        self.base = base
+        self._timeline = timeline
+        self._phase = _Phase.NEW
+        self._newest = 0
+
+    def start(self) -> DeletionAction:
+        """The first action."""
+        assert self._phase is _Phase.NEW
+        return CheckFence()
+
+    def on(self, event: DeletionEvent) -> DeletionAction | None:
+        """What to do after ``event``; None when the base is gone.
+
+        Raises:
+            FencedError: a newer timeline has begun; the base is whole and there as before, or
+                the process of that timeline, which saw the mark, has deleted it itself.
+        """
+        if isinstance(event, FenceSeen):
+            return self._on_fence(event.newest)
+        if isinstance(event, Condemned):
+            self._advance(_Phase.CONDEMNING, _Phase.CONDEMNED)
+            return CheckFence()
+        if isinstance(event, Lifted):
+            self._advance(_Phase.LIFTING, _Phase.OVER)
+            raise self._fenced()
+        if isinstance(event, BaseGone):
+            self._phase, self._newest = _Phase.OVER, event.newest
+            if self._is_fenced():
+                raise self._fenced()
+            return None
+        self._advance(_Phase.DELETING, _Phase.OVER)
+        return None
+
+    def _on_fence(self, newest: int) -> DeletionAction:
+        self._newest = newest
+        if self._phase is _Phase.NEW:
+            if self._is_fenced():
+                self._phase = _Phase.OVER
+                raise self._fenced()
+            self._advance(_Phase.NEW, _Phase.CONDEMNING)
+            return Condemn()
+        fenced = self._is_fenced()
+        self._advance(_Phase.CONDEMNED, _Phase.LIFTING if fenced else _Phase.DELETING)
+        return Lift() if fenced else DeleteFiles()
+
+    def _is_fenced(self) -> bool:
+        return self._timeline is not None and self._newest > self._timeline
+
+    def _fenced(self) -> FencedError:
+        return FencedError(
+            f"this process writes timeline {self._timeline}, but timeline {self._newest} has "
+            "taken the run over: it may not delete anything",
+            hint="another process resumed this run; end this one, or use another folder",
+        )
+
+    def _advance(self, expected: _Phase, next_phase: _Phase) -> None:
+        assert self._phase is expected, f"{self._phase} where {expected} was expected"
+        self._phase = next_phase

@@ -1,0 +1,390 @@
+"""One rank's part in a timeline of several ranks, as a state machine without I/O.
+
+It takes a base of this rank through :class:`~everstep.commit.machine.BaseCommit`, sees to it that
+every disk gets the manifest, and follows the watermark. Whoever drives it performs each
+:class:`Do` and reports with :meth:`Member.done`, sends what it asks to be sent, hands over what
+arrives, and calls :meth:`Member.tick` every now and then. Messages may be lost, late, doubled and
+in any order; nothing but files counts as durable.
+
+Rank 0 asks and tells (:mod:`everstep.commit.coordinator`). If it is gone, any rank asks for the
+markers itself and writes the manifest to its own disk: what was captured becomes durable
+without rank 0, and only reclamation waits for the next start of the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.commit.cluster import COORDINATOR, Cluster
+from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
+from everstep.commit.lineage import BaseId
+from everstep.commit.machine import Action as CommitAction
+from everstep.commit.machine import (
+    BaseCommit,
+    GatherMarkers,
+    MarkerDurable,
+    MarkersSeen,
+    Phase,
+    WriteMarker,
+)
+from everstep.commit.machine import Event as CommitEvent
+from everstep.commit.messages import (
+    GivenUp,
+    ManifestKept,
+    ManifestTold,
+    MarkersWanted,
+    MarkerTold,
+    Message,
+    ReadBackTold,
+    ReadBackWanted,
+    WatermarkKept,
+    WatermarkTold,
+)
+from everstep.commit.steps import (
+    BasesSeen,
+    Delete,
+    Do,
+    Event,
+    Fenced,
+    GaveUp,
+    IsDurable,
+    IsLate,
+    LookAtBases,
+    Out,
+    Pace,
+    ReadBack,
+    ReadBackDone,
+    Send,
+    WatermarkMoved,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.commit.watermark import Watermark
+from everstep.errors import FencedError
+from everstep.format.header import ShardIdentity
+from everstep.format.records import Manifest, Marker, manifest_of
+
+__all__ = ["Member"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The base that is being committed."""
+
+    commit: BaseCommit
+    markers: dict[int, Marker] = field(default_factory=dict)
+    own: Marker | None = None
+    waiting: bool = False  # for markers or manifest; nothing of it is being done
+    since_s: float | None = None
+    repeated_s: float = 0.0
+    told_late: bool = False
+    given_up: str | None = None
+
+
+class Member:
+    """One rank's part in the commits of one timeline.
+
+    Args:
+        timeline: the one that was opened; every message is of its session, or not handed over.
+        recovered: what the timeline began with; durable on all ranks.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rank: int,
+        timeline: int,
+        *,
+        recovered: BaseId | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self.cluster, self.rank, self.timeline = cluster, rank, timeline
+        self.watermark = Watermark(recovered)
+        self.pace = pace or Pace()
+        self.fenced: FencedError | None = None
+        self.leads = cluster.leader_of(rank) == rank
+        self._flight: _InFlight | None = None
+        self._queue: list[ShardIdentity] = []
+        self._early: dict[BaseId, dict[int, Marker]] = {}
+        self._manifests: dict[BaseId, Manifest] = {}
+        self._given_up: dict[BaseId, str] = {}
+        self._deletions: list[BaseDeletion] = []
+
+    # What drivers call.
+
+    def persist(self, identity: ShardIdentity) -> list[Out]:
+        """A base of this rank has been captured: its turn comes when the one before is over."""
+        if self.fenced:
+            return []
+        self._queue.append(identity)
+        return self._begin()
+
+    def done(self, base: BaseId, event: Event) -> list[Out]:
+        """What an action has led to."""
+        if self.fenced:
+            return []
+        try:
+            return self._done(base, event)
+        except FencedError as error:
+            return self.fence_off(error)
+
+    def fence_off(self, error: FencedError) -> list[Out]:
+        """Whoever carries out has found that a newer timeline has taken the run over."""
+        if self.fenced:
+            return []
+        self.fenced = error
+        return [Fenced(error)]
+
+    def failed(self, base: BaseId, reason: str) -> list[Out]:
+        """Files or marker of ``base`` could not be written, and none of them is left: the marker
+        is not there, durably. What cannot be withdrawn is not reported here: others wait then,
+        and say for whom."""
+        flight = self._flight
+        if self.fenced or flight is None or flight.commit.base != base:
+            return []
+        tell: list[Out] = [
+            Send(rank, GivenUp(base, reason)) for rank in self.cluster.others(self.rank)
+        ]
+        return tell + self._give_up(base, reason)
+
+    def heard(self, sender: int, message: Message) -> list[Out]:
+        """A message of this session has come from ``sender``."""
+        if self.fenced:
+            return []
+        if isinstance(message, MarkerTold):
+            return self._on_marker(sender, message.marker)
+        if isinstance(message, MarkersWanted):
+            return self._on_wanted(sender, message.base)
+        if isinstance(message, ManifestTold):
+            return self._on_manifest(message.manifest)
+        if isinstance(message, GivenUp):
+            return self._on_given_up(message)
+        if isinstance(message, ReadBackWanted):
+            return [Do(message.base, ReadBack())]
+        if isinstance(message, WatermarkTold):
+            return self._on_watermark(message)
+        return []
+
+    def tick(self, now_s: float) -> list[Out]:
+        """Some time has passed: repeats what may have been lost, takes over, reports."""
+        flight = self._flight
+        if self.fenced or flight is None or not flight.waiting:
+            return []
+        base = flight.commit.base
+        if flight.since_s is None:
+            flight.since_s = flight.repeated_s = now_s
+            return []
+        waited_s, out = now_s - flight.since_s, []
+        if now_s - flight.repeated_s >= self.pace.repeat_s:
+            flight.repeated_s = now_s
+            out += self._repeat(flight, taking_over=waited_s >= self.pace.take_over_s)
+        if waited_s >= self.pace.late_s and not flight.told_late:
+            flight.told_late = True
+            missing = tuple(r for r in range(self.cluster.world) if r not in flight.markers)
+            out.append(IsLate(base, missing))
+        return out
+
+    # Commits.
+
+    def _begin(self) -> list[Out]:
+        if self._flight is not None or not self._queue:
+            return []
+        commit = BaseCommit(self._queue.pop(0), leads=self.leads)
+        self._flight = _InFlight(commit, self._early.pop(commit.base, {}))
+        self._early = {base: found for base, found in self._early.items() if base > commit.base}
+        if commit.base in self._given_up:
+            return self._give_up(commit.base, self._given_up[commit.base])
+        return [Do(commit.base, commit.start())]
+
+    def _done(self, base: BaseId, event: Event) -> list[Out]:
+        if isinstance(event, ReadBackDone):
+            if event.newest > self.timeline:
+                raise FencedError(
+                    f"this process writes timeline {self.timeline}, but timeline {event.newest} "
+                    f"has taken the run over, and {base} is gone",
+                    step=base.step,
+                    rank=self.rank,
+                    hint="another process resumed this run; end this one, or use another folder",
+                )
+            return self._on_read_back(base, event.problem)
+        if isinstance(event, BasesSeen):
+            return self._on_bases(event)
+        if isinstance(event, DeletionEvent):
+            deletion = self._deletions[0] if self._deletions else None
+            if deletion is not None and deletion.base == base:
+                return self._go_on_deleting(deletion, deletion.on(event))
+        flight = self._flight
+        if flight is None or flight.commit.base != base:
+            return []
+        if isinstance(event, Withdrawn):
+            return self._give_up(base, flight.given_up or "")
+        if flight.given_up is not None:
+            return [Do(base, Withdraw())]
+        if isinstance(event, MarkersSeen):
+            flight.markers |= event.markers
+            event = MarkersSeen(flight.markers, event.committed)
+        assert isinstance(event, CommitEvent)
+        if isinstance(event, MarkerDurable):
+            assert flight.own is not None
+            flight.markers[self.rank] = flight.own
+        return self._go_on(flight, flight.commit.on(event), told=isinstance(event, MarkerDurable))
+
+    def _go_on(
+        self, flight: _InFlight, action: CommitAction | None, *, told: bool = False
+    ) -> list[Out]:
+        if action is None:
+            return self._committed(flight)
+        flight.waiting = isinstance(action, GatherMarkers)
+        if not flight.waiting:
+            if isinstance(action, WriteMarker):
+                flight.own = action.marker
+            return [Do(flight.commit.base, action)]
+        out: list[Out] = []
+        if told and flight.own is not None:  # rank 0's goes to those who may take over
+            to = self.cluster.leaders if self.rank == COORDINATOR else (COORDINATOR,)
+            out += [Send(rank, MarkerTold(flight.own)) for rank in to if rank != self.rank]
+        if told:  # those who share this disk may be done
+            flight.waiting = False
+            out.append(Do(flight.commit.base, action))
+        return out
+
+    def _feed(self, flight: _InFlight) -> list[Out]:
+        """Markers have come by message."""
+        flight.waiting = False
+        return self._go_on(flight, flight.commit.on(MarkersSeen(flight.markers)))
+
+    def _committed(self, flight: _InFlight) -> list[Out]:
+        base = flight.commit.base
+        manifest = manifest_of(flight.markers)
+        assert manifest is not None, "committed with a marker missing"
+        self._manifests[base] = manifest
+        while len(self._manifests) > 2:
+            del self._manifests[min(self._manifests)]
+        self._flight = None
+        return [IsDurable(base), *self._tell_committed(base, manifest), *self._begin()]
+
+    def _tell_committed(self, base: BaseId, manifest: Manifest) -> list[Out]:
+        """To rank 0, which goes on with the watermark."""
+        return [Send(COORDINATOR, ManifestKept(base))] if self.leads else []
+
+    def _repeat(self, flight: _InFlight, *, taking_over: bool) -> list[Out]:
+        base, out = flight.commit.base, []
+        if flight.own is not None and self.rank != COORDINATOR:
+            out.append(Send(COORDINATOR, MarkerTold(flight.own)))
+        if taking_over or self.rank == COORDINATOR:
+            if taking_over:
+                flight.commit.take_over()
+            out += [
+                Send(rank, MarkersWanted(base))
+                for rank in self.cluster.others(self.rank)
+                if rank not in flight.markers
+            ]
+        flight.waiting = False
+        return [*out, Do(base, GatherMarkers())]
+
+    def _on_marker(self, sender: int, marker: Marker) -> list[Out]:
+        base = BaseId(marker.timeline, marker.step)
+        if marker.rank != sender:
+            return []
+        if answer := self._known(base):
+            return [Send(sender, answer)]
+        flight = self._flight
+        if flight is None or flight.commit.base != base:
+            if base.timeline == self.timeline and base not in self._given_up:
+                self._early.setdefault(base, {})[sender] = marker
+            return []
+        flight.markers[sender] = marker
+        return self._feed(flight) if flight.waiting else []
+
+    def _on_wanted(self, sender: int, base: BaseId) -> list[Out]:
+        if answer := self._known(base):
+            return [Send(sender, answer)]
+        flight = self._flight
+        if flight is not None and flight.commit.base == base and self.rank in flight.markers:
+            return [Send(sender, MarkerTold(flight.markers[self.rank]))]
+        return []
+
+    def _known(self, base: BaseId) -> Message | None:
+        if base in self._manifests:
+            return ManifestTold(self._manifests[base])
+        if base in self._given_up:
+            return GivenUp(base, self._given_up[base])
+        return None
+
+    def _on_manifest(self, manifest: Manifest) -> list[Out]:
+        base = BaseId(manifest.timeline, manifest.step)
+        if base in self._manifests:
+            return self._tell_committed(base, self._manifests[base])
+        flight = self._flight
+        if flight is None or flight.commit.base != base or flight.own is None:
+            return []
+        flight.markers |= {marker.rank: marker for marker in manifest.markers}
+        if not flight.waiting:
+            return []
+        if self.leads:
+            return self._feed(flight)
+        flight.waiting = False
+        return [Do(base, GatherMarkers())]
+
+    def _on_given_up(self, message: GivenUp) -> list[Out]:
+        flight = self._flight
+        if flight is None or flight.commit.base != message.base:
+            if message.base.timeline == self.timeline and message.base not in self._manifests:
+                self._given_up.setdefault(message.base, message.reason)
+            return []
+        if flight.given_up is not None or flight.commit.phase is Phase.COMMITTED:
+            return []
+        flight.given_up = message.reason
+        if not flight.waiting:
+            return []  # when what is being done is done
+        flight.waiting = False
+        return [Do(message.base, Withdraw())]
+
+    def _give_up(self, base: BaseId, reason: str) -> list[Out]:
+        self._given_up[base] = reason
+        self._flight = None
+        return [GaveUp(base, reason), *self._begin()]
+
+    # Reclamation.
+
+    def _on_read_back(self, base: BaseId, problem: str) -> list[Out]:
+        return [Send(COORDINATOR, ReadBackTold(base, problem))]
+
+    def _on_watermark(self, message: WatermarkTold) -> list[Out]:
+        out = self._advance(message.base)
+        if self.leads:
+            return out + self._delete(message.delete)
+        return [*out, *self._keep_watermark(())]
+
+    def _advance(self, base: BaseId) -> list[Out]:
+        if not self.watermark.advance(base):
+            return []
+        return [WatermarkMoved(base, self.watermark.before)]
+
+    def _delete(self, bases: tuple[BaseId, ...]) -> list[Out]:
+        """Deletes from this rank's disk what rank 0 says, but never what is not older than the
+        watermark, whoever says so; then looks at what is left."""
+        watermark = self.watermark.base
+        assert watermark is not None
+        if self._deletions:
+            return []
+        self._deletions = [BaseDeletion(b, self.timeline) for b in bases if b < watermark]
+        if not self._deletions:
+            return [Do(watermark, LookAtBases())]
+        return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
+
+    def _go_on_deleting(self, deletion: BaseDeletion, action: DeletionAction | None) -> list[Out]:
+        if action is not None:
+            return [Do(deletion.base, Delete(action))]
+        del self._deletions[0]
+        if self._deletions:
+            return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
+        assert self.watermark.base is not None
+        return [Do(self.watermark.base, LookAtBases())]
+
+    def _on_bases(self, seen: BasesSeen) -> list[Out]:
+        return self._keep_watermark(seen.committed)
+
+    def _keep_watermark(self, held: tuple[BaseId, ...]) -> list[Out]:
+        assert self.watermark.base is not None
+        return [Send(COORDINATOR, WatermarkKept(self.watermark.base, held))]

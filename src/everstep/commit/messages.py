@@ -1,0 +1,244 @@
+"""What ranks tell each other, and how that is written as bytes.
+
+Every message carries the session: the one start of the job that it belongs to. A process of an
+earlier start that wakes up speaks to nobody: what it says is not of this session (I11).
+Markers and manifests travel in the bytes that they have on disk, with their digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import msgpack
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError, FormatError
+from everstep.format.records import Manifest, Marker
+
+__all__ = [
+    "Answer",
+    "Command",
+    "Envelope",
+    "GivenUp",
+    "ManifestKept",
+    "ManifestTold",
+    "MarkerTold",
+    "MarkersWanted",
+    "Message",
+    "ReadBackTold",
+    "ReadBackWanted",
+    "WatermarkKept",
+    "WatermarkTold",
+    "accept",
+    "decode_message",
+    "encode_message",
+    "plain_base",
+    "to_base",
+]
+
+_WIRE = PurePath("message")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerTold:
+    """The sender's marker is durable."""
+
+    marker: Marker
+
+
+@dataclass(frozen=True, slots=True)
+class MarkersWanted:
+    """The manifest of ``base`` does not come: who has a marker, or the manifest?"""
+
+    base: BaseId
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestTold:
+    """All markers are durable: every disk is to have this manifest."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestKept:
+    """The manifest of ``base`` is durable on the sender's disk."""
+
+    base: BaseId
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The sender has no files of ``base`` and never will: the base will not exist."""
+
+    base: BaseId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBackWanted:
+    """Read your files of ``base`` back: something is to be deleted, and nothing is verified."""
+
+    base: BaseId
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBackTold:
+    """Whether the sender's files of ``base`` are what they should be; empty: they are."""
+
+    base: BaseId
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarkTold:
+    """``base`` is durable on all ranks; ``delete`` is no longer needed."""
+
+    base: BaseId
+    delete: tuple[BaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarkKept:
+    """The sender knows of the watermark ``base``; its disk, if it leads there, holds ``held``."""
+
+    base: BaseId
+    held: tuple[BaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Of an agreement: step ``number`` of it begins."""
+
+    number: int
+    phase: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of an agreement: the sender has done step ``number``."""
+
+    number: int
+    payload: bytes
+
+
+Message = (
+    MarkerTold
+    | MarkersWanted
+    | ManifestTold
+    | ManifestKept
+    | GivenUp
+    | ReadBackWanted
+    | ReadBackTold
+    | WatermarkTold
+    | WatermarkKept
+    | Command
+    | Answer
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message, and who sent it.
+
+    Attributes:
+        session: names one start of the job; no other start has the same.
+    """
+
+    session: str
+    sender: int
+    message: Message
+
+
+def plain_base(base: BaseId) -> list[int]:
+    """A base as plain data."""
+    return [base.timeline, base.step]
+
+
+def to_base(value: Any) -> BaseId:
+    """The base that ``value`` was made of.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
+    timeline, step = value
+    if type(timeline) is not int or type(step) is not int or min(timeline, step) < 0:
+        raise ValueError(f"{value!r} is no base")
+    return BaseId(timeline, step)
+
+
+def _typed(kind: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"{value!r} is no {kind.__name__}")
+        return value
+
+    return check
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_BASE = (plain_base, to_base)
+_BASES = (lambda bases: [plain_base(b) for b in bases], lambda v: tuple(to_base(b) for b in v))
+_TEXT, _NUMBER, _BYTES = (_same, _typed(str)), (_same, _typed(int)), (_same, _typed(bytes))
+_MARKER = (lambda marker: marker.encode(), lambda value: Marker.decode(value, _WIRE))
+_MANIFEST = (lambda manifest: manifest.encode(), lambda value: Manifest.decode(value, _WIRE))
+
+_FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    MarkerTold: {"marker": _MARKER},
+    MarkersWanted: {"base": _BASE},
+    ManifestTold: {"manifest": _MANIFEST},
+    ManifestKept: {"base": _BASE},
+    GivenUp: {"base": _BASE, "reason": _TEXT},
+    ReadBackWanted: {"base": _BASE},
+    ReadBackTold: {"base": _BASE, "problem": _TEXT},
+    WatermarkTold: {"base": _BASE, "delete": _BASES},
+    WatermarkKept: {"base": _BASE, "held": _BASES},
+    Command: {"number": _NUMBER, "phase": _TEXT, "payload": _BYTES},
+    Answer: {"number": _NUMBER, "payload": _BYTES},
+}
+_KINDS = {kind.__name__: kind for kind in _FIELDS}
+
+
+def encode_message(envelope: Envelope) -> bytes:
+    """The bytes of a message."""
+    message = envelope.message
+    fields = _FIELDS[type(message)]
+    values = [pack(getattr(message, name)) for name, (pack, _) in fields.items()]
+    packed = [envelope.session, envelope.sender, type(message).__name__, values]
+    found: bytes = msgpack.packb(packed, use_bin_type=True)
+    return found
+
+
+def decode_message(data: bytes) -> Envelope:
+    """The message that ``data`` is.
+
+    Raises:
+        FormatError: it is none.
+    """
+    try:
+        session, sender, name, values = msgpack.unpackb(data, raw=False)
+        kind = _KINDS[_TEXT[1](name)]
+        unpack = [read for _, read in _FIELDS[kind].values()]
+        message = kind(*(read(value) for read, value in zip(unpack, values, strict=True)))
+        return Envelope(_TEXT[1](session), _NUMBER[1](sender), message)
+    except EverstepError:
+        raise
+    except Exception as error:  # of msgpack, or of a shape that is not ours
+        raise FormatError(f"not a message between ranks: {error!r}") from error
+
+
+def accept(data: bytes, session: str) -> Envelope | None:
+    """The message that ``data`` is, or None: it is of another start of the job.
+
+    Raises:
+        FormatError: it is no message.
+    """
+    envelope = decode_message(data)
+    return envelope if envelope.session == session else None

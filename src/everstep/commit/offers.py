@@ -1,0 +1,367 @@
+"""What each rank can read when a job starts, and what all of them should restore (I7).
+
+Ranks agree on the newest recovery point that *every* rank can read all of, along the history of
+the newest timeline that any of them knows: the newest element of the intersection. TierCheck
+(section 3.3) takes the minimum over the ranks of the newest version of each, which some rank may
+not hold any more, and tells versions by the number of the step, which two timelines may both have.
+
+A decision is a pure function of the offers, as a manifest is of the markers: whoever has all
+offers decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everstep.commit.lineage import BaseId, branches_of, split_by_history
+from everstep.commit.reclaim import TIERS, VOLATILE_TIERS
+from everstep.errors import RecoveryError
+from everstep.format.digests import digest
+from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
+
+__all__ = [
+    "BaseOffer",
+    "Choice",
+    "Needs",
+    "Offer",
+    "Piece",
+    "Source",
+    "all_ranks",
+    "choose",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The files of one rank of a base, as some rank can read them.
+
+    Attributes:
+        marker: whose, and what they have to be.
+        tiers: where they are, of :data:`everstep.commit.reclaim.TIERS`.
+    """
+
+    marker: Marker
+    tiers: tuple[str, ...] = ("disk",)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseOffer:
+    """What one rank can read of a base.
+
+    Attributes:
+        pieces: by the rank that wrote them.
+        manifest: digest of its manifest, where there is one.
+    """
+
+    pieces: Mapping[int, Piece]
+    manifest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """All that one rank can read.
+
+    Attributes:
+        rank: of the job that starts.
+        disk: name of the disk that it writes to.
+        run: id of the run on it; None on an empty disk.
+        next_timeline: the smallest number that nobody has taken there.
+        timelines: their records; None where one is damaged.
+        bases: those that have a manifest, and those that have markers.
+        lost: bases of which there is something that cannot be read.
+    """
+
+    rank: int
+    disk: str
+    run: str | None
+    next_timeline: int
+    timelines: Mapping[int, TimelineRecord | None]
+    bases: Mapping[BaseId, BaseOffer]
+    lost: tuple[BaseId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Source:
+    """A place to read a piece from; the cheapest sorts first.
+
+    Attributes:
+        cost: place of ``tier`` in :data:`everstep.commit.reclaim.TIERS`.
+        rank: of the job that starts: the one that can read it there.
+    """
+
+    cost: int
+    rank: int
+
+    @property
+    def tier(self) -> str:
+        return TIERS[self.cost]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to restore.
+
+    Attributes:
+        base: None: there is nothing, training starts afresh.
+        manifest: of that base.
+        sources: for each rank of the base, where its files are, the cheapest first.
+        complete: manifests of all bases that are durable and whole, to be on every disk.
+        timelines: records of the history, to be on every disk.
+        run: id of the run; None where nobody has one.
+        timeline: the number to open.
+        skipped: ``(base, why)`` of what is newer, or was asked for.
+        unreadable: bases that have a manifest, and that the ranks cannot read all of.
+        durable: every piece of the base is in a tier that survives a power loss.
+    """
+
+    base: BaseId | None
+    manifest: Manifest | None
+    sources: Mapping[int, tuple[Source, ...]]
+    complete: tuple[Manifest, ...]
+    timelines: tuple[TimelineRecord, ...]
+    run: str | None
+    timeline: int
+    skipped: tuple[tuple[BaseId, str], ...] = ()
+    unreadable: tuple[BaseId, ...] = ()
+    durable: bool = False
+
+
+Needs = Callable[[int, Manifest], Collection[int]]
+"""Which ranks' files of a base a rank of the job that starts needs."""
+
+
+def all_ranks(rank: int, manifest: Manifest) -> Collection[int]:
+    """The default: every rank needs all files, as after a change of the layout."""
+    return range(len(manifest.markers))
+
+
+@dataclass(slots=True)
+class _Base:
+    """What is known of one base, over all offers."""
+
+    pieces: dict[int, dict[str, list[tuple[Source, int]]]] = field(default_factory=dict)
+    markers: dict[int, dict[str, Marker]] = field(default_factory=dict)
+    manifests: set[str] = field(default_factory=set)
+    why: str = ""
+
+
+def choose(
+    offers: Sequence[Offer],
+    *,
+    step: int | None = None,
+    needs: Needs = all_ranks,
+    fetch: bool = True,
+    spoilt: Collection[tuple[BaseId, int, Source]] = (),
+) -> Choice:
+    """The newest recovery point that every rank can read.
+
+    Args:
+        offers: one of each rank of the job.
+        step: the newest of this step, in any timeline, those of the history first; 0 with no such
+            base: start afresh.
+        needs: what a rank has to read of a base.
+        fetch: ranks hand each other what they can read.
+        spoilt: pieces that turned out to be damaged: base, its rank, where.
+
+    Raises:
+        RecoveryError: there are bases, and none can be read by all; there is none of ``step``;
+            the disks are of several runs, or have been written apart from each other.
+    """
+    assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
+    run = _run_of(offers)
+    records, apart = _timelines_of(offers)
+    bases = _bases_of(offers, apart, set(spoilt))
+    readable: dict[BaseId, Manifest] = {}
+    for one, known in bases.items():
+        found = _manifest(known)
+        if found is not None and _all_can_read(known, found, offers, needs, fetch):
+            readable[one] = found
+    lost = {base for offer in offers for base in offer.lost}
+    # Not those that are half deleted: where a timeline forked from one, all of its parent counts.
+    whole = {base for base, known in bases.items() if len(known.markers) == _world(known)}
+    branches = branches_of(records, whole | lost)
+    here, elsewhere = split_by_history(readable, branches)
+    chosen = here if step is None else [base for base in here + elsewhere if base.step == step]
+    if not chosen and not _is_fresh(step, bases, whole | lost):
+        raise _nothing(step, bases, lost, here + elsewhere)
+    base = chosen[0] if chosen else None
+    manifest = None if base is None else readable[base]
+    newer = [other for other in bases if base is None or other > base]
+    return Choice(
+        base,
+        manifest,
+        {} if base is None or manifest is None else _sources(bases[base], manifest),
+        tuple(readable[other] for other in sorted(readable) if _is_durable(bases[other])),
+        tuple(record for _, record in sorted(records.items()) if record is not None),
+        run,
+        max(offer.next_timeline for offer in offers),
+        tuple((other, bases[other].why or _why(other, readable)) for other in sorted(newer)),
+        tuple(sorted(b for b in bases if b not in readable and bases[b].manifests)),
+        base is not None and _is_durable(bases[base]),
+    )
+
+
+def _run_of(offers: Sequence[Offer]) -> str | None:
+    runs = {offer.run: offer for offer in offers if offer.run is not None}
+    if len(runs) > 1:
+        where = ", ".join(f"rank {offer.rank}: run {run}" for run, offer in sorted(runs.items()))
+        raise RecoveryError(
+            f"the ranks see different runs ({where})",
+            hint="give every rank the same run folder, or remove those of other runs",
+        )
+    return next(iter(runs), None)
+
+
+def _timelines_of(
+    offers: Sequence[Offer],
+) -> tuple[dict[int, TimelineRecord | None], set[tuple[int, int]]]:
+    """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.
+
+    Two starts that saw none of each other's disks may both have opened a timeline of the same
+    number. One that has no bases was never trained on and does not count.
+
+    Raises:
+        RecoveryError: both have bases: nobody but a person can say which one is meant.
+    """
+    records: dict[int, TimelineRecord | None] = {}
+    apart: set[tuple[int, int]] = set()
+    for number in sorted({number for offer in offers for number in offer.timelines}):
+        kinds: dict[bytes, tuple[TimelineRecord, list[int]]] = {}
+        for offer in offers:
+            record = offer.timelines.get(number)
+            if record is not None:
+                kinds.setdefault(record.encode(), (record, []))[1].append(offer.rank)
+        used = {
+            key
+            for key, (_, ranks) in kinds.items()
+            if any(base.timeline == number for o in offers if o.rank in ranks for base in o.bases)
+        }
+        if len(used) > 1:
+            ranks = " and ".join(str(kinds[key][1]) for key in sorted(used))
+            raise RecoveryError(
+                f"timeline {number} was opened by two starts of the job that knew nothing of each "
+                f"other, and both trained on: the disks of ranks {ranks} differ",
+                hint="start with the hosts of one of them only, and empty the others' run folders",
+            )
+        wins = next(iter(used), None) or (min(kinds) if kinds else None)
+        records[number] = None if wins is None else kinds[wins][0]
+        apart |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}
+    return records, apart
+
+
+def _bases_of(
+    offers: Sequence[Offer],
+    apart: Collection[tuple[int, int]],
+    spoilt: Collection[tuple[BaseId, int, Source]],
+) -> dict[BaseId, _Base]:
+    found: dict[BaseId, _Base] = {}
+    for offer in offers:
+        for base, one in offer.bases.items():
+            if (offer.rank, base.timeline) in apart:
+                continue
+            known = found.setdefault(base, _Base())
+            if one.manifest is not None:
+                known.manifests.add(one.manifest)
+            for rank, piece in one.pieces.items():
+                key = digest(piece.marker.encode())
+                known.markers.setdefault(rank, {})[key] = piece.marker
+                for tier in piece.tiers:
+                    source = Source(TIERS.index(tier), offer.rank)
+                    if (base, rank, source) in spoilt:
+                        known.why = f"the files of rank {rank} are damaged"
+                        continue
+                    places = known.pieces.setdefault(rank, {})
+                    places.setdefault(key, []).append((source, offer.rank))
+    return found
+
+
+def _manifest(known: _Base) -> Manifest | None:
+    """The manifest of a base, or None where files are missing or the ranks contradict each
+    other: what two attempts have left is not mixed."""
+    readable = {rank: known.markers[rank] for rank in known.pieces}
+    if any(len(markers) > 1 for markers in known.markers.values()) or len(known.manifests) > 1:
+        known.why = "the disks contradict each other"
+        return None
+    manifest = manifest_of({rank: next(iter(m.values())) for rank, m in readable.items()})
+    if manifest is None:
+        known.why = known.why or _missing(known)
+    elif known.manifests and known.manifests != {digest(manifest.encode())}:
+        known.why = "its files are not those that its manifest lists"
+        return None
+    return manifest
+
+
+def _world(known: _Base) -> int | None:
+    worlds = {marker.world for markers in known.markers.values() for marker in markers.values()}
+    return worlds.pop() if len(worlds) == 1 else None
+
+
+def _missing(known: _Base) -> str:
+    world = _world(known)
+    if world is None:
+        return "no rank's files can be read"
+    missing = sorted(set(range(world)) - known.pieces.keys())
+    return "the files of rank " + ", ".join(map(str, missing[:8])) + " are missing"
+
+
+def _all_can_read(
+    known: _Base, manifest: Manifest, offers: Sequence[Offer], needs: Needs, fetch: bool
+) -> bool:
+    for offer in offers:
+        for rank in needs(offer.rank, manifest):
+            holders = {holder for places in known.pieces[rank].values() for _, holder in places}
+            if not holders or not (fetch or offer.rank in holders):
+                known.why = f"rank {offer.rank} cannot read the files of rank {rank}"
+                return False
+    return True
+
+
+def _is_durable(known: _Base) -> bool:
+    tiers = (
+        {source.tier for found in places.values() for source, _ in found}
+        for places in known.pieces.values()
+    )
+    return all(not found <= set(VOLATILE_TIERS) for found in tiers)
+
+
+def _sources(known: _Base, manifest: Manifest) -> dict[int, tuple[Source, ...]]:
+    return {
+        marker.rank: tuple(
+            sorted(s for places in known.pieces[marker.rank].values() for s, _ in places)
+        )
+        for marker in manifest.markers
+    }
+
+
+def _is_fresh(
+    step: int | None, bases: Mapping[BaseId, _Base], once_good: Collection[BaseId]
+) -> bool:
+    """Whether starting afresh throws nothing away, or is what was asked for."""
+    if step is not None:
+        return step == 0
+    return not once_good and not any(known.manifests for known in bases.values())
+
+
+def _nothing(
+    step: int | None,
+    bases: Mapping[BaseId, _Base],
+    lost: Iterable[BaseId],
+    readable: Sequence[BaseId],
+) -> RecoveryError:
+    if step is not None:
+        return RecoveryError(
+            f"there is no base of step {step} that every rank can read",
+            step=step,
+            hint="bases there are: " + (", ".join(map(str, readable[:20])) or "none"),
+        )
+    reasons = [f"  {base}: {known.why}" for base, known in sorted(bases.items(), reverse=True)]
+    reasons += [f"  {base}: its records are damaged" for base in sorted(set(lost) - bases.keys())]
+    return RecoveryError(
+        "there are bases, but none that every rank can read:\n" + "\n".join(reasons),
+        hint="start with the hosts that have the missing files; resume(step=0) starts from scratch",
+    )
+
+
+def _why(base: BaseId, readable: Collection[BaseId]) -> str:
+    return "not in the history of the newest timeline" if base in readable else "not readable"

@@ -1,0 +1,152 @@
+"""Offers and choices as bytes: records as they are on disk, the rest as MessagePack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+import msgpack
+
+from everstep.commit.messages import plain_base, to_base
+from everstep.commit.offers import BaseOffer, Choice, Offer, Piece, Source
+from everstep.commit.reclaim import TIERS
+from everstep.errors import EverstepError, FormatError
+from everstep.format.records import Manifest, Marker, TimelineRecord
+
+__all__ = [
+    "decode_choice",
+    "decode_offer",
+    "decode_sources",
+    "encode_choice",
+    "encode_offer",
+    "encode_sources",
+]
+
+_WIRE = PurePath("message")
+_T = TypeVar("_T")
+
+
+def encode_offer(offer: Offer) -> bytes:
+    """The bytes of an offer."""
+    bases = [
+        [
+            plain_base(base),
+            [[piece.marker.encode(), list(piece.tiers)] for piece in one.pieces.values()],
+            one.manifest,
+        ]
+        for base, one in offer.bases.items()
+    ]
+    timelines = [[n, None if r is None else r.encode()] for n, r in offer.timelines.items()]
+    lost = [plain_base(base) for base in offer.lost]
+    return _pack([offer.rank, offer.disk, offer.run, offer.next_timeline, timelines, bases, lost])
+
+
+def decode_offer(data: bytes) -> Offer:
+    """The offer that ``data`` is.
+
+    Raises:
+        FormatError: it is none.
+    """
+    return _unpack(data, _offer)
+
+
+def encode_choice(choice: Choice) -> bytes:
+    """The bytes of a choice."""
+    sources = [[rank, _plain_sources(found)] for rank, found in choice.sources.items()]
+    return _pack(
+        [
+            None if choice.base is None else plain_base(choice.base),
+            None if choice.manifest is None else choice.manifest.encode(),
+            sources,
+            [manifest.encode() for manifest in choice.complete],
+            [record.encode() for record in choice.timelines],
+            choice.run,
+            choice.timeline,
+            [[plain_base(base), why] for base, why in choice.skipped],
+            [plain_base(base) for base in choice.unreadable],
+            choice.durable,
+        ]
+    )
+
+
+def decode_choice(data: bytes) -> Choice:
+    """The choice that ``data`` is.
+
+    Raises:
+        FormatError: it is none.
+    """
+    return _unpack(data, _choice)
+
+
+def encode_sources(sources: list[tuple[int, Source]]) -> bytes:
+    """Bytes for files that a rank found damaged: of which rank, and where."""
+    return _pack([[rank, source.cost, source.rank] for rank, source in sources])
+
+
+def decode_sources(data: bytes) -> list[tuple[int, Source]]:
+    """What :func:`encode_sources` wrote.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    return _unpack(
+        data, lambda found: [(int(r), Source(int(cost), int(at))) for r, cost, at in found]
+    )
+
+
+def _offer(found: Any) -> Offer:
+    rank, disk, run, next_timeline, timelines, bases, lost = found
+    return Offer(
+        int(rank),
+        str(disk),
+        None if run is None else str(run),
+        int(next_timeline),
+        {int(n): None if r is None else TimelineRecord.decode(r, _WIRE) for n, r in timelines},
+        {to_base(base): _base_offer(pieces, manifest) for base, pieces, manifest in bases},
+        tuple(to_base(base) for base in lost),
+    )
+
+
+def _base_offer(pieces: Any, manifest: Any) -> BaseOffer:
+    found = {}
+    for data, tiers in pieces:
+        marker = Marker.decode(data, _WIRE)
+        if not set(tiers) <= set(TIERS):
+            raise ValueError(f"{tiers!r} are no tiers")
+        found[marker.rank] = Piece(marker, tuple(tiers))
+    return BaseOffer(found, None if manifest is None else str(manifest))
+
+
+def _choice(found: Any) -> Choice:
+    base, manifest, sources, complete, timelines, run, timeline, skipped, unreadable, safe = found
+    return Choice(
+        None if base is None else to_base(base),
+        None if manifest is None else Manifest.decode(manifest, _WIRE),
+        {int(rank): tuple(Source(int(c), int(r)) for c, r in places) for rank, places in sources},
+        tuple(Manifest.decode(data, _WIRE) for data in complete),
+        tuple(TimelineRecord.decode(data, _WIRE) for data in timelines),
+        None if run is None else str(run),
+        int(timeline),
+        tuple((to_base(one), str(why)) for one, why in skipped),
+        tuple(to_base(one) for one in unreadable),
+        bool(safe),
+    )
+
+
+def _plain_sources(sources: tuple[Source, ...]) -> list[list[int]]:
+    return [[source.cost, source.rank] for source in sources]
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def _unpack(data: bytes, make: Callable[[Any], _T]) -> _T:
+    try:
+        return make(msgpack.unpackb(data, raw=False))
+    except EverstepError:
+        raise
+    except Exception as error:  # of msgpack, or of a shape that is not ours
+        raise FormatError(f"not what ranks tell each other at a start: {error!r}") from error

@@ -1,0 +1,202 @@
+"""What one rank's keeper does on its disk for the commits of several ranks.
+
+The decisions are in :mod:`everstep.commit.member`; here they are carried out, one at a time, and
+each is an operation (or a few) that a crash may interrupt anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.machine import (
+    CheckFence,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.steps import (
+    BasesSeen,
+    Delete,
+    Do,
+    Event,
+    LookAtBases,
+    ReadBack,
+    ReadBackDone,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.errors import EverstepError, FencedError
+from everstep.format.names import (
+    MANIFEST,
+    TEMPORARY_SUFFIX,
+    base_dir,
+    marker_name,
+    parse_marker,
+    parse_shard,
+)
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import FileRecord, Manifest, Marker
+from everstep.keeper.retain import delete_files, perform_deletion
+from everstep.recover.ranks import keep_manifest
+from everstep.recover.scan import newest_timeline, scan_run
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.disk import remove_if_there, temporary, write_durably
+
+__all__ = ["RankDisk"]
+
+WriteShards = Callable[[BaseId], tuple[FileRecord, ...]]
+"""Writes this rank's files of a base, so that they have their names, durably."""
+
+ReadShards = Callable[[BaseId], str]
+"""Reads this rank's files of a base back; says what is wrong, or nothing."""
+
+
+class RankDisk:
+    """One rank's disk.
+
+    Args:
+        unique: makes the temporary names this process's own.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        rank: int,
+        *,
+        write_shards: WriteShards,
+        read_shards: ReadShards,
+        unique: str,
+    ) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._rank = rank
+        self._write_shards = write_shards
+        self._read_shards = read_shards
+        self._unique = unique
+
+    def perform(self, do: Do) -> Event:
+        """Does what a :class:`~everstep.commit.member.Member` asks for.
+
+        Raises:
+            FencedError: a newer timeline has swept the base up.
+            OSError, EverstepError: of the disk. Where files or a marker could not be written,
+                :meth:`withdraw` removes what there is.
+        """
+        action, base = do.action, do.base
+        directory = base_dir(self._run, base.timeline, base.step)
+        if isinstance(action, CheckFence):
+            return FenceSeen(newest_timeline(self._filesystem, self._run))
+        if isinstance(action, WriteFiles):
+            return FilesDurable(self._write_shards(base))
+        if isinstance(action, WriteMarker):
+            path = directory / marker_name(self._rank)
+            write_durably(self._filesystem, path, action.marker.encode())
+            return MarkerDurable()
+        if isinstance(action, GatherMarkers):
+            return self._markers(directory)
+        if isinstance(action, WriteManifest):
+            return self._write_manifest(base, directory, action.manifest)
+        if isinstance(action, Delete):
+            return perform_deletion(self._filesystem, self._run, directory, action.action, None)
+        if isinstance(action, Withdraw):
+            self.withdraw(base)
+            return Withdrawn()
+        if isinstance(action, ReadBack):
+            problem = self._read_shards(base)
+            newest = newest_timeline(self._filesystem, self._run) if problem else 0
+            return ReadBackDone(problem, newest)
+        assert isinstance(action, LookAtBases)
+        inventory = scan_run(self._filesystem, self._run)
+        committed = tuple(found.id for found in inventory.bases if found.status == "committed")
+        return BasesSeen(committed, inventory.branches)
+
+    def withdraw(self, base: BaseId) -> None:
+        """Removes this rank's marker, durably, and then its files: what is left of a base that
+        will not exist."""
+        filesystem = self._filesystem
+        directory = base_dir(self._run, base.timeline, base.step)
+        try:
+            names = [entry.name for entry in filesystem.scan(directory)]
+        except FileNotFoundError:
+            return
+        marker = directory / marker_name(self._rank)
+        remove_if_there(filesystem, marker)
+        remove_if_there(filesystem, temporary(marker))
+        filesystem.sync_dir(directory)
+        for name in names:
+            shard = parse_shard(name.removesuffix(TEMPORARY_SUFFIX))
+            if shard is not None and shard[0] == self._rank:
+                remove_if_there(filesystem, directory / name)
+
+    def sweep(self, timeline: int, *, spare: BaseId | None) -> None:
+        """Removes what older timelines have left unfinished on this disk, when every rank trains.
+
+        Whatever was whole over all disks has its manifest here by then (``open_on_disk``).
+
+        Args:
+            timeline: the one that was opened.
+            spare: what it began with, if that is not durable: the parts that are on disks may
+                be needed until the next base is.
+
+        Raises:
+            FencedError: a newer timeline has begun.
+        """
+        for found in scan_run(self._filesystem, self._run).bases:
+            unfinished = found.status in ("incomplete", "condemned")
+            if unfinished and found.id.timeline < timeline and found.id != spare:
+                if newest_timeline(self._filesystem, self._run) > timeline:
+                    raise self._fenced(found.id)
+                delete_files(self._filesystem, found, None)
+
+    def _write_manifest(self, base: BaseId, directory: PurePath, manifest: Manifest) -> Event:
+        """Only beside this rank's own marker: where that is gone, a newer timeline has swept up,
+        and what is made here now must count for nothing."""
+        marker = marker_name(self._rank)
+        try:
+            if marker in {entry.name for entry in self._filesystem.scan(directory)}:
+                keep_manifest(self._filesystem, self._run, manifest, self._unique, make=False)
+                if marker in {entry.name for entry in self._filesystem.scan(directory)}:
+                    return ManifestDurable()
+        except FileNotFoundError:
+            pass
+        raise self._fenced(base)
+
+    def _fenced(self, base: BaseId) -> FencedError:
+        newest = newest_timeline(self._filesystem, self._run)
+        return FencedError(
+            f"{base} is swept up: timeline {newest} has taken the run over",
+            step=base.step,
+            rank=self._rank,
+            path=self._run,
+            hint="another process resumed this run; end this one, or use another folder",
+        )
+
+    def _markers(self, directory: PurePath) -> MarkersSeen:
+        filesystem = self._filesystem
+        try:
+            names = {entry.name for entry in filesystem.scan(directory)}
+        except FileNotFoundError:
+            return MarkersSeen({})
+        try:
+            if MANIFEST in names:
+                path = directory / MANIFEST
+                manifest = Manifest.decode(read_record_bytes(filesystem, path), path)
+                filesystem.sync_dir(directory)  # whoever wrote it may not have got so far
+                return MarkersSeen({m.rank: m for m in manifest.markers}, committed=True)
+            found = {}
+            for name in sorted(names):
+                if (rank := parse_marker(name)) is not None:
+                    path = directory / name
+                    found[rank] = Marker.decode(read_record_bytes(filesystem, path), path)
+            return MarkersSeen(found)
+        except (FileNotFoundError, EverstepError):  # gone meanwhile, or damaged: not there
+            return MarkersSeen({})

@@ -1,0 +1,198 @@
+"""A run on disk together with its copies elsewhere, as one file system to resume from.
+
+What is on the disk is read there; what is only in a copy is read from it; a listing shows both. So
+a machine that has lost its disk, and one that never had it, resume by the same code as any
+other, straight from the store into memory.
+
+Two records are made in every place or not at all, the copies first: that of the run, and those of
+its timelines. They are what keeps two processes apart (I11), also where these two have never had a
+disk in common. Nothing else is written to a copy but a manifest that its markers yield.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from everstep.errors import ForeignDirectoryError, StorageError
+from everstep.format.names import MANIFEST, RUN_RECORD, TEMPORARY_SUFFIX, TIMELINE_RECORD
+from everstep.format.reader import read_record_bytes
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.tiers.contract import Tier
+from everstep.tiers.disk import temporary
+from everstep.tiers.files import TierFileSystem
+from everstep.tiers.streams import read_record
+
+__all__ = ["RunWithCopies", "has_copy"]
+
+_EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
+
+
+class RunWithCopies:
+    """Implements :class:`everstep.seams.filesystem.FileSystem` on a disk and tiers.
+
+    Args:
+        run: the run folder on ``local``.
+        tiers: the copies; the cheapest is read first.
+    """
+
+    def __init__(self, local: FileSystem, run: PurePath, tiers: Sequence[Tier]) -> None:
+        self._local = local
+        self._run = run
+        self._tiers = sorted(tiers, key=lambda tier: tier.traits.cost)
+        self._copies = [TierFileSystem(tier, run) for tier in self._tiers]
+        self._read_from: dict[PurePath, Tier] = {}
+        self._staged: dict[PurePath, _Staged] = {}
+        self._distrusted: set[PurePath] = set()
+
+    def source_of(self, directory: PurePath) -> str | None:
+        """Kind of the tier from which a file of this directory was read; None: it was none."""
+        kinds = [t.traits.kind for path, t in self._read_from.items() if path.parent == directory]
+        return kinds[0] if kinds else None
+
+    def check_run(self, run_id_record: bytes) -> None:
+        """Looks whether the copies are of this run.
+
+        Raises:
+            ForeignDirectoryError: one of them is of another.
+        """
+        for tier in self._tiers:
+            try:
+                file = tier.open(RUN_RECORD)
+            except FileNotFoundError:
+                continue
+            with contextlib.closing(file):
+                same = read_record(file, RUN_RECORD) == run_id_record
+            if not same:
+                raise ForeignDirectoryError(
+                    f"{tier.url} holds copies of another run than {self._run}",
+                    tier=tier.traits.kind,
+                    path=tier.url,
+                    hint="give each run a place of its own",
+                )
+
+    def distrust(self, directory: PurePath) -> bool:
+        """From now on files of this directory are read from a copy that has them, for what the
+        disk holds is damaged. False if that is so already, or if there is no copy."""
+        if directory in self._distrusted or not any(copy.scan(directory) for copy in self._copies):
+            return False
+        self._distrusted.add(directory)
+        return True
+
+    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        if path.parent not in self._distrusted:
+            try:
+                return self._local.open(path, direct=direct)
+            except FileNotFoundError:
+                if not self._inside(path):
+                    raise
+        for tier, copy in zip(self._tiers, self._copies, strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                file = copy.open(path)
+                self._read_from[path] = tier
+                return file
+        return self._local.open(path, direct=direct)  # perhaps raises what it raised
+
+    def scan(self, path: PurePath) -> list[DirEntry]:
+        places = [self._local, *(self._copies if self._inside(path) or path == self._run else [])]
+        found: dict[str, DirEntry] = {}
+        missing: FileNotFoundError | None = None
+        for place in places:
+            try:
+                for entry in place.scan(path):
+                    found.setdefault(entry.name, entry)
+            except FileNotFoundError as error:
+                missing = error
+        if not found and missing is not None:
+            raise missing
+        return [found[name] for name in sorted(found)]
+
+    def link(self, source: PurePath, target: PurePath) -> None:
+        if target.name in _EXCLUSIVE and self._inside(target):
+            data = read_record_bytes(self._local, source)
+            for tier in self._tiers:
+                if not tier.create(self._name(target), data):
+                    raise FileExistsError(f"{tier.url}/{self._name(target)}")
+        self._local.link(source, target)
+
+    def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
+        try:
+            return self._local.create(path, direct=direct)
+        except FileNotFoundError:
+            target = path.with_name(path.name.removesuffix(TEMPORARY_SUFFIX))
+            if target.name != MANIFEST or path != temporary(target) or not self._inside(path):
+                raise
+        self._staged[path] = _Staged()
+        return self._staged[path]
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        staged = self._staged.pop(source, None)
+        if staged is None:
+            self._local.rename(source, target)
+            return
+        name = self._name(target)
+        for tier, copy in zip(self._tiers, self._copies, strict=True):
+            if not copy.scan(target.parent):
+                continue  # this base is in another tier
+            if not tier.create(name, bytes(staged.data)):
+                raise StorageError(
+                    f"{tier.url}/{name} is not the manifest that the markers beside it yield",
+                    tier=tier.traits.kind,
+                    path=f"{tier.url}/{name}",
+                    hint="another process has written there",
+                )
+
+    def sync_dir(self, path: PurePath) -> None:
+        try:
+            self._local.sync_dir(path)
+        except FileNotFoundError:
+            if not self._inside(path):
+                raise
+            if not self.scan(path):  # in a copy it is durable
+                raise
+
+    def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
+        return self._local.reuse(path, direct=direct)
+
+    def unlink(self, path: PurePath) -> None:
+        self._local.unlink(path)
+
+    def make_dir(self, path: PurePath) -> None:
+        self._local.make_dir(path)
+
+    def remove_dir(self, path: PurePath) -> None:
+        self._local.remove_dir(path)
+
+    def free_bytes(self, path: PurePath) -> int:
+        return self._local.free_bytes(path)
+
+    def _inside(self, path: PurePath) -> bool:
+        return self._run in path.parents
+
+    def _name(self, path: PurePath) -> str:
+        return path.relative_to(self._run).as_posix()
+
+
+def has_copy(filesystem: FileSystem, directory: PurePath) -> bool:
+    """Whether what is damaged on the disk may be read once more, from a copy."""
+    return isinstance(filesystem, RunWithCopies) and filesystem.distrust(directory)
+
+
+class _Staged:
+    """A small file that is to become an object."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        self.data[offset : offset + data.nbytes] = data
+
+    def reserve(self, size_bytes: int) -> None: ...
+
+    def truncate(self, size_bytes: int) -> None:
+        del self.data[size_bytes:]
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,140 @@
+"""What the checks of tiers are made of: sources, some of which break, and work done at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Tier
+from everstep.tiers.memory import MemoryFile
+from everstep.tiers.streams import read_whole
+
+__all__ = [
+    "WRITERS",
+    "BrokenError",
+    "BrokenSource",
+    "ShortSource",
+    "at_once",
+    "bytes_of",
+    "creating",
+    "raised_by",
+    "read_object",
+    "read_or_none",
+    "read_range",
+    "source_of",
+]
+
+WRITERS = 8
+"""How many write at once."""
+
+_T = TypeVar("_T")
+_TIMEOUT_S = 60.0
+
+
+class BrokenError(Exception):
+    """Of a source, not of a tier."""
+
+
+class BrokenSource:
+    """A source that breaks behind its middle."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        if offset + buffer.nbytes > self.size_bytes // 2:
+            raise BrokenError
+        return buffer.nbytes
+
+    def close(self) -> None: ...
+
+
+class ShortSource:
+    """A source that ends at its middle."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        return max(0, min(buffer.nbytes, self.size_bytes // 2 - offset))
+
+    def close(self) -> None: ...
+
+
+def bytes_of(size: int, seed: int = 0) -> bytes:
+    """Bytes of which no two ranges are alike."""
+    words = -(-size // 8)
+    start = (seed + 1) << 40
+    return b"".join((start + n).to_bytes(8, "big") for n in range(words))[:size]
+
+
+def source_of(data: bytes) -> ReadFile:
+    """A source of these bytes."""
+    return MemoryFile([memoryview(data)])
+
+
+def read_object(tier: Tier, name: str) -> bytes:
+    """All bytes of an object."""
+    file = tier.open(name)
+    try:
+        return read_whole(file, name)
+    finally:
+        file.close()
+
+
+def read_or_none(tier: Tier, name: str) -> bytes | None:
+    """The same; None: it is not there."""
+    try:
+        return read_object(tier, name)
+    except FileNotFoundError:
+        return None
+
+
+def read_range(file: ReadFile, begin: int, length: int) -> bytes:
+    """So many bytes from an offset on, or as many as there are."""
+    buffer = bytearray(length)
+    got = file.read_into(memoryview(buffer), begin)
+    return bytes(buffer[:got])
+
+
+def raised_by(call: Callable[[], object]) -> BaseException | None:
+    """What a call raises, if it does."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def creating(tiers: list[Tier], name: str, start: threading.Barrier) -> Callable[[int], bool]:
+    """A writer that creates one name, when all others are ready to, too."""
+
+    def create(number: int) -> bool:
+        start.wait(_TIMEOUT_S)
+        return tiers[number].create(name, f"writer {number}".encode())
+
+    return create
+
+
+def at_once(work: Callable[[int], _T]) -> list[_T]:
+    """What ``work(0)`` to ``work(7)`` return, run in threads at the same time."""
+    results: dict[int, _T] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_TIMEOUT_S)
+    if errors:
+        raise errors[0]
+    assert len(results) == WRITERS, f"{WRITERS - len(results)} writers hang"
+    return [results[number] for number in range(WRITERS)]

@@ -1,0 +1,326 @@
+"""A tier on which everything goes wrong that goes wrong with object stores.
+
+:class:`FaultyTier` stands before another tier and lets :class:`TierFault`\\ s happen at numbered
+operations, deterministically: the same calls and faults give the same story, and
+:meth:`FaultyTier.seeded` draws faults from a seed. Behind a
+:class:`~everstep.tiers.retry.RetryingTier` it must keep the contract all the same
+(:mod:`everstep.testing.conformance`), with the faults that are named ``SURVIVED``.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from everstep.errors import PermissionDeniedError, UnreachableError
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Item, Tier, Traits
+from everstep.tiers.memory import MemoryFile
+from everstep.tiers.streams import read_whole
+
+__all__ = ["SURVIVED", "FaultKind", "FaultyTier", "TierFault"]
+
+FaultKind = Literal[
+    "unavailable",
+    "timeout",
+    "lost_answer",
+    "lost_put",
+    "duplicate",
+    "late_duplicate",
+    "truncated",
+    "expired",
+    "stale_list",
+    "skewed_clock",
+]
+"""What can go wrong:
+
+``unavailable``     status 500: nothing is done
+``timeout``         no answer, nothing is done
+``lost_answer``     it is done, but the answer never comes
+``lost_put``        it is not done, and the answer says that it is
+``duplicate``       the request arrives twice
+``late_duplicate``  and the second time only before the next operation
+``truncated``       a read ends early
+``expired``         the credentials have expired, until they are refreshed
+``stale_list``      a listing as it was before the last change
+``skewed_clock``    the times in listings are a day off
+"""
+
+SURVIVED: tuple[FaultKind, ...] = (
+    "unavailable",
+    "timeout",
+    "lost_answer",
+    "lost_put",
+    "duplicate",
+    "late_duplicate",
+    "truncated",
+    "expired",
+    "skewed_clock",
+)
+"""Behind retries nobody notices these. A stale listing nobody can tell from a true one: it is for
+those who read listings to bear it."""
+
+_ON = {
+    "lost_answer": ("put", "create", "delete"),
+    "lost_put": ("put", "create"),
+    "duplicate": ("put", "create", "delete"),
+    "late_duplicate": ("put", "create"),
+    "truncated": ("read",),
+    "stale_list": ("scan", "walk"),
+    "skewed_clock": ("scan", "walk"),
+}
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierFault:
+    """Something that goes wrong.
+
+    Attributes:
+        at: the first operation (from 1) that it may act on.
+        count: how many operations that it can act on it does act on.
+        name: acts only on names that begin so.
+    """
+
+    kind: FaultKind
+    at: int = 1
+    count: int = 1
+    name: str = ""
+
+
+class FaultyTier:
+    """Another tier, with faults.
+
+    Args:
+        later: a fault that cannot act on operation ``at`` acts on the next that it can.
+
+    Attributes:
+        log: every operation, in words, with the fault that acted on it.
+    """
+
+    def __init__(
+        self, inner: Tier, faults: Sequence[TierFault] = (), *, later: bool = True
+    ) -> None:
+        self._inner = inner
+        self._faults = list(faults)
+        self._later = later
+        self._lock = threading.RLock()
+        self._expired = False
+        self._late: list[tuple[str, str, bytes]] = []
+        self._before: list[Item] = []
+        self.log: list[str] = []
+
+    @classmethod
+    def seeded(
+        cls,
+        inner: Tier,
+        seed: int,
+        *,
+        kinds: Sequence[FaultKind] = SURVIVED,
+        share: float = 0.3,
+        operations: int = 2000,
+    ) -> FaultyTier:
+        """Faults on about ``share`` of the first operations, drawn from ``seed``; never more
+        than two of them in a row."""
+        drawn = random.Random(seed)
+        faults, row = [], 0
+        for number in range(1, operations + 1):
+            row = row + 1 if row < 2 and drawn.random() < share else 0
+            if row:
+                faults.append(TierFault(drawn.choice(list(kinds)), at=number))
+        return cls(inner, faults, later=False)
+
+    @property
+    def traits(self) -> Traits:
+        stale = any(fault.kind == "stale_list" for fault in self._faults)
+        inner = self._inner.traits
+        return replace(inner, consistent=False) if stale else inner
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def put(self, name: str, source: ReadFile) -> None:
+        with self._operation("put", name) as kind:
+            if kind is None:
+                self._inner.put(name, source)
+                return
+            data = read_whole(source, name)  # so that it can be there twice
+            self._write("put", kind, name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        with self._operation("create", name) as kind:
+            return self._write("create", kind, name, bytes(data))
+
+    def open(self, name: str) -> ReadFile:
+        with self._operation("open", name):
+            return _FaultyFile(self, name, self._inner.open(name))
+
+    def scan(self, prefix: str = "") -> list[Item]:
+        with self._operation("scan", prefix) as kind:
+            if kind == "stale_list":
+                return _directly(self._before, prefix)
+            return _shown(kind, self._inner.scan(prefix))
+
+    def walk(self, prefix: str = "") -> list[Item]:
+        with self._operation("walk", prefix) as kind:
+            if kind == "stale_list":
+                under = f"{prefix}/" if prefix else ""
+                return [item for item in self._before if item.name.startswith(under)]
+            return _shown(kind, self._inner.walk(prefix))
+
+    def delete(self, name: str) -> None:
+        with self._operation("delete", name) as kind:
+            self._change()
+            self._inner.delete(name)
+            if kind == "duplicate":
+                self._inner.delete(name)
+            if kind == "lost_answer":
+                raise self._unreachable("no answer in time", name)
+
+    def check(self) -> None:
+        with self._operation("check", ""):
+            self._inner.check()
+
+    def refresh(self) -> None:
+        """New credentials: they are valid."""
+        self._expired = False
+        self._inner.refresh()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def read(self, name: str, file: ReadFile, buffer: memoryview, offset: int) -> int:
+        """Reads from an open file; a cut-off read has half of what it should have."""
+        with self._operation("read", name) as kind:
+            got = file.read_into(buffer, offset)
+            if kind == "truncated":
+                buffer[got // 2 : got] = bytes(got - got // 2)
+                return got // 2
+            return got
+
+    def _write(self, op: str, kind: FaultKind | None, name: str, data: bytes) -> bool:
+        self._change()
+        if kind == "lost_put":
+            return True
+        done = self._apply(op, name, data)
+        if kind == "duplicate":
+            self._apply(op, name, data)
+        if kind == "late_duplicate":
+            self._late.append((op, name, data))
+        if kind == "lost_answer":
+            raise self._unreachable("no answer in time", name)
+        return done
+
+    def _apply(self, op: str, name: str, data: bytes) -> bool:
+        if op == "create":
+            return self._inner.create(name, data)
+        self._inner.put(name, MemoryFile([memoryview(data)]))
+        return True
+
+    def _change(self) -> None:
+        """Remembers how listings are before a change."""
+        if any(fault.kind == "stale_list" for fault in self._faults):
+            self._before = self._inner.walk()
+
+    def _operation(self, op: str, name: str) -> _Operation:
+        return _Operation(self, op, name)
+
+    def begin(self, op: str, name: str) -> FaultKind | None:
+        """The fault that acts on the next operation; those that stop it are raised."""
+        late, self._late = self._late, []
+        for what, where, data in late:
+            self._apply(what, where, data)
+        fault = self._next(op, name)
+        self.log.append(f"{len(self.log) + 1} {op} {name} {fault.kind if fault else ''}".rstrip())
+        if fault is not None and fault.kind == "expired":
+            self._expired = True
+        if self._expired:
+            raise PermissionDeniedError(
+                f"could not {op} {name}: the credentials have expired (ExpiredToken)",
+                tier=self.traits.kind,
+                path=f"{self.url}/{name}",
+                hint="look whether they are still valid",
+            )
+        if fault is None:
+            return None
+        if fault.kind == "unavailable":
+            raise self._unreachable("status 500 InternalError", name)
+        if fault.kind == "timeout":
+            raise self._unreachable("no answer in time", name)
+        return fault.kind
+
+    def _next(self, op: str, name: str) -> TierFault | None:
+        number = len(self.log) + 1
+        for place, fault in enumerate(self._faults):
+            if number < fault.at or (not self._later and number != fault.at):
+                continue
+            if op in _ON.get(fault.kind, (op,)) and name.startswith(fault.name):
+                if fault.count > 1:
+                    self._faults[place] = replace(fault, count=fault.count - 1)
+                elif fault.kind == "stale_list":  # listings stay what they are: not consistent
+                    self._faults[place] = replace(fault, at=1 << 60)
+                else:
+                    del self._faults[place]
+                return fault
+        return None
+
+    def _unreachable(self, said: str, name: str) -> UnreachableError:
+        return UnreachableError(
+            f"could not reach {name or 'it'}: {said}",
+            tier=self.traits.kind,
+            path=f"{self.url}/{name}",
+            hint="look at the store",
+        )
+
+
+class _Operation:
+    """One operation at a time: the story is the same each time."""
+
+    def __init__(self, tier: FaultyTier, op: str, name: str) -> None:
+        self._tier, self._op, self._name = tier, op, name
+
+    def __enter__(self) -> FaultKind | None:
+        self._tier._lock.acquire()
+        try:
+            return self._tier.begin(self._op, self._name)
+        except BaseException:
+            self._tier._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._tier._lock.release()
+
+
+class _FaultyFile:
+    def __init__(self, tier: FaultyTier, name: str, file: ReadFile) -> None:
+        self._tier, self._name, self._file = tier, name, file
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        return self._tier.read(self._name, self._file, buffer, offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _directly(items: Sequence[Item], prefix: str) -> list[Item]:
+    under = f"{prefix}/" if prefix else ""
+    found = {}
+    for item in items:
+        if item.name.startswith(under):
+            name = under + item.name[len(under) :].split("/")[0]
+            found[name] = item if name == item.name else Item(name, None)
+    return sorted(found.values())
+
+
+def _shown(kind: FaultKind | None, items: list[Item]) -> list[Item]:
+    if kind != "skewed_clock":
+        return items
+    return [replace(item, modified_s=item.modified_s - _DAY_S) for item in items]

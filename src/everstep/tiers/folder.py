@@ -1,0 +1,241 @@
+"""A directory on a file system as a tier: one file for each object.
+
+The directory may be local, or that of a network file system which all nodes see: then it is the
+durable tier of a cluster (TierCheck section 5.1 uses one), and ``survives`` is for whoever
+mounts it to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import TypeVar
+
+from everstep.format.names import TEMPORARY_SUFFIX
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.tiers.contract import Item, Loss, Traits, check_name
+from everstep.tiers.disk import (
+    create_exclusive,
+    ensure_dirs,
+    remove_if_there,
+    storage_errors,
+)
+from everstep.tiers.streams import pieces_of
+
+__all__ = ["DiskTier"]
+
+_T = TypeVar("_T")
+_ATTEMPTS = 8
+_PIECE_BYTES = 4 << 20
+_GONE = (errno.ENOENT, errno.ENOTDIR)
+
+
+class DiskTier:
+    """Objects as files under a directory, which is made when the first one is written.
+
+    Args:
+        root: the directory. What else lies in it is not looked at; links are not followed.
+        survives: losses of the node that it outlives: by default those that a local disk does.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        root: PurePath,
+        *,
+        survives: frozenset[Loss] = frozenset({"process"}),
+        cost: int = 2,
+    ) -> None:
+        self._filesystem = filesystem
+        self._root = root
+        self._made: set[PurePath] = set()
+        self._making = threading.Lock()
+        self.traits = Traits("disk", survives, cost, bounded=False)
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def put(self, name: str, source: ReadFile) -> None:
+        path = self._path(name)
+        with storage_errors(f"write {name}", path):
+            self._in_folder(path.parent, lambda: self._put(path, source))
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        with storage_errors(f"create {name}", path):
+            unique = _unique()
+            if self._in_folder(
+                path.parent, lambda: create_exclusive(self._filesystem, path, data, unique)
+            ):
+                return True
+            file = self._filesystem.open(path)
+            try:
+                if file.size_bytes != len(data):
+                    return False
+                there = bytearray(len(data))
+                same = file.read_into(memoryview(there), 0) == len(data) and there == data
+            finally:
+                file.close()
+            if same:  # perhaps by ourselves, and not durable yet
+                self._filesystem.sync_dir(path.parent)
+            return same
+
+    def open(self, name: str) -> ReadFile:
+        path = self._path(name)
+        with _missing(path), storage_errors(f"open {name}", path):
+            return _DiskReadFile(self._filesystem.open(path, direct=True), path)
+
+    def scan(self, prefix: str = "") -> list[Item]:
+        if prefix:
+            check_name(prefix)
+        path = self._root / prefix
+        with storage_errors("list", path):
+            found = self._scan(path)
+            under = f"{prefix}/" if prefix else ""
+            return sorted(
+                Item(
+                    under + entry.name,
+                    entry.size_bytes if entry.kind == "file" else None,
+                    entry.mtime_s if entry.kind == "file" else 0.0,
+                )
+                for entry in found
+                if entry.kind in ("file", "dir")
+            )
+
+    def walk(self, prefix: str = "") -> list[Item]:
+        found = []
+        for item in self.scan(prefix):
+            found += [item] if item.size_bytes is not None else self.walk(item.name)
+        return sorted(found)
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with storage_errors(f"delete {name}", path):
+            try:
+                self._filesystem.unlink(path)
+            except OSError as error:
+                if error.errno in _GONE:
+                    return
+                raise
+            self._filesystem.sync_dir(path.parent)
+            with contextlib.suppress(OSError):  # not empty; or not ours
+                for folder in path.parents:
+                    if folder == self._root:
+                        break
+                    self._filesystem.remove_dir(folder)
+
+    def check(self) -> None:
+        """Looks whether the directory (or the one that it will be made in) can be listed."""
+        with storage_errors("read", self._root):
+            self._scan(self._root)
+
+    def refresh(self) -> None:
+        """There are no credentials; folders are looked for again."""
+        with self._making:
+            self._made.clear()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _path(self, name: str) -> PurePath:
+        check_name(name)
+        return self._root / name
+
+    def _in_folder(self, folder: PurePath, write: Callable[[], _T]) -> _T:
+        """Writes in a folder that is made first, and again if it was removed meanwhile: whoever
+        deletes the last object of a folder removes it."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                self._make(folder)
+                return write()
+            except FileNotFoundError:
+                if not left:
+                    raise
+                self.refresh()
+        raise AssertionError("unreachable")
+
+    def _make(self, folder: PurePath) -> None:
+        """Makes a folder, durably; each one once."""
+        with self._making:
+            if folder not in self._made:
+                ensure_dirs(self._filesystem, folder)
+                for made in [folder, *folder.parents]:
+                    if made == self._root.parent:
+                        break
+                    self._filesystem.sync_dir(made.parent)  # or its maker died before that
+                    self._made.add(made)
+
+    def _put(self, path: PurePath, source: ReadFile) -> None:
+        staged = path.with_name(f"{path.name}.{_unique()}{TEMPORARY_SUFFIX}")
+        try:
+            self._write(staged, source)
+            self._filesystem.rename(staged, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove_if_there(self._filesystem, staged)
+            raise
+        self._filesystem.sync_dir(path.parent)
+
+    def _write(self, path: PurePath, source: ReadFile) -> None:
+        file = self._filesystem.create(path, direct=True)
+        try:
+            if source.size_bytes:
+                file.reserve(source.size_bytes)
+            at = 0
+            for piece in pieces_of(source, str(path), _PIECE_BYTES):
+                file.write(piece, at)
+                at += piece.nbytes
+            file.truncate(source.size_bytes)  # reserving may have made it longer
+            file.sync()
+        finally:
+            file.close()
+
+    def _scan(self, path: PurePath) -> list[DirEntry]:
+        """Entries that objects can have: files that are not whole yet are none."""
+        try:
+            found = self._filesystem.scan(path)
+        except OSError as error:
+            if error.errno in _GONE:
+                return []
+            raise
+        return [entry for entry in found if not entry.name.endswith(TEMPORARY_SUFFIX)]
+
+
+class _DiskReadFile:
+    """A file whose errors are those of the contract."""
+
+    def __init__(self, file: ReadFile, path: PurePath) -> None:
+        self._file, self._path = file, path
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        with storage_errors("read", self._path):
+            return self._file.read_into(buffer, offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _unique() -> str:
+    return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+@contextlib.contextmanager
+def _missing(path: PurePath) -> Iterator[None]:
+    """Lets "not there" through as what it is; ``storage_errors`` has made an error of it."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (*_GONE, errno.EISDIR, errno.EINVAL):
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
+        raise

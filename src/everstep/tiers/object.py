@@ -1,0 +1,348 @@
+"""An object store as a tier, over obstore: S3 and its likes; GCS and Azure are constructed alike.
+
+Credentials come from where the store's clients find them (environment, web identity, container
+and instance metadata; profiles by boto3, where it is installed), and are renewed there: none
+is an argument, part of a URL, or kept here.
+
+obstore runs threads of its own, which a forked child does not have: there every call would hang.
+It is refused instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from everstep.errors import (
+    OptionError,
+    StorageError,
+    UnavailableError,
+    UnreachableError,
+)
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Item, Traits, check_name
+from everstep.tiers.object_errors import in_our_words
+from everstep.tiers.streams import pieces_of, read_whole
+
+__all__ = ["PART_BYTES", "ObjectTier"]
+
+PART_BYTES = 16 << 20
+"""Of a multipart upload; larger where an object would have more parts than are allowed."""
+
+_PARTS_MAX = 9_000  # S3 allows 10000
+_PARTS_AT_ONCE = 4
+_RETRIES = 2  # by the client, of a part or a request; of a whole operation see tiers/retry.py
+_SCHEMES = ("s3", "gs", "az")
+
+Credentials = Callable[[], Any]
+
+
+class ObjectTier:
+    """Objects under a URL such as ``s3://bucket/prefix``.
+
+    Args:
+        url: the scheme says which store: ``s3``; ``gs`` and ``az`` are constructed, but have
+            never been run against a real store.
+        timeout_s: of one request, the transfer of a part included.
+        part_bytes: of multipart uploads; S3 wants at least 5 MiB.
+        options: further options of the store, as obstore names them (``endpoint``, ``region``).
+        credentials: called for credentials, as obstore's ``credential_provider``; None: the
+            usual chain.
+
+    Raises:
+        OptionError: the URL is none, or holds credentials.
+        UnavailableError: obstore is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 60.0,
+        part_bytes: int = PART_BYTES,
+        options: dict[str, Any] | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._url = _checked(url)
+        self._obstore = _library()
+        self._timeout_s = timeout_s
+        self._part_bytes = part_bytes
+        self._options = dict(options or {})
+        self._credentials = credentials
+        self._pid = os.getpid()
+        self._store = self._connect()
+        self.traits = Traits("object", frozenset({"process", "node", "rack"}), 3)
+
+    def __repr__(self) -> str:
+        return f"ObjectTier({self._url!r})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an ObjectTier is not pickled: it knows credentials")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put(self, name: str, source: ReadFile) -> None:
+        check_name(name)
+        size_bytes = source.size_bytes
+        part_bytes = max(self._part_bytes, -(-size_bytes // _PARTS_MAX))
+        broken: list[BaseException] = []
+
+        def pieces() -> Iterator[memoryview]:
+            try:
+                yield from pieces_of(source, name, part_bytes)
+            except BaseException as error:  # the client would pass it on in words of its own
+                broken.append(error)
+                raise
+
+        data: Any = read_whole(source, name) if size_bytes <= part_bytes else pieces()
+        failure = None
+        try:
+            self._obstore.put(
+                self._here(),
+                name,
+                data,
+                use_multipart=size_bytes > part_bytes,
+                chunk_size=part_bytes,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+        except Exception as error:
+            failure = broken[0] if broken else self._translated(error, f"write {name}", name)
+        if failure is not None:
+            raise failure
+
+    def create(self, name: str, data: bytes) -> bool:
+        check_name(name)
+        failure, there = None, False
+        try:
+            self._obstore.put(self._here(), name, data, mode="create", use_multipart=False)
+        except Exception as error:
+            there = type(error).__name__ == "AlreadyExistsError"
+            failure = None if there else self._translated(error, f"create {name}", name)
+        if failure is not None:
+            raise failure
+        if not there:
+            return True
+        # Perhaps by ourselves: the answer to an earlier request may have been lost.
+        try:
+            file = self.open(name)
+        except FileNotFoundError:  # deleted since
+            raise self._unreachable(f"create {name}: it was deleted meanwhile", name) from None
+        return file.size_bytes == len(data) and read_whole(file, name) == data
+
+    def open(self, name: str) -> ReadFile:
+        check_name(name)
+        meta = self._call(f"open {name}", name, lambda: self._obstore.head(self._here(), name))
+        return _ObjectFile(self, name, int(meta["size"]), meta.get("e_tag"))
+
+    def scan(self, prefix: str = "") -> list[Item]:
+        if prefix:
+            check_name(prefix)
+        found = self._call(
+            "list",
+            prefix,
+            lambda: self._obstore.list_with_delimiter(self._here(), prefix or None),
+        )
+        folders = [Item(str(name), None) for name in found["common_prefixes"]]
+        return _below(prefix, folders + [_item(meta) for meta in found["objects"]])
+
+    def walk(self, prefix: str = "") -> list[Item]:
+        if prefix:
+            check_name(prefix)
+        found = self._call(
+            "list", prefix, lambda: self._obstore.list(self._here(), prefix or None).collect()
+        )
+        return _below(prefix, [_item(meta) for meta in found])
+
+    def delete(self, name: str) -> None:
+        check_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            self._call(f"delete {name}", name, lambda: self._delete(name))
+
+    def check(self) -> None:
+        """Lists one page of names: a bucket that is not there is noticed, too."""
+        self._call("read", "", lambda: self._obstore.list_with_delimiter(self._here(), "check"))
+
+    def refresh(self) -> None:
+        self._store = self._connect()
+
+    def close(self) -> None:
+        """Connections end with the process; nothing else is held."""
+
+    def read(self, name: str, begin: int, end: int, e_tag: str | None) -> bytes:
+        """The bytes ``[begin, end)`` of an object, if it is still the one with this e-tag."""
+        options: dict[str, Any] = {"range": (begin, end)}
+        if e_tag:
+            options["if_match"] = e_tag
+
+        def get() -> bytes:
+            result = self._obstore.get(self._here(), name, options=options)
+            return bytes(result.bytes())
+
+        try:
+            return self._call(f"read {name}", name, get)  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            raise StorageError(
+                f"could not read {name}: it was deleted meanwhile",
+                tier=self.traits.kind,
+                path=self._address(name),
+                hint="another process deletes from the same place",
+            ) from None
+
+    def _delete(self, name: str) -> None:
+        self._obstore.delete(self._here(), name)
+
+    def _here(self) -> Any:
+        if os.getpid() != self._pid:
+            raise UnavailableError(
+                "an object store cannot be used in a forked child of a process that has used it",
+                hint='start such processes with the method "spawn" or "forkserver"',
+            )
+        return self._store
+
+    def _call(self, what: str, name: str, operation: Callable[[], Any]) -> Any:
+        failure = None
+        try:
+            return operation()
+        except Exception as error:
+            failure = self._translated(error, what, name)
+        # Outside of "except": the client's error, with whatever it says, goes no further.
+        raise failure
+
+    def _translated(self, error: Exception, what: str, name: str) -> Exception:
+        if isinstance(error, (StorageError, UnavailableError)):
+            return error
+        return in_our_words(error, what, self._address(name))
+
+    def _address(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def _unreachable(self, what: str, name: str) -> UnreachableError:
+        return UnreachableError(
+            f"could not {what}", tier=self.traits.kind, path=self._address(name)
+        )
+
+    def _connect(self) -> Any:
+        failure = None
+        try:
+            return _store(self._url, self._timeout_s, self._options, self._credentials)
+        except OptionError:
+            raise
+        except Exception as error:
+            failure = type(error).__name__
+        raise OptionError(
+            f"no store can be made for {self._url} ({failure})",
+            hint="look at the URL, at the store's options, and at its environment variables",
+        )
+
+
+class _ObjectFile:
+    """One version of an object, read by ranges."""
+
+    def __init__(self, tier: ObjectTier, name: str, size_bytes: int, e_tag: str | None) -> None:
+        self._tier, self._name, self._e_tag = tier, name, e_tag
+        self.size_bytes = size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        end = min(offset + buffer.nbytes, self.size_bytes)
+        if end <= offset:
+            return 0
+        data = self._tier.read(self._name, offset, end, self._e_tag)
+        if len(data) != end - offset:  # cut off on the way, and nobody has noticed
+            raise UnreachableError(
+                f"could not read {self._name}: {len(data)} bytes came of {end - offset}",
+                tier="object",
+                path=f"{self._tier.url}/{self._name}",
+                hint="look at the network to the store, and at proxies on the way",
+            )
+        buffer.cast("B")[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _item(meta: Any) -> Item:
+    return Item(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp())
+
+
+def _below(prefix: str, items: list[Item]) -> list[Item]:
+    """Sorted, without the prefix itself: some stores list a folder that was emptied in itself."""
+    return sorted(item for item in items if not prefix or item.name.startswith(f"{prefix}/"))
+
+
+def _checked(url: str) -> str:
+    """The URL without a slash at its end."""
+    scheme, separator, rest = url.partition("://")
+    if scheme not in _SCHEMES or not separator:
+        raise OptionError(f"object stores are {', '.join(f'{s}://' for s in _SCHEMES)}")
+    bucket, _, prefix = rest.partition("/")
+    if "@" in bucket or "?" in rest or "#" in rest:
+        raise OptionError(
+            f"a URL {scheme}://... with more than a bucket and a prefix is not taken",
+            hint="credentials come from the environment or a profile, never from a URL",
+        )
+    prefix = prefix.strip("/")
+    if not bucket:
+        raise OptionError(f"{url!r} names no bucket")
+    if prefix:
+        check_name(prefix)
+    return f"{scheme}://{bucket}/{prefix}" if prefix else f"{scheme}://{bucket}"
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError:
+        raise UnavailableError(
+            "object stores need obstore, which is not installed",
+            hint="pip install 'everstep[s3]'",
+        ) from None
+
+
+def _store(
+    url: str, timeout_s: float, options: dict[str, Any], credentials: Credentials | None
+) -> Any:
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=min(5.0, timeout_s)),
+        "timeout": timedelta(seconds=timeout_s),
+    }
+    if _endpoint(options).startswith("http://"):  # asked for in so many words
+        client["allow_http"] = True
+    pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2)}
+    retries: dict[str, Any] = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=timeout_s),
+        "backoff": pauses,
+    }
+    if credentials is None and url.startswith("s3://"):
+        credentials = _profile()
+    if credentials is not None:
+        options = {**options, "credential_provider": credentials}
+    store: Any = importlib.import_module("obstore.store")
+    return store.from_url(url, client_options=client, retry_config=retries, **options)
+
+
+def _endpoint(options: dict[str, Any]) -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    found = options.get("endpoint") or next((os.environ[n] for n in names if n in os.environ), "")
+    return str(found)
+
+
+def _profile() -> Credentials | None:
+    """What reads a profile, where one is asked for: obstore itself reads none."""
+    if "AWS_PROFILE" not in os.environ or not os.environ["AWS_PROFILE"]:
+        return None
+    try:
+        boto3: Any = importlib.import_module("obstore.auth.boto3")
+    except ImportError:
+        raise OptionError(
+            "AWS_PROFILE is set, and profiles are read by boto3, which is not installed",
+            hint="pip install boto3, or set AWS_ACCESS_KEY_ID and its likes instead",
+        ) from None
+    return boto3.Boto3CredentialProvider()  # type: ignore[no-any-return]

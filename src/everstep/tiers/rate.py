@@ -1,0 +1,127 @@
+"""How many objects an hour: stores charge for requests, and slow down those who ask too often.
+
+A base is a handful of objects. A log that is written every step is the expensive part: so it is
+batched, per node, and :func:`batch_steps_for` says how many steps must go into one segment for
+the objects of an hour to stay under a stated cap. :class:`ObjectRate` holds the cap, whatever was
+calculated: it counts what is written and says how long the next objects have to wait.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+
+from everstep.errors import InfeasibleError, OptionError
+from everstep.seams.clock import Clock
+
+__all__ = ["HOUR_S", "ObjectRate", "batch_steps_for", "objects_per_hour"]
+
+HOUR_S = 3600.0
+
+
+def objects_per_hour(
+    step_s: float,
+    *,
+    batch_steps: int | None,
+    base_steps: int,
+    nodes: int = 1,
+    objects_per_segment: int = 2,
+    objects_per_base: int = 3,
+) -> float:
+    """Objects that are written in an hour of training.
+
+    Args:
+        step_s: of one training step.
+        batch_steps: of one segment of the log; None: there is no log.
+        base_steps: from base to base.
+        nodes: that write segments: one for all ranks of a node (TierCheck section 3.2 batches
+            the differentials of N steps).
+        objects_per_segment: its data and its marker.
+        objects_per_base: of all ranks: their shards and markers, and the manifest.
+    """
+    if step_s <= 0 or base_steps < 1 or (batch_steps is not None and batch_steps < 1):
+        raise OptionError(f"no rate of steps: {step_s} s, {batch_steps}, {base_steps}")
+    steps = HOUR_S / step_s
+    segments = 0.0 if batch_steps is None else steps / batch_steps * nodes
+    return segments * objects_per_segment + steps / base_steps * objects_per_base
+
+
+def batch_steps_for(
+    cap_per_hour: float,
+    step_s: float,
+    *,
+    base_steps: int,
+    nodes: int = 1,
+    objects_per_segment: int = 2,
+    objects_per_base: int = 3,
+) -> int:
+    """The fewest steps of one segment with which no more objects are written than ``cap_per_hour``.
+
+    Raises:
+        InfeasibleError: the bases alone are more; ``needed`` is the fewest steps between them.
+    """
+    bases = objects_per_hour(
+        step_s, batch_steps=None, base_steps=base_steps, objects_per_base=objects_per_base
+    )
+    left = cap_per_hour - bases
+    steps = HOUR_S / step_s
+    if left <= 0:
+        needed = math.floor(steps * objects_per_base / cap_per_hour) + 1 if cap_per_hour > 0 else 0
+        raise InfeasibleError(
+            f"bases alone are {bases:.0f} objects an hour, the cap is {cap_per_hour:g}",
+            quantity="steps between bases",
+            needed=needed,
+            hint=f"a base every {needed} steps or less often, or a higher cap",
+        )
+    return max(1, math.ceil(steps * nodes * objects_per_segment / left))
+
+
+class ObjectRate:
+    """Keeps objects under a cap, in any hour.
+
+    Args:
+        cap_per_hour: None: no cap.
+    """
+
+    def __init__(self, cap_per_hour: int | None, clock: Clock) -> None:
+        if cap_per_hour is not None and cap_per_hour < 1:
+            raise OptionError(f"a cap of {cap_per_hour} objects an hour lets nothing through")
+        self._cap = cap_per_hour
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written: deque[tuple[float, int]] = deque()
+        self.total = 0
+
+    def wait_s(self, count: int) -> float:
+        """Seconds until ``count`` more objects may be written; 0: now.
+
+        Raises:
+            InfeasibleError: the cap is smaller than that.
+        """
+        if self._cap is None:
+            return 0.0
+        if count > self._cap:
+            raise InfeasibleError(
+                f"{count} objects belong together, and the cap is {self._cap} an hour",
+                quantity="objects per hour",
+                needed=count,
+                hint=f"objects_per_hour={count} at least",
+            )
+        now_s, free_s = self._clock.monotonic_s(), 0.0
+        with self._lock:
+            while self._written and self._written[0][0] <= now_s - HOUR_S:
+                self._written.popleft()
+            over = sum(number for _, number in self._written) + count - self._cap
+            for at_s, number in self._written:  # until so many are more than an hour old
+                if over <= 0:
+                    break
+                over -= number
+                free_s = at_s + HOUR_S - now_s
+        return max(0.0, free_s)
+
+    def wrote(self, count: int) -> None:
+        """``count`` objects were written, or at least tried."""
+        with self._lock:
+            self.total += count
+            self._written.append((self._clock.monotonic_s(), count))

@@ -1,0 +1,238 @@
+"""Tries again: what a store refuses for a moment is no failure yet.
+
+Every operation of the contract may be repeated (see :mod:`.contract`), so there is one rule for
+all: after :class:`UnreachableError` wait a little, longer each time and never all clients at the
+same moment, and try again, until the attempts or the time are used up. Refused credentials are
+asked for anew, from where they come from. A put is believed only when the object has the
+size that it should have: some proxies answer for a store that never got it. (So who writes one
+name at once with others, which everstep never does, must write as many bytes.)
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from everstep.errors import (
+    DeadlineError,
+    OptionError,
+    PermissionDeniedError,
+    UnreachableError,
+)
+from everstep.seams.clock import Clock, SystemClock
+from everstep.seams.filesystem import ReadFile
+from everstep.tiers.contract import Item, Tier, Traits
+from everstep.tiers.streams import read_whole
+
+__all__ = ["RetryPolicy", "RetryingTier"]
+
+_T = TypeVar("_T")
+_DENIALS = 3  # in one operation: then they are meant
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and for how long.
+
+    Attributes:
+        attempts: of one operation, the first included.
+        first_s: the longest first pause; each next one is twice as long at most.
+        pause_s_max: no pause is longer.
+        deadline_s: no attempt begins so long after the first.
+    """
+
+    attempts: int = 5
+    first_s: float = 0.2
+    pause_s_max: float = 10.0
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or min(self.first_s, self.pause_s_max, self.deadline_s) < 0:
+            raise OptionError(f"no policy of trying again: {self}")
+
+    def pause_s(self, attempt: int, random_share: float) -> float:
+        """Seconds to wait after attempt number ``attempt`` (from 1); "full jitter"."""
+        return min(self.pause_s_max, self.first_s * 2.0 ** (attempt - 1)) * random_share
+
+
+class RetryingTier:
+    """A tier whose operations are tried again.
+
+    Args:
+        inner: the tier that does them.
+        pause: waits so many seconds; returns whether to give up instead. None: really waits, but
+            no longer than until :meth:`close`.
+        seed: of the shares of the pauses; None: another one each time.
+
+    Attributes:
+        retried: how many attempts were not the first.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        policy: RetryPolicy | None = None,
+        *,
+        clock: Clock | None = None,
+        pause: Callable[[float], bool] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._inner = inner
+        self._policy = policy or RetryPolicy()
+        self._clock = clock or SystemClock()
+        self._closed = threading.Event()
+        self._pause = pause or self._closed.wait
+        self._random = random.Random(seed)
+        self.retried = 0
+
+    @property
+    def traits(self) -> Traits:
+        return self._inner.traits
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def put(self, name: str, source: ReadFile) -> None:
+        for _ in range(self._policy.attempts):
+            self._try(f"write {name}", name, lambda: self._inner.put(name, source))
+            there = self._contents(name, at_most_bytes=0)
+            if there is not None and there[0] == source.size_bytes:
+                return
+            self.retried += 1
+        raise self._not_there(f"write {name}", name, there)
+
+    def create(self, name: str, data: bytes) -> bool:
+        for _ in range(self._policy.attempts):
+            if not self._try(f"create {name}", name, lambda: self._inner.create(name, data)):
+                return False
+            # A store that says so but never got it may have got another writer's since.
+            there = self._contents(name, at_most_bytes=len(data))
+            if there is not None:
+                return there == (len(data), data)
+            self.retried += 1
+        raise self._not_there(f"create {name}", name, there)
+
+    def open(self, name: str) -> ReadFile:
+        return _RetryingFile(self, name, self._try(f"open {name}", name, self._opener(name)))
+
+    def scan(self, prefix: str = "") -> list[Item]:
+        return self._try("list", prefix, lambda: self._inner.scan(prefix))
+
+    def walk(self, prefix: str = "") -> list[Item]:
+        return self._try("list", prefix, lambda: self._inner.walk(prefix))
+
+    def delete(self, name: str) -> None:
+        self._try(f"delete {name}", name, lambda: self._inner.delete(name))
+
+    def check(self) -> None:
+        self._try("read", "", self._inner.check)
+
+    def refresh(self) -> None:
+        self._inner.refresh()
+
+    def close(self) -> None:
+        """Ends all waiting: what is being tried again fails."""
+        self._closed.set()
+        self._inner.close()
+
+    def read(self, name: str, file: ReadFile, buffer: memoryview, offset: int) -> int:
+        """Reads from an open file, again where nothing came."""
+        want = max(0, min(buffer.nbytes, file.size_bytes - offset))
+
+        def read() -> int:
+            got = file.read_into(buffer, offset)
+            if got < want:
+                raise UnreachableError(
+                    f"could not read {name}: {got} bytes came of {want}",
+                    tier=self.traits.kind,
+                    path=f"{self.url}/{name}",
+                    hint="look at the network to the store, and at proxies on the way",
+                )
+            return got
+
+        return self._try(f"read {name}", name, read)
+
+    def _give_up(self, when: str, what: str, name: str, error: UnreachableError) -> NoReturn:
+        raise DeadlineError(
+            f"could not {what} {when}: {error.message}",
+            tier=self.traits.kind,
+            path=f"{self.url}/{name}" if name else self.url,
+            hint=error.hint,
+        ) from None
+
+    def _contents(self, name: str, at_most_bytes: int) -> tuple[int, bytes] | None:
+        """Size of an object, and its bytes if they are not too many; None: it is not there."""
+        try:
+            file = self.open(name)
+        except FileNotFoundError:
+            return None
+        try:
+            size_bytes = file.size_bytes
+            return size_bytes, read_whole(file, name) if size_bytes <= at_most_bytes else b""
+        finally:
+            file.close()
+
+    def _not_there(self, what: str, name: str, there: tuple[int, bytes] | None) -> UnreachableError:
+        found = "it is not there" if there is None else f"it has {there[0]} bytes"
+        return UnreachableError(
+            f"could not {what}: the store says again and again that it took it, but {found}",
+            tier=self.traits.kind,
+            path=f"{self.url}/{name}",
+            hint="look at the store, and at proxies on the way",
+        )
+
+    def _opener(self, name: str) -> Callable[[], ReadFile]:
+        return lambda: self._inner.open(name)
+
+    def _try(self, what: str, name: str, operation: Callable[[], _T]) -> _T:
+        began_s = self._clock.monotonic_s()
+        denied, attempt = 0, 1
+        while True:
+            try:
+                return operation()
+            except PermissionDeniedError:
+                denied += 1
+                if denied == _DENIALS:
+                    raise
+                self._inner.refresh()
+            except UnreachableError as error:
+                if attempt >= self._policy.attempts:
+                    raise _gave_up(error, attempt) from None
+                pause_s = self._policy.pause_s(attempt, self._random.random())
+                spent_s = self._clock.monotonic_s() - began_s
+                if spent_s + pause_s > self._policy.deadline_s:
+                    self._give_up(f"within {self._policy.deadline_s:g} s", what, name, error)
+                if self._pause(pause_s):
+                    self._give_up("before it was to end", what, name, error)
+            attempt += 1
+            self.retried += 1
+
+
+class _RetryingFile:
+    def __init__(self, tier: RetryingTier, name: str, file: ReadFile) -> None:
+        self._tier, self._name, self._file = tier, name, file
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        return self._tier.read(self._name, self._file, buffer, offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _gave_up(error: UnreachableError, attempts: int) -> UnreachableError:
+    return UnreachableError(
+        f"{error.message} (the last of {attempts} attempts)",
+        step=error.step,
+        rank=error.rank,
+        tier=error.tier,
+        path=error.path,
+        hint=error.hint,
+    )

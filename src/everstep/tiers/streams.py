@@ -1,0 +1,53 @@
+"""Reading sources of unknown honesty: from the first byte to the last, checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from everstep.errors import DamageError, FormatError
+from everstep.format.records import RECORD_BYTES_MAX
+from everstep.seams.filesystem import ReadFile
+
+__all__ = ["pieces_of", "read_record", "read_whole"]
+
+
+def pieces_of(source: ReadFile, name: str, piece_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a source in order, each piece in memory of its own.
+
+    Raises:
+        DamageError: it ends before its size.
+    """
+    at, size_bytes = 0, source.size_bytes
+    while at < size_bytes:
+        piece = memoryview(bytearray(min(piece_bytes, size_bytes - at)))
+        got = source.read_into(piece, at)
+        if got != piece.nbytes:
+            raise DamageError(
+                f"{name}: ends at byte {at + got}, but has {size_bytes} by its size", path=name
+            )
+        yield piece
+        at += got
+
+
+def read_whole(source: ReadFile, name: str) -> bytes:
+    """All bytes of a source.
+
+    Raises:
+        DamageError: it ends before its size.
+    """
+    data = bytearray(source.size_bytes)
+    if data and (got := source.read_into(memoryview(data), 0)) != len(data):
+        raise DamageError(f"{name}: ends at byte {got}, but has {len(data)} by its size", path=name)
+    return bytes(data)
+
+
+def read_record(source: ReadFile, name: str) -> bytes:
+    """All bytes of a small object.
+
+    Raises:
+        FormatError: it is too large to be a record.
+        DamageError: it ends before its size.
+    """
+    if source.size_bytes > RECORD_BYTES_MAX:
+        raise FormatError(f"{name}: {source.size_bytes} bytes are too many for a record", path=name)
+    return read_whole(source, name)

@@ -1,0 +1,65 @@
+"""URLs of places, and the tier that one names."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PurePath, PurePosixPath
+from typing import Any
+
+from everstep.errors import OptionError
+from everstep.seams.clock import Clock
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.contract import Tier
+from everstep.tiers.folder import DiskTier
+from everstep.tiers.object import ObjectTier
+from everstep.tiers.retry import RetryingTier, RetryPolicy
+
+__all__ = ["UrlPath", "is_url", "open_tier"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_ONE_SLASH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+
+
+class UrlPath(PurePosixPath):
+    """A path that begins with a URL, which it shows as such: plain paths make ``s3:/x`` of it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return _ONE_SLASH.sub(r"\1://", super().__str__())
+
+
+def is_url(text: str) -> bool:
+    """Whether it is meant as a URL and not as a path."""
+    return _URL.match(text) is not None
+
+
+def open_tier(
+    where: str,
+    filesystem: FileSystem,
+    *,
+    clock: Clock | None = None,
+    policy: RetryPolicy | None = None,
+    options: dict[str, Any] | None = None,
+) -> Tier:
+    """The tier at a URL (``s3://bucket/prefix``, ``gs://``, ``az://``) or in a directory.
+
+    Nothing is asked of it yet: :meth:`Tier.check` tells whether it is there.
+
+    Args:
+        filesystem: that a directory is on.
+        options: of the store, as obstore names them.
+
+    Raises:
+        OptionError: it is neither.
+        UnavailableError: the library for it is not installed.
+    """
+    if is_url(where):
+        return RetryingTier(ObjectTier(where, options=options), policy, clock=clock)
+    if not where or "\0" in where or not os.path.isabs(where):
+        raise OptionError(
+            f"{where!r} is no place for a copy of a run",
+            hint="a URL like s3://bucket/prefix, or the absolute path of a directory",
+        )
+    return DiskTier(filesystem, PurePath(os.path.normpath(where)))
