@@ -15,17 +15,20 @@ from typing import Any
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, OptionError, StateError
 from everstep.format.header import ShardIdentity
+from everstep.keeper.copies import seams_with_copies, with_source
 from everstep.keeper.lifetime import (
     AtExit,
     check_platform,
     check_usable,
     close_earlier,
+    say_no_last_base,
     wait_through,
 )
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper
+from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.stats import Stats, stats_of
 from everstep.options import (
     Budget,
@@ -39,6 +42,7 @@ from everstep.options import (
     validate_options,
 )
 from everstep.recover.folder import refuse_unresumed, run_path
+from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.report import Recovery, describe
 from everstep.recover.resume import open_timeline, resume
 from everstep.seams import Seams
@@ -46,6 +50,7 @@ from everstep.state.image import State
 from everstep.state.owners import DeclaredUpdate
 from everstep.state.survey import Survey
 from everstep.tiers.disk import storage_errors
+from everstep.tiers.options import TierOptions, validate_tiers
 
 __all__ = ["Checkpointer"]
 
@@ -78,6 +83,9 @@ class Checkpointer:
             runs it. It takes no arguments, reads nothing but parameters, buffers and what it
             covers, and gives the same each time.
         static: patterns of entries that never change; a change is an error.
+        tiers: places that keep copies of the bases: URLs (``"s3://bucket/prefix"``), directories
+            on other disks, or :class:`~everstep.tiers.options.TierOptions`. The keeper makes them
+            behind training; :meth:`resume` takes from there what the run folder has not.
         seams: file system and clock; for tests.
 
     Raises:
@@ -107,6 +115,7 @@ class Checkpointer:
         log: LogOptions | None = None,
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
+        tiers: Sequence[str | TierOptions] = (),
         seams: Seams | None = None,
     ) -> None:
         self._open, self._pid = False, os.getpid()
@@ -125,15 +134,20 @@ class Checkpointer:
         self._seams = seams or Seams()
         self._state = State(state, declared=declared, static=static)
         close_earlier(_live.get(self._run), self._run)
+        places = validate_tiers(tiers, keep)
+        self._reading = seams_with_copies(places, self._seams, self._run)
         parts = assemble(self._options, self._run, self._state, self._seams)
+        parts.keepers.copy_to(places)
         self._run_id = parts.run_id
         self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
         self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
         self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
-        if self._recorder is not None:
+        self._multistep = parts.multistep
+        self._watcher = parts.recorder or parts.multistep
+        if self._watcher is not None:
             self._updates.consumed = self._consumed
-            self._updates.applied = self._recorder.applied
-            self._updates.lost = self._recorder.skipped
+            self._updates.applied = self._watcher.applied
+            self._updates.lost = self._watcher.skipped
         for key, optimizer in self._state.optimizers.items():
             self._updates.watch(key, optimizer)
         self._keeper: Keeper | None = None
@@ -165,6 +179,8 @@ class Checkpointer:
         self._check_open()
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
+        if self._multistep is not None:
+            self._multistep.drop("training goes back")
         self._saver.finish_captures()
         if self._keeper is not None:
             if step is not None:
@@ -175,7 +191,7 @@ class Checkpointer:
         recalled = self._keepers.left_behind(own=self._timeline > 0)
         with self._overwritten.resuming():
             resumed = resume(
-                self._seams,
+                self._reading,
                 self._run,
                 self._state,
                 self._ring,
@@ -185,18 +201,21 @@ class Checkpointer:
                 timeout_s=self._options.progress_timeout_s,
                 on_touch=self._overwritten.touch,
             )
+        resumed = with_source(resumed, self._reading, self._run)
         self._overwritten.restored(resumed, self._run)
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._cadence.began(resumed, again=self._timeline > 0)
         self._start_timeline(resumed.timeline, resumed.exact, verified)
         if self._recorder is not None:
-            self._recorder.base_step = 0 if resumed.base is None else resumed.base.step
+            self._recorder.restored(None if resumed.base is None else resumed.base.step)
         # What came from memory and could not be written is on no disk yet.
         self._base_due = (
             resumed.source == "memory" and recalled.base is not None and not recalled.base.durable
         )
         self._lsn_at_mark = self._updates.lsn
+        if resumed.base is not None:
+            self._saver.warm()  # behind the first step, at the end of which a base may be due
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
     def rewind(self, step: int) -> Recovery:
@@ -231,12 +250,22 @@ class Checkpointer:
             self._recorder.mark(survey, self._updates.lsn, self._step)
             lost = self._standby is not None and self._standby.lost is not None
             self._base_due = self._base_due or self._recorder.base_due is not None or lost
+        under_way = False
+        if self._multistep is not None:
+            under_way = self._multistep.marked(self._identity())
+            self._base_due = self._base_due or self._multistep.again is not None
         self._saver.warm()  # behind the mark, which is waited for
         self._cadence.stepped()
-        if self._cadence.due(self._step) or self._base_due:
-            self._base_due = self._keepers.lost is not None  # as soon as there is a keeper
+        due = self._cadence.due(self._step)
+        if self._multistep is not None and due and under_way:
+            self._multistep.stats.deferred += 1
+        if due or self._base_due:
+            # As soon as there is a keeper, and nothing is under way.
+            self._base_due = self._keepers.lost is not None or under_way
             if not self._base_due:
                 self._take(survey, show=False)
+        elif isinstance(self._saver, ScheduledSaver) and self._keepers.lost is None:
+            self._saver.park(self._identity())
 
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
@@ -264,6 +293,8 @@ class Checkpointer:
         if standby is not None and standby.follows and not due:
             survey = survey or self._state.survey()
             save = standby.ask(self._identity(), survey, exact=show)
+        elif self._multistep is not None:
+            save = self._multistep.take(self._identity(), survey, sharp=show)
         else:
             save = self._saver.take(self._identity(), show=show, survey=survey)
             if standby is not None:
@@ -275,9 +306,9 @@ class Checkpointer:
 
     def _consumed(self, key: str) -> None:
         """An optimizer's gradients are what its update is going to consume."""
-        if self._recorder is not None and os.getpid() == self._pid:
+        if self._watcher is not None and os.getpid() == self._pid:
             over = not self._updates.told
-            self._recorder.consumed(key, self._updates.lsn + 1, self._step + 1, over=over)
+            self._watcher.consumed(key, self._updates.lsn + 1, self._step + 1, over=over)
 
     def before_update(self) -> None:
         """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
@@ -298,15 +329,15 @@ class Checkpointer:
         """
         self._check_updating()
         self._state.told.check_updates(declared)
-        recorder = self._recorder
+        watcher = self._watcher
         for pattern in declared:
             self._updates.updated()
-            if recorder is not None:
-                recorder.declared(pattern, self._updates.lsn, self._step + 1)
+            if watcher is not None:
+                watcher.declared(pattern, self._updates.lsn, self._step + 1)
         if not declared:
             self._updates.updated()
-            if recorder is not None:
-                recorder.skipped("a change that no optimizer made")
+            if watcher is not None:
+                watcher.skipped("a change that no optimizer made")
 
     def _check_updating(self) -> None:
         self._check_open()
@@ -355,10 +386,21 @@ class Checkpointer:
             raise failed[0]
 
     def _take_last(self, failed: list[EverstepError]) -> None:
-        """With a log no step is lost, and none at the end: the log in memory ends with us."""
+        """With a log no step is lost, and none at the end: the log in memory ends with us, and so
+        do captures of every step."""
+        if isinstance(self._saver, ScheduledSaver):
+            try:
+                self._saver.finish_captures()
+                self._saver.persist_parked()
+            except EverstepError as error:
+                failed.append(error)
         if self._recorder is None or self._step <= self._recorder.base_step:
             return
         if self._updates.lsn == self._lsn_at_mark and not self._overwritten.partly:
+            bad = self._recorder.nonfinite
+            if bad is not None and nonfinite_parameter(self._state):
+                say_no_last_base(self._run, self._step, bad)
+                return
             try:
                 self._take(None, show=True)
             except EverstepError as error:
@@ -366,7 +408,8 @@ class Checkpointer:
 
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
-        return stats_of(self._step, self._saver, self._keepers, self._recorder, self._cadence)
+        about = self._saver, self._keepers, self._recorder, self._cadence, self._multistep
+        return stats_of(self._step, *about)
 
     def __enter__(self) -> Checkpointer:
         self._check_open()
@@ -408,11 +451,11 @@ class Checkpointer:
 
     def _start_fresh(self) -> None:
         with storage_errors("open the run", self._run):
-            refuse_unresumed(self._seams.filesystem, self._run, None)
+            refuse_unresumed(self._reading.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took
             held = self._keepers.left_behind().base
-            inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
-            timeline = open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
+            inventory = refuse_unresumed(self._reading.filesystem, self._run, held)
+            timeline = open_timeline(self._reading, self._run, inventory, parent=None, exact=True)
         self._start_timeline(timeline, exact=True)
 
     def _start_timeline(self, timeline: int, exact: bool, verified: BaseId | None = None) -> None:
@@ -427,9 +470,12 @@ class Checkpointer:
         self._keeper = keeper
         self._saver.start(keeper, self._keepers.pool)
         if self._recorder is not None:
-            self._recorder.start(keeper, self._keepers.pool, self._timeline, self._exact)
+            where = self._keepers.pool, self._timeline, self._exact, self._step
+            self._recorder.start(keeper, *where)
         if self._standby is not None:
             self._standby.start(keeper)
+        if self._multistep is not None:
+            self._multistep.start(keeper, self._keepers.pool)
         self._at_exit.watch(self._saver, keeper)
 
     def _check_open(self) -> None:
@@ -439,6 +485,8 @@ class Checkpointer:
         self._open = False
         self._at_exit.forget()
         self._updates.close()
+        if isinstance(self._saver, ScheduledSaver):
+            self._saver.close()
         self._lane.close()
         self._keepers.close()
         self._ring.close()

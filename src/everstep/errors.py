@@ -15,6 +15,7 @@
     |   |-- FormatError               bytes that are not what they claim to be
     |   |   `-- NewerFormatError      written by a newer everstep
     |   |-- DamageError               a digest does not match; names file and entry
+    |   |-- UnreachableError          a store that does not answer; the next try may succeed
     |   `-- ForeignDirectoryError     a directory with other people's files
     |-- RecoveryError                 nothing (or not what was asked for) can be recovered
     |-- ReplayError                   logged updates cannot be applied to this state
@@ -56,6 +57,7 @@ __all__ = [
     "StateError",
     "StorageError",
     "UnavailableError",
+    "UnreachableError",
     "UnsupportedStateError",
 ]
 
@@ -187,6 +189,10 @@ class DamageError(StorageError):
     def __init__(self, message: str, *, entry: str | None = None, **where: Any) -> None:
         super().__init__(message, **where)
         self.entry = entry
+
+
+class UnreachableError(StorageError):
+    """A store does not answer, or answers that it cannot now; the next try may succeed."""
 
 
 class ForeignDirectoryError(StorageError):

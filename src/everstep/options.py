@@ -32,7 +32,24 @@ __all__ = [
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNIT_WORDS = {
+    **{unit: unit for unit in _UNITS_S},
+    "secs": "s",
+    "second": "s",
+    "seconds": "s",
+    "mins": "min",
+    "minute": "min",
+    "minutes": "min",
+    "hr": "h",
+    "hrs": "h",
+    "hour": "h",
+    "hours": "h",
+    "day": "d",
+    "days": "d",
+}
 _TIMEOUT_S_MAX = 365 * 86400.0
+_PARTS_MAX = 24
+_BASES = ("sync", "async", "lazy", "checkfreq", "multistep", "scheduled")
 _T = TypeVar("_T")
 
 
@@ -84,6 +101,11 @@ class Method:
             waits for it; it is persisted as it arrives (DataStates-LLM section V).
             ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
             base at a time (CheckFreq, as the papers describe it).
+            ``"multistep"``: the copy runs behind several steps, a part of the state in each, with
+            the gradients that bring each part to the last of them (GoCkpt section 4).
+            ``"scheduled"``: at every step, behind the next one, in an order and at places that are
+            planned from how steps go (Checkflow section III); those that are due are persisted, of
+            the others the keeper holds the newest whole one in memory.
         log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
             each optimizer update consumed is recorded, so that every step can be recovered.
             ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
@@ -92,15 +114,21 @@ class Method:
             ``"replica"``: each step, as soon as it is whole, to a copy of the state in the memory
             of the keeper process, which then persists its bases from there (LowDiff+, section VI).
         tiers: where bytes live; ``("disk",)``.
+        parts: of ``base="multistep"``: into how many the state is cut, each of which takes a step;
+            ``"auto"``: as many as hold training up least, by what is measured.
+        overlap_forward: of ``base="multistep"``: the copies of gradients run on behind the update
+            and the next forward (GoCkpt-O); False: the update waits for them (GoCkpt).
     """
 
     base: str = "lazy"
     log: str = "none"
     apply: str = "recovery"
     tiers: tuple[str, ...] = ("disk",)
+    parts: int | str = "auto"
+    overlap_forward: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("base", self.base, ("sync", "async", "lazy", "checkfreq"))
+        _one_of("base", self.base, _BASES)
         _one_of("log", self.log, ("none", "dense", "topk"))
         _one_of("apply", self.apply, ("recovery", "replica"))
         for tier in self.tiers:
@@ -114,8 +142,39 @@ class Method:
             raise OptionError(
                 "apply='replica' needs a log to apply", hint="log='dense', or log='topk'"
             )
+        if self.base == "scheduled" and self.log != "none":
+            raise OptionError(
+                f"base='scheduled' captures every step: there is nothing left for log={self.log!r}",
+                hint="base='lazy' with the log, or log='none'",
+            )
+        self._check_multistep()
         if self.tiers != ("disk",):
             raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
+
+    def _check_multistep(self) -> None:
+        parts = self.parts
+        if parts != "auto" and (not _is_int(parts) or not 1 <= int(parts) <= _PARTS_MAX):
+            raise OptionError(
+                f'Method.parts must be "auto" or 1 to {_PARTS_MAX}, not {parts!r}',
+                hint='parts="auto" takes as many as hold training up least',
+            )
+        if not isinstance(self.overlap_forward, bool):
+            raise OptionError(
+                f"Method.overlap_forward must be True or False, not {self.overlap_forward!r}"
+            )
+        if self.base != "multistep":
+            if parts != "auto" or self.overlap_forward:
+                raise OptionError(
+                    f"parts and overlap_forward are of base='multistep', not of {self.base!r}",
+                    hint="base='multistep'",
+                )
+            return
+        if self.log != "none":
+            raise OptionError(
+                f"base='multistep' and log={self.log!r} exclude each other in this version: a log "
+                "has all gradients already",
+                hint="base='lazy' with the log, or log='none'",
+            )
 
 
 presets: Mapping[str, Method] = MappingProxyType(
@@ -128,6 +187,9 @@ presets: Mapping[str, Method] = MappingProxyType(
         "logged": Method(base="lazy", log="dense"),
         "lowdiff": Method(base="lazy", log="topk"),
         "lowdiff_plus": Method(base="lazy", log="dense", apply="replica"),
+        "gockpt": Method(base="multistep"),
+        "gockpt_o": Method(base="multistep", overlap_forward=True),
+        "checkflow": Method(base="scheduled"),
     }
 )
 """Named methods: what ``method="name"`` stands for."""
@@ -295,16 +357,29 @@ class Every:
             match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", value)
             if match and match[2] in _UNITS_S and float(match[1]) > 0:
                 return cls(seconds=float(match[1]) * _UNITS_S[match[2]])
-        raise OptionError(
-            f"every={value!r} is not an interval",
-            hint='steps as an int (every=100), time as "30s", "10min", "2h", or "auto"',
-        )
+        raise OptionError(f"every={value!r} is not an interval", hint=_interval_hint(value))
 
     def due(self, step: int, since_last_s: float) -> bool:
         """Whether a base is due at the end of ``step``; not for ``auto``."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and since_last_s >= self.seconds
+
+
+def _interval_hint(value: object) -> str:
+    """What was probably meant by what is no interval, and what would be one."""
+    known = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
+    if not isinstance(value, str):
+        return known
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)?\s*([A-Za-z]+)\.?\s*", value)
+    if match is None:
+        return known
+    words = ["auto"] if match[1] is None else list(_UNIT_WORDS)
+    found = difflib.get_close_matches(match[2].lower(), words, n=1, cutoff=0.75)
+    if not found:
+        return known
+    guess = "auto" if match[1] is None else match[1] + _UNIT_WORDS[found[0]]
+    return f'did you mean "{guess}"? {known}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +400,16 @@ class Options:
     def has_replica(self) -> bool:
         """Whether the log is applied as it comes."""
         return self.method.apply == "replica"
+
+    @property
+    def is_multistep(self) -> bool:
+        """Whether bases are captured over several steps."""
+        return self.method.base == "multistep"
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether every step is captured, by a plan."""
+        return self.method.base == "scheduled"
 
     @property
     def logs(self) -> bool:

@@ -202,6 +202,19 @@ def test_damage_in_the_log_is_said_and_is_never_equal(part: str, run: Path) -> N
     assert f"not audited: base 10: {record.reason}" in resumed(run).evidence
 
 
+def test_with_nothing_to_audit_the_log_goes_on_undisturbed(run: Path, tmp_path: Path) -> None:
+    """A base without one before it does not end a segment of the log."""
+    settled: list[Path] = []
+    alone = tmp_path / "alone"
+    train(alone, World(), 1)
+    for path in (alone, run):
+        made, posted = make_auditor(path, settle=lambda path=path: settled.append(path))
+        made._audit()
+        made.close()
+        assert not posted
+    assert settled == [run]
+
+
 def test_a_log_that_does_not_reach_the_base_yet(run: Path) -> None:
     """It may still be written: the pair before it is audited instead."""
     shutil.rmtree(segments_of(run)[-1].path)

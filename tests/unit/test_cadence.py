@@ -17,13 +17,19 @@ import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import StorageError
 from everstep.keeper.budget import DAY_S, DayMeter, Forecast, interval_steps_within
-from everstep.keeper.cadence import FIRST_STEPS, REPLAY_SHARE, Cadence
+from everstep.keeper.cadence import (
+    FIRST_STEPS,
+    REPLAY_SHARE,
+    WASTE_OF_NO_ACCOUNT,
+    Cadence,
+    seldom,
+)
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.local import KeeperStats
 from everstep.keeper.recorder import RecorderStats
 from everstep.keeper.save import Save
 from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
-from everstep.plan.costs import Costs
+from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log
 from everstep.recover.redo import Redo
 from everstep.recover.resume import Resumed
@@ -341,6 +347,26 @@ def test_the_log_between_two_bases_fits_its_memory(capsys: pytest.CaptureFixture
     assert "the memory of the log" in lines(capsys, "a base every")[0]
 
 
+@pytest.mark.parametrize("cost_s", [1e-9, 1e-6, 0.01, 0.5])
+@pytest.mark.parametrize("log", [True, False])
+def test_bases_that_cost_nothing_are_not_taken_all_the_time(log: bool, cost_s: float) -> None:
+    """But as seldom as wastes a thousandth of the time; where more is wasted, as little as
+    can be."""
+    costs = Run("logged" if log else "lazy").costs(base_cost_s=cost_s, write_bytes_per_s=MB / 0.01)
+    best = best_choice(costs) if log else without_log(costs)
+    steps, wasted = seldom(costs, best, log=log)
+
+    def wastes(n: int) -> float:
+        interval_s = n * costs.step_s
+        return waste(costs, interval_s, best.batch_s if log else interval_s).total
+
+    allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)
+    assert best.interval_steps <= steps
+    assert wasted == wastes(steps) <= allowed < wastes(steps + 1)
+    if best.waste.total < WASTE_OF_NO_ACCOUNT / 2:
+        assert steps > 2 * best.interval_steps
+
+
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 def test_a_write_budget_stretches_the_interval(
     method: str, capsys: pytest.CaptureFixture[str]
@@ -351,7 +377,7 @@ def test_a_write_budget_stretches_the_interval(
     for run in (free, bound):
         run.train(FIRST_STEPS + 3, cost_s=0.01, persist_s=0.01)
     assert free.cadence.interval_steps is not None
-    assert free.cadence.interval_steps < 1000
+    assert free.cadence.interval_steps < 4000
     assert bound.cadence.interval_steps is not None
     assert 4000 <= bound.cadence.interval_steps <= 4400
     assert bound.cadence.forecast is not None

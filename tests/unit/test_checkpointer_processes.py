@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from everstep.seams.failpoints import FAILPOINTS
+from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S, inventory_of, opened, verdict_of
 
 PRELUDE = """
@@ -29,25 +27,12 @@ def advance(ckpt):
 """
 
 
-def start(run: Path, body: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body), str(run)],
-        env=os.environ | environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(run: Path, body: str, **environment: str) -> Trainer:
+    return start_trainer(PRELUDE + textwrap.dedent(body), str(run), **environment)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=3 * TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        raise AssertionError(f"the process hangs:\n{out}\n{err}") from None
-    return process.returncode, out, err
+def finish(process: Trainer) -> tuple[int, str, str]:
+    return finish_trainer(process, 3 * TIMEOUT_S)
 
 
 def check_run(run: Path, step: int) -> None:
@@ -220,7 +205,6 @@ def test_two_processes_on_one_run(run_folder: Path) -> None:
             print("fenced", flush=True)
         """,
     )
-    assert older.stdout is not None
     assert older.stdout.readline() == "saved\n"
     newer = start(
         run_folder,
@@ -233,20 +217,12 @@ def test_two_processes_on_one_run(run_folder: Path) -> None:
     )
     code, _, err = finish(newer)
     assert code == 0, err
-    code, out, err = finish_after_line(older)
+    older.stdin.write("\n")
+    older.stdin.flush()
+    code, out, err = finish(older)
     assert code == 0, err
     assert out.split() == ["fenced"]
     check_run(run_folder, 3)
-
-
-def finish_after_line(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate("\n", timeout=3 * TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        raise AssertionError(f"the process hangs:\n{out}\n{err}") from None
-    return process.returncode, out, err
 
 
 def test_no_thread_keeps_the_interpreter_alive(run_folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli import app
@@ -57,7 +58,7 @@ def test_feasible() -> None:
 def test_infeasible() -> None:
     found = document("--model", "alexnet", "--link", "40GB/s", status=ExitCode.INFEASIBLE)
     assert found["peak_bytes"]["planned"] is None
-    assert "44 GB/s" in found["infeasible"]
+    assert "takes 44.2 GB/s" in found["infeasible"]  # rounded up: that is enough
     assert run("--model", "alexnet", "--link", "40GB/s").exit_code == ExitCode.INFEASIBLE
 
 
@@ -111,3 +112,92 @@ def test_picture(tmp_path: Path) -> None:
     assert run(*words, "--picture", str(path)).exit_code == ExitCode.OK
     assert path.read_bytes().startswith(b"\x89PNG")
     assert run(*words, "--picture", str(tmp_path / "no" / "x.png")).exit_code == ExitCode.USAGE
+
+
+OWN_OPERATOR = """
+@torch.library.custom_op("everstep_tests_cli::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+twice.register_autograd(lambda context, gradient: gradient * 2)
+"""
+
+
+def test_an_operator_of_ones_own_is_named(tmp_path: Path) -> None:
+    model = factory(tmp_path, "twice(model(x)).sum()", OWN_OPERATOR)
+    words = ("--model", model, "--link", "9000GB/s", "--batch", "64")
+    found = document(*words)
+    assert found["traced_on"] == "cpu"
+    assert "everstep_tests_cli::twice" in found["notes"][0]
+    assert "drawn out from batches of 2, 3, 4" in found["notes"][0]
+    shown = factory(tmp_path, "twice(model(x)).sum()", OWN_OPERATOR.replace("_cli", "_cli2"))
+    assert "drawn out" in run("--model", shown, "--link", "9000GB/s", "--batch", "64").stdout
+
+
+def test_where_data_decide_is_said(tmp_path: Path) -> None:
+    head = "import itertools\ncount = itertools.count()"
+    model = factory(tmp_path, "(model(x) if next(count) < 2 else model(model(x))).sum()", head)
+    shown = run("--model", model).output
+    assert "they part at operator 1: aten::sum" in shown
+    assert "in the first step, aten::addmm" in shown
+
+
+def test_without_a_solver_the_greedy_plan_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--model", "alexnet", "--link", "63GB/s", "--mode", "paper", "--exact")
+    monkeypatch.setattr("everstep.plan.planned.has_solver", lambda: False)
+    found = document(*words)
+    assert "PySCIPOpt" in found["method"]
+    assert "greedy" in found["method"]
+    assert 0 < found["gap"] < 0.025
+    shown = run(*words).stdout
+    assert "gap 0." in shown
+    assert "not installed" in shown
+
+
+def test_exact_says_how_it_was_found() -> None:
+    pytest.importorskip("pyscipopt")
+    words = ("--model", "alexnet", "--link", "63GB/s", "--exact")
+    assert "SCIP" in document(*words, "--mode", "paper")["method"]
+    assert "nothing to solve" in document(*words)["method"]
+    assert document("--model", "alexnet", "--link", "63GB/s")["method"] == "greedy"
+
+
+def test_autocast() -> None:
+    plain = document("--model", "vgg", "--link", "900GB/s")
+    found = document("--model", "vgg", "--link", "900GB/s", "--autocast", "bf16")
+    assert found["snapshot_bytes"] == plain["snapshot_bytes"]  # master weights
+    assert found["peak_bytes"]["without"] < plain["peak_bytes"]["without"]
+    assert found["step_s"] < plain["step_s"]
+    assert found["autocast"] == "bf16"
+
+
+def test_ranks() -> None:
+    words = ("--model", "alexnet", "--link", "63GB/s")
+    plain = document(*words)
+    found = document(*words, "--ranks", "8", "--network", "10GB/s")
+    # 244 MB of gradients in buckets; 7/4 of them sent, which is far longer than backward.
+    gradients = plain["snapshot_bytes"]
+    assert found["step_s"] > 2 * 7 / 8 * gradients / 10e9
+    assert found["peak_bytes"]["without"] >= plain["peak_bytes"]["without"] + gradients
+    assert document(*words, "--ranks", "8", "--network", "9TB/s")["step_s"] < found["step_s"] / 4
+    assert "go together" in run(*words, "--ranks", "8").output
+    assert run(*words, "--ranks", "1", "--network", "1GB/s").exit_code == ExitCode.USAGE
+
+
+def test_figures_of_ones_own() -> None:
+    words = ("--model", "alexnet", "--link", "900GB/s")
+    slow = document(*words, "--flops", "1e12", "--memory", "100GB/s")
+    assert slow["step_s"] > 5 * document(*words)["step_s"]
+    assert "given: flops_per_s, memory_bytes_per_s" in slow["times"]
+
+
+def test_measured_here(tmp_path: Path) -> None:
+    model = factory(tmp_path, "model(x).square().mean()")
+    found = document("--model", model, "--gpu", "cpu", "--link", "90GB/s")
+    assert "measured on cpu" in found["times"]
+    assert found["traced_on"] == "cpu"
+    assert "how fast the link is" in run("--model", model, "--gpu", "cpu").output
+    assert "nothing can be put" in run("--model", model, "--gpu", "cpu", "--flops", "1").output
+    if not torch.cuda.is_available():
+        result = run("--model", model, "--gpu", "cuda", "--link", "9GB/s")
+        assert result.exit_code == ExitCode.ENVIRONMENT
+        assert "no CUDA device" in result.output

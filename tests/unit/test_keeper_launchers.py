@@ -14,6 +14,7 @@ import pytest
 
 from everstep.keeper.registry import list_keepers
 from everstep.seams.processes import process_gone
+from tests.trainers import finish_trainer, start_trainer
 from tests.unit.test_keeper_process import PRELUDE, finish
 from tests.unit.world import TIMEOUT_S
 
@@ -81,31 +82,16 @@ def test_signals_to_the_process_group_spare_the_keeper(
 ) -> None:
     """What a terminal, nohup, a notebook's kernel and SLURM (pgid) do."""
     path = script(tmp_path, "signal.pause()")
-    process = subprocess.Popen(
-        [sys.executable, str(path), str(run_folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    request.addfinalizer(process.wait)  # the last of these two comes first
-    request.addfinalizer(process.kill)
-    assert process.stdout is not None
+    process = start_trainer(path.read_text(), str(run_folder), new_session=True)
+    request.addfinalizer(process.close)
     lines = [json.loads(process.stdout.readline()) for _ in range(2)]
     (keeper,) = list_keepers()
     os.killpg(process.pid, number)
     assert process.wait(TIMEOUT_S) != 0
-    process.stdout.close()
     if number != signal.SIGINT:  # with Python's handler: a KeyboardInterrupt, an orderly end
         assert [left.pid for left in list_keepers()] == [keeper.pid]
-    again = subprocess.run(
-        [sys.executable, str(path), str(run_folder)],
-        capture_output=True,
-        text=True,
-        timeout=3 * TIMEOUT_S,
-        check=False,
-    )
-    recovery = json.loads(again.stdout.splitlines()[0])
-    assert recovery["step"] == 3, again.stderr
+    again = start_trainer(path.read_text(), str(run_folder))
+    _, out, err = finish_trainer(again, 3 * TIMEOUT_S)
+    recovery = json.loads(out.splitlines()[0])
+    assert recovery["step"] == 3, err
     assert recovery["digest"] == lines[1]["digest"]

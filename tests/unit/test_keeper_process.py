@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 from everstep.keeper.registry import list_keepers
 from everstep.seams.processes import process_gone
+from tests.trainers import Popen, Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
 
 PRELUDE = """
@@ -79,25 +78,13 @@ ckpt.close()
 """
 
 
-def start(run: Path, body: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body), str(run), *arguments],
-        env=os.environ | environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(run: Path, body: str, *arguments: str, **environment: str) -> Trainer:
+    return start_trainer(PRELUDE + textwrap.dedent(body), str(run), *arguments, **environment)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
-    try:
-        out, err = process.communicate(timeout=3 * TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        raise AssertionError(f"the process hangs:\n{out}\n{err}") from None
-    return process.returncode, [json.loads(line) for line in out.splitlines()], err
+def finish(process: Popen | Trainer) -> tuple[int, list[dict[str, Any]], str]:
+    status, out, err = finish_trainer(process, 3 * TIMEOUT_S)
+    return status, [json.loads(line) for line in out.splitlines()], err
 
 
 def keepers_gone() -> None:

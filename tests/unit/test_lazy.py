@@ -19,6 +19,7 @@ import everstep
 from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
+from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.keeper.saver import Saver
 from everstep.options import Budget
@@ -119,10 +120,11 @@ def test_the_update_waits_for_the_copy(method: str, held: Gate, run_folder: Path
 def test_without_the_gate_it_is_torn(
     checked: bool, held: Gate, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason for the gate; and the spot check finds out what it lets through."""
+    """The reason for the gate; and checks find out what it lets through."""
     monkeypatch.setattr(Saver, "gate", lambda self, optimizer: None)
     if not checked:
         monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
+        monkeypatch.setattr(Versions, "moved", lambda self, since: None)
     world = World()
     with opened(run_folder, world.state, method="lazy", on_failure="warn") as ckpt:
         ckpt.step()
@@ -162,7 +164,13 @@ def moments(world: World) -> None:
         values["exp_avg"].add_(1)
 
 
-@pytest.mark.parametrize("change", [through_numpy, one_tensor, moments])
+def one_element(world: World) -> None:
+    """Samples need not hit it; a version counter moves."""
+    with torch.no_grad():
+        world.model[0].weight.view(-1)[1] += 1.0
+
+
+@pytest.mark.parametrize("change", [through_numpy, one_tensor, one_element, moments])
 def test_changes_past_the_optimizer_are_refused(
     change: Callable[[World], None], held: Gate, run_folder: Path
 ) -> None:
@@ -431,6 +439,20 @@ def test_a_thousand_saves_take_no_more_memory(run_folder: Path) -> None:
                 ckpt.wait()
                 sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))
     assert sizes[1] < 1.01 * sizes[0], sizes
+
+
+def test_memory_for_the_first_base_is_taken_behind_a_resume(run_folder: Path) -> None:
+    """And not by the training thread, when the base is due."""
+    world = World()
+    with opened(run_folder, world.state, method="lazy") as ckpt:
+        ckpt.step()
+        size_bytes = ckpt.save().durable.result(TIMEOUT_S)
+    with opened(run_folder, World().state, method="lazy") as ckpt:
+        ckpt.resume()
+        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        pool = ckpt._keepers.pool
+        assert pool is not None
+        assert pool.touched_bytes >= size_bytes // 2 + 1  # without the header
 
 
 def test_the_deadline_error_is_reported(held: Gate, run_folder: Path) -> None:

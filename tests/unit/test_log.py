@@ -268,6 +268,41 @@ def test_a_gradient_that_is_not_finite_is_reported(run_folder: Path) -> None:
         assert world.snapshot() == states[3]
 
 
+@pytest.mark.parametrize("watch", [True, False])
+def test_the_end_of_a_training_that_is_not_finite(
+    run_folder: Path, watch: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is known to be of no use is no last base; else it is said when it comes back."""
+    world, log = World(), LogOptions(watch=watch)
+    keeper = everstep.KeeperOptions(process=False)
+
+    def train() -> None:
+        with opened(run_folder, world, log=log, keeper=keeper, every=1000) as ckpt:
+            ckpt.resume()
+            run_steps(ckpt, world, 3)
+            ckpt.save()
+            world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
+            world.optimizer.step()
+            ckpt.step()
+            ckpt._saver.finish_captures()
+            ckpt.step()
+
+    if watch:
+        with pytest.raises(NonFiniteError):
+            train()
+        assert "close() takes no base of step" in capsys.readouterr().err
+    else:
+        train()
+    other = World(seed=9)
+    with opened(run_folder, other, keeper=keeper) as ckpt:
+        recovery = ckpt.resume()
+        assert recovery.step == (3 if watch else 5)
+        assert recovery.exact
+        found = [note for note in recovery.notes if "is not finite" in note]
+        assert len(found) == (0 if watch else 1)
+        ckpt._recorder = None
+
+
 def test_a_rewind_undoes_gradients_that_were_not_finite(run_folder: Path) -> None:
     world = World()
 

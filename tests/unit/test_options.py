@@ -92,7 +92,16 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
     ("fields", "said"),
     [
         ({"base": "asynch"}, "did you mean 'async'"),
-        ({"base": "multistep"}, "there are: sync, async"),
+        ({"base": "fuzzy"}, "there are: sync, async"),
+        ({"base": "multistp"}, "did you mean 'multistep'"),
+        ({"base": "multistep", "parts": 0}, '"auto" or 1 to 24, not 0'),
+        ({"base": "multistep", "parts": 25}, '"auto" or 1 to 24, not 25'),
+        ({"base": "multistep", "parts": True}, '"auto" or 1 to 24, not True'),
+        ({"base": "multistep", "parts": "seven"}, "\"auto\" or 1 to 24, not 'seven'"),
+        ({"base": "multistep", "overlap_forward": 1}, "must be True or False, not 1"),
+        ({"base": "multistep", "log": "dense"}, "exclude each other"),
+        ({"parts": 7}, "are of base='multistep', not of 'lazy'"),
+        ({"overlap_forward": True}, "are of base='multistep', not of 'lazy'"),
         ({"log": "adaptive"}, "there are: none"),
         ({"apply": "replica"}, "needs a log to apply"),
         ({"tiers": ("disk", "s3")}, "no tier 's3'"),
@@ -267,3 +276,28 @@ def test_a_run_stays_where_it_was_when_the_process_moves(
         ckpt.save()
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert (tmp_path / "run" / "timeline-00001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("10mins", '"10min"'),
+        ("10 minutes", '"10min"'),
+        ("2 hours", '"2h"'),
+        ("90secs", '"90s"'),
+        ("1.5 Hr.", '"1.5h"'),
+        ("3 dayz", '"3d"'),
+        ("atuo", '"auto"'),
+    ],
+)
+def test_what_was_probably_meant_by_an_interval(given: str, meant: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Every.parse(given)
+    assert f"did you mean {meant}?" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("given", ["5 parsecs", "", 1.5, "nans", "10"])
+def test_nothing_is_guessed_of_what_is_nothing_like_it(given: object) -> None:
+    with pytest.raises(OptionError) as caught:
+        Every.parse(given)  # type: ignore[arg-type]
+    assert "did you mean" not in str(caught.value.hint)

@@ -21,10 +21,13 @@ from everstep.errors import (
     RecoveryError,
     UnsupportedStateError,
 )
+from everstep.keeper import untold
 from everstep.keeper.log import LogStore
 from everstep.keeper.replica import Ask, _Wanted
+from everstep.recover.offline import OfflineState
 from everstep.replay.exactness import declare
 from everstep.seams.failpoints import arm
+from everstep.seams.progress import progress
 from tests.unit.following import (
     base_of,
     opened,
@@ -321,17 +324,56 @@ def test_another_shape_takes_a_new_base(served: Bench) -> None:
         assert bytes(found.bytes_of("model/0.weight")) == states[5]["0.weight"]
 
 
-def test_a_change_behind_the_optimizers_back_is_found(served: Bench) -> None:
-    """The replica goes by the log alone; samples of the live state tell the two apart (I8)."""
+def test_who_waits_for_it_is_told_so(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with seconds of imports, and no byte of a base comes meanwhile."""
+    said: list[str] = []
+
+    def shown(label: str, total: int) -> Any:
+        said.append(label)
+        return progress(label, total)
+
+    world = World()
+    ckpt = start(served, world)
+    monkeypatch.setattr("everstep.keeper.remote.progress", shown)
+    run_steps(ckpt, world, 1)
+    ckpt.save()
+    ckpt.wait()
+    assert "which loads torch first" in said[-1]
+    ckpt.close()
+
+
+def test_its_memory_is_counted(served: Bench) -> None:
+    """By the training process, and by a keeper that has lost it."""
+    world = World()
+    ckpt = start(served, world)
+    size_bytes = ckpt._saver._prepared.size_bytes  # type: ignore[union-attr]
+    touched_bytes = ckpt._keepers.pool.touched_bytes  # type: ignore[union-attr]
+    ckpt.save().durable.result(20)
+    assert ckpt.stats().host_bytes >= touched_bytes + size_bytes
+    before = served.server._status()["arena_bytes"]
+    assert before >= touched_bytes + size_bytes
+    die(ckpt)
+    until(lambda: served.server._status()["trainer"] is None)
+    assert served.server._status()["arena_bytes"] == before
+
+
+@pytest.mark.parametrize("by", ["marks", "asks"])
+def test_a_change_behind_the_optimizers_back_is_found(
+    served: Bench, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The replica goes by the log alone; samples of the live state tell the two apart: those in
+    each mark, and if they did not, those that come with each base that is asked for (I8)."""
+    monkeypatch.setattr(untold, "LOOKED_AT_FIRST", 0)  # or training would find it itself
+    if by == "asks":
+        monkeypatch.setattr(OfflineState, "compare", lambda self: None)
     reported: list[EverstepError] = []
     world = World()
     ckpt = start(served, world, on_failure=reported.append)
     run_steps(ckpt, world, 1)
-    with torch.no_grad():
-        world.model[0].weight.mul_(0.5)
+    world.model[0].weight.data.mul_(0.5)
     states = run_steps(ckpt, world, 1)
-    save = ckpt.save()
-    assert isinstance(save.durable.exception(20), AuditError)
+    if by == "asks":
+        assert isinstance(ckpt.save().durable.exception(20), AuditError)
     until(lambda: ckpt._standby.lost is not None)  # type: ignore[union-attr]
     assert "model/0.weight" in ckpt._standby.lost  # type: ignore[operator,union-attr]
     states |= run_steps(ckpt, world, 1)
@@ -454,7 +496,8 @@ def test_an_error_in_a_replica_is_told_and_recovery_goes_on_without(served: Benc
     ckpt = start(served, world, on_failure=reported.append)
     arm("replica.before_apply", "raise")
     states = run_steps(ckpt, world, 1)
-    until(lambda: ckpt._standby.lost is not None)  # type: ignore[union-attr]
+    # Training may have heard of it in that very step, and have taken a base already.
+    until(lambda: ckpt._standby.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
     states |= run_steps(ckpt, world, 2)
     ckpt.wait()
     assert ["internal error in the replica" in error.message for error in reported] == [True]

@@ -4,6 +4,8 @@
 ``persist/``    how fast a state becomes durable
 ``stall/``      what a save costs a training loop
 ``step/``       what it costs to be able to go back to every step, and what a kill costs then
+``multistep/``  bases over several steps: what they hold training up, and the model of that
+``crash/``      what is left of training where something fails every so many seconds
 ``schedule/``   plans of captures for eight networks
 ``demo/``       the main job: train, get killed, resume, compare bit for bit
 

@@ -5,19 +5,23 @@ Whatever is measured through it says so; nothing chooses it by itself.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
 import torch
 
 from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane
+from everstep.capture.lane import CpuLane, Progress, Transfer
 
 __all__ = ["EmulatedLink"]
 
 
 class EmulatedLink(CpuLane):
     """A CPU lane that copies no faster than a link of the given bandwidth would.
+
+    The link is busy from when a copy was issued, or the one before it has ended, for as long as its
+    bytes take; that a thread wakes up late makes the copies behind it no later.
 
     Args:
         bytes_per_s: of the link.
@@ -26,19 +30,37 @@ class EmulatedLink(CpuLane):
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
         self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0  # the link is, from then on
+        self._issued_s = 0.0  # what the thread is about to copy
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
-            start_s = time.monotonic()
+            end_s = self._busy_until(batch, time.monotonic())
             super().mark([batch], block)
-            self._pace(batch.end - batch.begin, start_s)
+            _sleep_until(end_s)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        issued_s = time.monotonic()
+        self.run(lambda: self._issued(issued_s))
+        return super().submit(batches, block, progress)
+
+    def _issued(self, issued_s: float) -> None:
+        self._issued_s = issued_s
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        start_s = time.monotonic()
+        end_s = self._busy_until(batch, self._issued_s)
         super()._copy(batch, block)
-        self._pace(batch.end - batch.begin, start_s)
+        _sleep_until(end_s)
 
-    def _pace(self, size_bytes: int, start_s: float) -> None:
-        left_s = start_s + size_bytes / self._bytes_per_s - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)
+    def _busy_until(self, batch: Batch, issued_s: float) -> float:
+        with self._lock:
+            start_s = max(self._free_s, issued_s)
+            self._free_s = start_s + (batch.end - batch.begin) / self._bytes_per_s
+            return self._free_s
+
+
+def _sleep_until(end_s: float) -> None:
+    left_s = end_s - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)

@@ -35,6 +35,7 @@ from everstep.errors import (
     PermissionDeniedError,
     StorageError,
     UnavailableError,
+    UnreachableError,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ __all__ = [
     "console",
     "count_of",
     "emit",
+    "filesystem_of",
     "in_words",
     "label",
     "open_run",
@@ -95,6 +97,7 @@ def status_of(error: EverstepError) -> ExitCode:
         OutOfSpaceError,
         PermissionDeniedError,
         UnavailableError,
+        UnreachableError,
         DeadlineError,
     )
     # A StorageError of no finer kind is what the operating system said of a file.
@@ -267,9 +270,13 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
         NewerFormatError: it was written by a newer everstep.
     """
     from everstep.recover.scan import scan_run
+    from everstep.seams import PosixFileSystem
 
-    if not run or "://" in run:
-        raise OptionError(f"{run!r} is no run folder", hint="a directory on this machine")
+    if not run or ("://" in run and isinstance(filesystem, PosixFileSystem)):
+        hint = "a directory on this machine; ls, verify and restore take s3://bucket/prefix, too"
+        raise OptionError(f"{run!r} is no run folder", hint=hint)
+    if "://" in run:
+        return _open_copy(filesystem, run)
     path = PurePath(os.path.abspath(run))
     with reading(path):
         for attempt in range(_LOOK_AGAIN):
@@ -288,6 +295,35 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
         broken = [f"{where.name}: {problem}" for where, problem in inventory.problems]
         if not broken:
             raise OptionError(f"{path} is empty: there is no run", path=path, hint=_hint(path))
+    return inventory
+
+
+def filesystem_of(run: str) -> FileSystem:
+    """Through which the run that a user has named is read: a folder, or a copy in a store.
+
+    Raises:
+        OptionError: a URL of nothing that is known.
+        UnavailableError: what reads it is not installed.
+    """
+    from everstep.seams import PosixFileSystem
+    from everstep.tiers.files import TierFileSystem
+    from everstep.tiers.urls import UrlPath, is_url, open_tier
+
+    if not is_url(run):
+        return PosixFileSystem()
+    tier = open_tier(run, PosixFileSystem())
+    return TierFileSystem(tier, UrlPath(tier.url))
+
+
+def _open_copy(filesystem: FileSystem, run: str) -> Inventory:
+    from everstep.recover.scan import scan_run
+    from everstep.tiers.urls import UrlPath
+
+    path = UrlPath(run.rstrip("/"))
+    with reading(path):
+        inventory = scan_run(filesystem, path)
+    if inventory.run is None and not inventory.timelines and not inventory.problems:
+        raise OptionError(f"{path} is empty: there is no run", path=path)
     return inventory
 
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from everstep.cli._common import ExitCode, JsonFlag, console, emit
+from everstep.cli._bench import Batch, Check, Folder, FreeCore, Link, Params, Seed, measured, tell
+from everstep.cli._bench_gockpt import crash_interval, multistep
+from everstep.cli._common import JsonFlag
 from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
-__all__ = ["app", "convergence", "frequency", "persist", "schedule", "stall", "step"]
-
-_Report = TypeVar("_Report")
-_Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
-_Seed = Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")]
-_FreeCore = Annotated[
-    bool,
-    typer.Option(
-        "--free-core/--no-free-core",
-        help="Training on one core and everything else on the others, or all on one.",
-    ),
+__all__ = [
+    "app",
+    "convergence",
+    "crash_interval",
+    "frequency",
+    "multistep",
+    "persist",
+    "schedule",
+    "stall",
+    "step",
 ]
-_Folder = Annotated[
-    Path | None,
-    typer.Option("--dir", help="Where to write [default: here]; nothing stays behind."),
-]
-_Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]
-_Batch = Annotated[int, typer.Option(help="Sequences of 64 bytes in a step.")]
 
 app = typer.Typer(
     name="bench",
@@ -49,8 +42,8 @@ def persist(
     size: Annotated[str, typer.Option(help="Of the state: parameters and moments.")] = "1GiB",
     repeats: Annotated[int, typer.Option(help="Rounds that count; one more warms up.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the state, and of the order of arms.")] = 1234,
-    folder: _Folder = None,
-    check: _Check = False,
+    folder: Folder = None,
+    check: Check = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Saves and loads one state: everstep, the raw disk, torch.save, safetensors, DCP.
@@ -63,44 +56,62 @@ def persist(
     from everstep.bench.persist.show import present
 
     options = PersistOptions(int(parse_bytes("--size", size)), repeats, seed, folder)
-    report = _measured(run_persist, options)
+    report = measured(run_persist, options)
     met = all(verdict.met for verdict in report.verdicts())
-    _tell(report, present, json_output=json_output, failed=check and not met)
+    tell(report, present, json_output=json_output, failed=check and not met)
 
 
 @app.command()
 def schedule(
     gpu: Annotated[str, typer.Option(help="Whose data sheet gives the times.")] = "rtx3090",
     adam: Annotated[bool, typer.Option("--adam", help="Adam in place of plain SGD.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Solve integer programs, too, 120 s each at most.")
+    ] = False,
+    executed: Annotated[
+        bool, typer.Option("--executed", help="Carry plans out here, and compare, instead.")
+    ] = False,
+    compute: Annotated[
+        bool, typer.Option("--compute", help="With --executed: layers that are not paced.")
+    ] = False,
+    folder: Folder = None,
+    check: Check = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Plans a checkpoint of every step for eight networks: Checkflow's Table I and Fig. 2.
 
     Nothing runs on a device: steps are traced without one, and times of operators come from a
-    data sheet. The paper's figures stand beside.
+    data sheet. The paper's figures stand beside. With --executed a small model is trained here
+    with method="checkflow", behind emulated links: how long steps wait, next to the prediction.
     """
+    if executed:
+        from everstep.bench.schedule import show_executed
+        from everstep.bench.schedule.executed import ExecutedOptions, run_executed
+
+        found = measured(run_executed, ExecutedOptions(compute=compute, folder=folder))
+        failed = check and not found.all_met()
+        tell(found, show_executed.present, json_output=json_output, failed=failed)
+        return
     from everstep.bench.schedule.show import present
     from everstep.bench.schedule.tables import ScheduleOptions, run_schedule
 
-    report = _measured(run_schedule, ScheduleOptions(gpu=gpu, adam=adam))
-    _tell(report, present, json_output=json_output)
+    limit_s = 120.0 if exact else None
+    report = measured(run_schedule, ScheduleOptions(gpu=gpu, adam=adam, exact_s=limit_s))
+    tell(report, present, json_output=json_output)
 
 
 @app.command()
 def stall(
-    params: _Params = "10M",
+    params: Params = "10M",
     every: Annotated[
         str, typer.Option(help="Steps of a block, each with one save: one number, or 1,10,50.")
     ] = "8",
     repeats: Annotated[int, typer.Option(help="Rounds that count; one more warms up.")] = 5,
-    seed: _Seed = 1234,
+    seed: Seed = 1234,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    link: Annotated[
-        str | None,
-        typer.Option(help="EMULATE a link of this bandwidth, like 2GB/s, for everstep's copies."),
-    ] = None,
+    link: Link = None,
     writers: Annotated[int, typer.Option(help="Other processes that flush as much.")] = 0,
-    free_core: _FreeCore = True,
+    free_core: FreeCore = True,
     python_heavy: Annotated[
         bool, typer.Option("--python-heavy", help="Add pure Python to each step.")
     ] = False,
@@ -110,14 +121,17 @@ def stall(
     arms: Annotated[
         str | None, typer.Option(help="Only these, like lazy,dcp-warm,torch.save.")
     ] = None,
-    folder: _Folder = None,
+    folder: Folder = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw a save of lazy and of DCP (needs matplotlib).")
+        Path | None, typer.Option(help="Draw a save of some arms (needs matplotlib).")
+    ] = None,
+    curves: Annotated[
+        Path | None, typer.Option(help="Draw keeper and link over time (needs matplotlib).")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write all blocks as Chrome trace events.")
     ] = None,
-    check: _Check = False,
+    check: Check = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Trains and saves: everstep's methods, torch.save, DCP, torchsnapshot, no checkpoint.
@@ -148,24 +162,29 @@ def stall(
         python_heavy=python_heavy,
         ablate=ablate,
         arms=parse_arms(arms),
+        curves=curves is not None or json_output or trace is not None,
         folder=folder,
     )
     if picture is not None:
         timeline.check_picture(picture)
+    if curves is not None:
+        timeline.check_picture(curves, "--curves")
     if trace is not None:
         timeline.check_target(trace)
-    report = _measured(run_stall, options)
+    report = measured(run_stall, options)
     if trace is not None:
         timeline.trace(report, trace)
     if picture is not None:
         timeline.picture(report, picture)
-    _tell(report, present, json_output=json_output, failed=check and not report.all_met())
+    if curves is not None:
+        timeline.curves(report, curves)
+    tell(report, present, json_output=json_output, failed=check and not report.all_met())
 
 
 @app.command()
 def step(
-    params: _Params = "10M",
-    batch: _Batch = 4,
+    params: Params = "10M",
+    batch: Batch = 4,
     every: Annotated[
         str, typer.Option(help="Steps between whole states, and of a block: 10, or 10,50.")
     ] = "10",
@@ -180,13 +199,13 @@ def step(
     replay: Annotated[
         bool, typer.Option("--replay/--no-replay", help="Time replay of the log, too.")
     ] = True,
-    seed: _Seed = 1234,
-    free_core: _FreeCore = True,
+    seed: Seed = 1234,
+    free_core: FreeCore = True,
     arms: Annotated[
         str | None, typer.Option(help="Only these, like lowdiff,checkfreq,torch.save.")
     ] = None,
-    folder: _Folder = None,
-    check: _Check = False,
+    folder: Folder = None,
+    check: Check = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Trains so that every step can be gone back to: logs, differences, a base each step.
@@ -214,14 +233,14 @@ def step(
         replay=replay,
         arms=parse_arms(arms, ARMS),
     )
-    report = _measured(run_step, options)
-    _tell(report, present, json_output=json_output, failed=check and not report.all_met())
+    report = measured(run_step, options)
+    tell(report, present, json_output=json_output, failed=check and not report.all_met())
 
 
 @app.command()
 def frequency(
-    params: _Params = "10M",
-    batch: _Batch = 4,
+    params: Params = "10M",
+    batch: Batch = 4,
     within: Annotated[str, typer.Option(help="Slow-down at most, like 3.5%.")] = "3.5%",
     every_max: Annotated[int, typer.Option(help="No interval above is tried.")] = 64,
     ratio: Annotated[str, typer.Option(help="Share of a gradient that is kept.")] = "0.01",
@@ -229,12 +248,12 @@ def frequency(
         int, typer.Option(help="Steps of the log that are written at a time.")
     ] = 5,
     repeats: Annotated[int, typer.Option(help="Paired rounds for each interval.")] = 3,
-    seed: _Seed = 1234,
-    free_core: _FreeCore = True,
+    seed: Seed = 1234,
+    free_core: FreeCore = True,
     arms: Annotated[
         str | None, typer.Option(help="Only these, like lowdiff,checkfreq,torch.save.")
     ] = None,
-    folder: _Folder = None,
+    folder: Folder = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Looks for the smallest interval that slows training down by no more than so much.
@@ -259,31 +278,8 @@ def frequency(
         every_max=every_max,
         arms=parse_arms(arms, ARMS),
     )
-    report = _measured(run_frequency, options)
-    _tell(report, present, json_output=json_output)
-
-
-class _Outcome(Protocol):
-    def as_json(self) -> Any: ...
-
-
-_Told = TypeVar("_Told", bound=_Outcome)
-
-
-def _tell(
-    report: _Told,
-    present: Callable[[_Told, Console], None],
-    *,
-    json_output: bool,
-    failed: bool = False,
-) -> None:
-    """One document, or tables; exits with 3 if a target that was to be checked is missed."""
-    if json_output:
-        emit(report.as_json())
-    else:
-        present(report, console())
-    if failed:
-        raise typer.Exit(ExitCode.INFEASIBLE)
+    report = measured(run_frequency, options)
+    tell(report, present, json_output=json_output)
 
 
 @app.command()
@@ -300,20 +296,9 @@ def convergence(
     from everstep.bench.convergence import ConvergenceOptions, present, run_convergence
 
     options = ConvergenceOptions(steps=steps, seeds=tuple(range(seeds)))
-    report = _measured(run_convergence, options)
-    if json_output:
-        emit(report.as_json())
-    else:
-        present(report, console())
+    report = measured(run_convergence, options)
+    tell(report, present, json_output=json_output)
 
 
-def _measured(run: Callable[[Any, Any], _Report], options: object) -> _Report:
-    """Runs a benchmark; an interruption ends it in good order."""
-    from everstep.bench.persist.show import progress_display
-
-    try:
-        with progress_display() as display:
-            return run(options, display)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: processes are ended, what was written is removed", err=True)
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+app.command()(multistep)
+app.command("crash-interval")(crash_interval)

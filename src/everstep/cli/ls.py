@@ -17,6 +17,7 @@ from everstep.cli._common import (
     console,
     count_of,
     emit,
+    filesystem_of,
     in_words,
     label,
     open_run,
@@ -126,9 +127,7 @@ def ls(
     Reads records and headers, no data: whether the data are good is for `everstep verify`
     to say. Writes nothing.
     """
-    from everstep.seams import PosixFileSystem
-
-    filesystem = PosixFileSystem()
+    filesystem = filesystem_of(run)
     inventory = open_run(filesystem, run)
     with reading(inventory.path):
         choice = would_resume(filesystem, inventory)

@@ -20,6 +20,7 @@ from everstep.cli._common import (
     console,
     count_of,
     emit,
+    filesystem_of,
     in_words,
     label,
     open_run,
@@ -59,13 +60,13 @@ def restore(
     """
     from everstep.seams import PosixFileSystem
 
-    filesystem = PosixFileSystem()
+    filesystem = filesystem_of(run)
     start_s = time.monotonic()
     inventory = open_run(filesystem, run)
     folder = check_out(out, inventory)
     with infeasible(json_output), rebuilding(filesystem, inventory) as (rebuilder, ring):
         rebuilt = rebuilder.state_at(step, timeline)
-        written = write_run(filesystem, folder, rebuilt, ring)
+        written = write_run(PosixFileSystem(), folder, rebuilt, ring)
     found: dict[str, Any] = {
         "path": str(inventory.path),
         "run": inventory.run,

@@ -25,6 +25,7 @@ from everstep.cli._common import (
     console,
     count_of,
     emit,
+    filesystem_of,
     in_words,
     label,
     open_run,
@@ -105,10 +106,9 @@ def verify(
     """
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
-    from everstep.seams import PosixFileSystem
     from everstep.seams.progress import progress
 
-    filesystem = PosixFileSystem()
+    filesystem = filesystem_of(run)
     start_s = time.monotonic()
     inventory = open_run(filesystem, run)
     bases = select_bases(inventory, step=step, timeline=timeline)

@@ -119,12 +119,12 @@ class Auditor:
             return False
 
     def _audit(self) -> None:
+        if not self._has_two_bases():
+            return  # before the log is settled, which ends a segment wherever it is
         try:
             self._settle()
         except DeadlineError as error:  # reported by those who wait for it
             _log.error("not audited: %s", error)
-            return
-        if not self._has_two_bases():
             return
         began_s = self._clock.monotonic_s()
         with self._changed:

@@ -22,6 +22,7 @@ __all__ = [
     "announcement",
     "budget_in_words",
     "check_disk_budget",
+    "check_multistep_budget",
     "gradients_of",
     "host_budget_bytes",
     "interval_steps_within",
@@ -41,11 +42,12 @@ def host_budget_bytes(options: Options, state_bytes: int) -> int:
         OutOfSpaceError: when the method needs more, with the number of bytes.
     """
     budget = options.budget.host_bytes or memory_available_bytes() // 2
-    if options.method.base != "sync" and budget < state_bytes:
+    times = 2 if options.is_scheduled else 1  # the one before stays until the next is whole
+    if options.method.base != "sync" and budget < times * state_bytes:
         raise OutOfSpaceError(
             f'method="{options.method_name}" copies the state ({state_bytes} bytes) into host '
-            f"memory; the budget is {budget} bytes",
-            hint=f'Budget(host_bytes={state_bytes}) or more, or method="sync"',
+            f"memory{', twice' if times == 2 else ''}; the budget is {budget} bytes",
+            hint=f'Budget(host_bytes={times * state_bytes}) or more, or method="sync"',
         )
     return budget
 
@@ -72,6 +74,30 @@ def replica_budget_bytes(
             hint=f"Budget(host_bytes={need}) or more, or apply='recovery'",
         )
     return host_bytes // 2 if options.has_replica else 0
+
+
+def check_multistep_budget(
+    options: Options, host_bytes: int, state_bytes: int, gradient_bytes: int
+) -> None:
+    """Refuses parts whose gradients do not fit beside the base (DESIGN section 9).
+
+    Args:
+        gradient_bytes: of a step.
+
+    Raises:
+        OutOfSpaceError: with the number of bytes, or of parts, that would fit.
+    """
+    parts = options.method.parts
+    if not isinstance(parts, int):
+        return
+    need = state_bytes + gradient_bytes * (parts - 1) // 2
+    if host_bytes < need:
+        fit = 1 + 2 * max(0, host_bytes - state_bytes) // max(1, gradient_bytes)
+        raise OutOfSpaceError(
+            f"a base in {parts} parts takes {need} bytes of host memory, with the gradients that "
+            f"bring them to one step; the budget is {host_bytes} bytes",
+            hint=f"Budget(host_bytes={need}) or more, or parts={fit}",
+        )
 
 
 def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
@@ -192,9 +218,14 @@ def announcement(
     host = "a few chunks"
     if options.method.base != "sync":
         host = f"{decimal(state_bytes)} per base in flight"
+        if options.is_scheduled:
+            when = f"a capture every step, durable {when}"
+            host = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
         if options.logs:
             both = "a base and its replica" if options.has_replica else "two bases"
             host = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
+        if options.is_multistep:
+            host += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
         host += f" (budget {decimal(host_bytes)})"
     written = f"{decimal(state_bytes)} per base"
     if options.log_on_disk:

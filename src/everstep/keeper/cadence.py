@@ -21,15 +21,19 @@ from everstep.keeper.recorder import Recorder
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Saver
 from everstep.options import Options
-from everstep.plan.estimator import Estimator, FailurePrior
-from everstep.plan.interval import checkfreq_interval, without_log
+from everstep.plan.costs import Costs, waste
+from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
+from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.recover.resume import Resumed
 from everstep.seams import Clock
 
-__all__ = ["FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
+__all__ = ["FIRST_STEPS", "REPLAY_SHARE", "WASTE_OF_NO_ACCOUNT", "Cadence", "seldom"]
 
 FIRST_STEPS = 10
 """So many steps are measured before anything is said or chosen; then a first base is."""
+
+WASTE_OF_NO_ACCOUNT = 0.001
+"""Of the time: with ``every="auto"`` bases are not taken more often to waste less than that."""
 
 REPLAY_SHARE = 0.1
 """Of a step, what redoing it is believed to take until a resume has measured it."""
@@ -216,18 +220,22 @@ class Cadence:
         if costs is None:
             return
         why = ""
-        if self._options.method.apply == "replica":
-            cost_s = self._estimator.base_cost_s or 0.0
+        if self._options.method.apply == "replica" or self._options.is_scheduled:
+            # Copies of every step are made whether or not one of them becomes durable.
+            scheduled = self._options.is_scheduled
+            cost_s = 0.0 if scheduled else self._estimator.base_cost_s or 0.0
             wanted = checkfreq_interval(step_s=step_s, stall_s=cost_s, persist_s=costs.write_s)
             why = "as often as one is durable before the next"
         else:
+            found: Choice | Recommendation
+            log = self._options.logs
             try:
-                found = self._estimator.recommend()
-                assert found is not None
-                wanted, wasted = found.interval_steps, found.waste.total
+                recommended = self._estimator.recommend()
+                assert recommended is not None
+                found = recommended
             except InfeasibleError as error:
-                best = without_log(costs)
-                wanted, wasted, why = best.interval_steps, best.waste.total, f"{error.message}; "
+                found, why, log = without_log(costs), f"{error.message}; ", False
+            wanted, wasted = seldom(costs, found, log=log)
             why += f"{wasted:.2%} of the time wasted with a failure in {costs.mtbf_s / 3600:.3g} h"
         self._take_over(wanted, step_s, why)
 
@@ -348,6 +356,32 @@ class Cadence:
 
     def _say(self, text: str) -> None:
         print(f"everstep: {self._run}: {text}", file=sys.stderr)
+
+
+def seldom(costs: Costs, best: Choice | Recommendation, *, log: bool) -> tuple[int, float]:
+    """The longest interval that wastes no more than the best one, or no more than
+    :data:`WASTE_OF_NO_ACCOUNT`; in steps, and what it wastes.
+
+    Where bases cost training next to nothing, the best is to write all the time, which wears a
+    disk out and takes it away from others, for a gain that nobody would notice.
+
+    Args:
+        log: there is one; without, all since a base is lost.
+    """
+
+    def wasted(steps: int) -> float:
+        interval_s = steps * costs.step_s
+        batch_s = best.batch_steps * costs.step_s if log else interval_s
+        return waste(costs, interval_s, batch_s).total
+
+    allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)
+    least, beyond = best.interval_steps, 2 * best.interval_steps
+    while wasted(beyond) <= allowed:
+        least, beyond = beyond, 2 * beyond
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if wasted(middle) <= allowed else (least, middle)
+    return least, wasted(least)
 
 
 def _steps(count: int) -> str:

@@ -47,6 +47,7 @@ class Capture:
         withdrawn: whoever asked for it no longer wants it.
         users: who still needs the block: those who fill it, and those who write it.
         arena: that its block is in; None: the training process's.
+        assembling: all of it has arrived, and it is being made whole (:mod:`.rebuilds`).
     """
 
     number: int
@@ -63,6 +64,7 @@ class Capture:
     withdrawn: bool = False
     users: int = 2
     arena: Arena | None = None
+    assembling: bool = False
 
     @property
     def durable(self) -> bool:
@@ -73,6 +75,15 @@ class Capture:
     @property
     def step(self) -> int:
         return self.plan.identity.step
+
+    @property
+    def timeline(self) -> int:
+        return self.plan.identity.timeline
+
+    @property
+    def parked(self) -> bool:
+        """Whether it stays in memory once it is whole, until a newer one is."""
+        return self.save.parked
 
     def bodies(self, arena: Arena) -> list[Body]:
         """One body per shard, over the memory of ``arena``."""

@@ -47,6 +47,7 @@ class BackgroundChannel:
         self._progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
         self._errors: list[EverstepError] = []
+        self._notices: list[EverstepError] = []
         self._under_way: list[Work] = []
 
     def begin(self, what: str, step: int) -> Work:
@@ -79,6 +80,12 @@ class BackgroundChannel:
         with self._lock:
             self._errors.append(error)
 
+    def tell(self, notice: EverstepError) -> None:
+        """Tells of what the user should know though nothing has failed: it is never raised. The
+        training thread hears of it at its next call."""
+        with self._lock:
+            self._notices.append(notice)
+
     def undone(self, step: int) -> None:
         """Training goes back to ``step``: gradients that were not finite since are only logged,
         for the steps that consumed them are undone."""
@@ -94,6 +101,14 @@ class BackgroundChannel:
         Raises:
             EverstepError: the oldest one, with the policy ``"raise"``; the others stay.
         """
+        with self._lock:
+            notices, self._notices = self._notices, []
+        for notice in notices:
+            if callable(self._policy):
+                self._policy(notice)
+            else:
+                _log.warning("%s", notice)
+                warnings.warn(f"everstep: {notice}", RuntimeWarning, stacklevel=3)
         while (error := self._next()) is not None:
             if callable(self._policy):
                 self._policy(error)

@@ -6,7 +6,7 @@ shapes, dtypes and strides of these are compared, and the rest is taken from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class Consumed:
         batches: copies of all tensors into a room of ``layout.size_bytes``.
         in_host_memory: all of them lie there.
         written: the update itself writes to its gradients.
+        tensors: all of them, by their names in the record.
     """
 
     about: Mapping[str, Any]
@@ -53,6 +54,7 @@ class Consumed:
     batches: Sequence[Batch]
     in_host_memory: bool
     written: bool
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +62,13 @@ class _Last:
     """What an optimizer consumed last.
 
     Attributes:
-        names: of all gradients in a record, in the order of the parameters.
+        names: of all gradients in a record, in the order of the parameters; None for those that
+            it leaves out.
         forms: names, dtypes, shapes and strides of all tensors, which ``layout`` is of.
         outline: of their copies; None where these have to be planned each time.
     """
 
-    names: Sequence[str]
+    names: Sequence[str | None]
     forms: Sequence[Any] = ()
     layout: ShardLayout | None = None
     outline: Sequence[_Outline] | None = None
@@ -96,16 +99,13 @@ class Consumption:
         self._state = state
         self._compressors = compressors_of(state)
         self._groupings: dict[str, Grouping] = {}
-        self._last: dict[str, _Last] = {}
+        self._last: dict[tuple[str, frozenset[str] | None], _Last] = {}
         self._layouts = Layouts()
 
     def regroup(self) -> Mapping[str, Grouping]:
         """How optimizers group their parameters now; from now on this is as it was before."""
         self._groupings = groupings_of(self._state)
-        self._last = {
-            key: _Last([GRADIENT + name for name in grouping.names])
-            for key, grouping in self._groupings.items()
-        }
+        self._last = {}
         return self._groupings
 
     def grouped_as_before(self, key: str | None = None) -> bool:
@@ -116,8 +116,16 @@ class Consumption:
             if key in (None, other)
         )
 
-    def look(self, key: str) -> Consumed:
+    def parameters(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and parameters of an optimizer, which is grouped as before."""
+        members = (p for group in self._state.optimizers[key].param_groups for p in group["params"])
+        return zip(self._groupings[key].names, members, strict=True)
+
+    def look(self, key: str, only: frozenset[str] | None = None) -> Consumed:
         """What the optimizer ``key`` consumes now; it is grouped as before.
+
+        Args:
+            only: names of parameters, to leave out the gradients of all others.
 
         Raises:
             UnsupportedStateError: no record can hold it.
@@ -126,7 +134,7 @@ class Consumption:
             self.regroup()
         optimizer = eager(key, self._state.optimizers[key])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        last = self._last[key]
+        last = self._last_of(key, only)
         compact = self._compact(key)
         named: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
@@ -134,7 +142,7 @@ class Consumption:
         forms: list[Any] = []
         for name, parameter in zip(last.names, parameters, strict=True):
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or name is None:
                 continue
             if compact and (form := compact.get(id(parameter))) is not None:
                 bare = name.removeprefix(GRADIENT)
@@ -179,7 +187,15 @@ class Consumption:
             batches = plan_batches(layout, named, named.keys())
             if in_host_memory and not others:
                 last.outline = _outlines(layout, batches)
-        return Consumed(about, layout, batches, in_host_memory, written)
+        return Consumed(about, layout, batches, in_host_memory, written, named)
+
+    def _last_of(self, key: str, only: frozenset[str] | None) -> _Last:
+        last = self._last.get((key, only))
+        if last is None:
+            names = self._groupings[key].names
+            chosen = [GRADIENT + n if only is None or n in only else None for n in names]
+            last = self._last[(key, only)] = _Last(chosen)
+        return last
 
     def _compact(self, key: str) -> Mapping[int, Any]:
         """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""

@@ -19,7 +19,7 @@ from everstep.errors import AuditError
 from everstep.format.log import RecordHead
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.log import SAMPLE
+from everstep.state.log import SAMPLE, SPOT
 from everstep.state.survey import Shape, Survey
 
 __all__ = ["DeclaredLog"]
@@ -76,7 +76,7 @@ class DeclaredLog:
         samples = {
             place.entry.name: data[place.begin : place.end].numpy().tobytes()
             for place in layout.placed
-            if place.entry.name.startswith(SAMPLE)
+            if place.entry.name.startswith(SAMPLE) and not place.entry.name.startswith(SPOT)
         }
         follows = head.step == self._step + 1  # no mark has been lost between
         before, self._before, self._step = self._before if follows else {}, samples, head.step

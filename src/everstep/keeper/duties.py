@@ -26,6 +26,8 @@ from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.logs import Logs
 from everstep.keeper.messages import identity_from_wire, layout_from_wire, parts_of
+from everstep.keeper.mirrors import Mirrors
+from everstep.keeper.rebuilds import Rebuilds
 from everstep.keeper.replicas import Replicas
 from everstep.keeper.save import Save
 from everstep.keeper.wire import error_from_wire, error_to_wire
@@ -48,6 +50,7 @@ class Duties:
         keeper: makes bases durable; None before the first timeline.
         channel: of what fails behind the training process that is served.
         auditor: audits bases, if the training process wants it to.
+        mirrors: copy bases to other tiers, if there are any.
         timeline: that is served.
         timeout_s: a transfer that takes longer counts as hung.
         stopping: nothing new is begun.
@@ -63,8 +66,11 @@ class Duties:
         self.holding = Holding()
         self.logs = Logs(seams.filesystem, run, ring)
         self.replicas = Replicas(seams.filesystem, run, self.holding)
+        self.rebuilds = Rebuilds(seams.filesystem, run, self.holding)
         self.auditor: Auditor | None = None
+        self.mirrors: Mirrors | None = None
         self.timeline = 0
+        self._arena: Arena | None = None
         self.timeout_s = timeout_s
         self.stopping = False
 
@@ -72,6 +78,8 @@ class Duties:
         """A new timeline."""
         if self.auditor is not None:
             self.auditor.close()
+        if self.mirrors is not None:
+            self.mirrors.close()
         if self.keeper is not None:
             if self.keeper.waiting:  # two that write at once would take each other's files away
                 raise KeeperError("earlier captures are still being written: settle first")
@@ -96,11 +104,21 @@ class Duties:
             history=message.get("history", "last"),
             on_done=lambda capture: self._on_done(trainer, channel, capture),
         )
-        self.timeline = message["timeline"]
+        self.timeline, self._arena = message["timeline"], trainer.arena
         self.keeper.sweep_behind()
         self.logs.serve(trainer, channel, message, self.timeout_s)
         assert self.logs.current is not None
         self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
+        self.rebuilds.serve(message)
+        self.mirrors = Mirrors(
+            self._seams,
+            self._run,
+            self.timeline,
+            message.get("tiers") or [],
+            channel.post,
+            timeout_s=self.timeout_s,
+        )
+        self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
         self.auditor = None
         if (message.get("log") or {}).get("audit"):
             self.auditor = Auditor(
@@ -121,6 +139,8 @@ class Duties:
         assert self.keeper is not None
         if self.stopping:  # or there would be no end of it
             raise KeeperError("this keeper was asked to stop")
+        if self.rebuilds.take_whole():
+            self.logs.drop_older()
         identity = identity_from_wire(message["identity"])
         arena, word = trainer.arena, message["word"]
         plan = layout_from_wire(trainer.layouts[message["layout"]], identity)
@@ -128,7 +148,7 @@ class Duties:
             number=message["number"],
             layout=message["layout"],
             plan=plan,
-            save=Save(identity.step, identity.timeline),
+            save=Save(identity.step, identity.timeline, parked=bool(message.get("parked"))),
             offset=message["offset"],
             word=word,
             stream=message["stream"],
@@ -138,7 +158,8 @@ class Duties:
         trainer.captures[capture.number] = capture
         self.holding.written_over_by(capture, arena)
         failpoint("keeper.after_begin")
-        self.keeper.begin(capture)
+        if not capture.parked:
+            self.keeper.begin(capture)
 
     def part(self, trainer: Attached, message: dict[str, Any]) -> None:
         """A part of an object of a capture, or of a record of the log."""
@@ -155,13 +176,40 @@ class Duties:
         failpoint("keeper.after_captured")
         self.holding.take(capture, trainer.arena)
         self.logs.drop_older()  # nothing needs them any more
-        self.keeper.captured(capture, {name: bytes(data) for name, data in parts.items()})
+        objects = {name: bytes(data) for name, data in parts.items()}
+        if capture.parked:
+            capture.incoming.arrived(objects)
+        else:
+            self.keeper.captured(capture, objects)
+
+    def persist(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """What was to stay in memory becomes durable after all."""
+        self._persist(trainer.captures[message["number"]])
+
+    def redo(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """An update that concerns a capture over several steps."""
+        self.rebuilds.update(trainer, message)
+
+    def assemble(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """Such a capture is all there."""
+        parts = trainer.objects.pop(message["number"], {})
+        capture = trainer.captures.get(message["number"])
+        if capture is None or capture.incoming.lost:
+            return  # as in captured()
+        assert self.keeper is not None
+        objects = {name: bytes(data) for name, data in parts.items()}
+        self.rebuilds.assemble(trainer, message, capture, objects, self.keeper)
 
     def abandon(self, trainer: Attached, message: dict[str, Any]) -> None:
         """The rest of a capture will never come."""
         trainer.objects.pop(message["number"], None)
+        self.rebuilds.forget(message["number"])
         capture, why = trainer.captures.get(message["number"]), message["error"]
-        if capture is not None and self.keeper is not None:
+        if capture is not None and capture.parked:
+            del trainer.captures[capture.number]  # nobody writes it, so nobody else says so
+            if why is not None:
+                trainer.tell({"kind": "error", "error": why})
+        elif capture is not None and self.keeper is not None:
             self.keeper.abandon(capture, None if why is None else error_from_wire(why))
             return
         # It is over; or the trainer was interrupted before it said that it had begun.
@@ -178,6 +226,9 @@ class Duties:
 
     def forget(self, trainer: Attached, message: dict[str, Any]) -> None:
         """What is in memory is needed no more."""
+        capture = trainer.captures.get(message["number"])
+        if capture is not None and capture.parked:
+            del trainer.captures[capture.number]
         self.holding.forget(message["number"], trainer.arena)
 
     def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -217,7 +268,8 @@ class Duties:
         """The training process is gone: what it has not captured whole is dropped."""
         self.replicas.lose()
         for capture in list(trainer.captures.values()):
-            if not capture.incoming.complete and self.keeper is not None:
+            there = capture.incoming.complete or capture.assembling
+            if not there and self.keeper is not None:
                 _log.info("step %d was not captured whole", capture.step)
                 self.keeper.abandon(capture, None)  # nobody is there to be told
 
@@ -226,6 +278,8 @@ class Duties:
         assert self.keeper is not None
         self.keeper.stats.cpu_s = time.process_time()
         self.keeper.stats.log_bytes = self.logs.written_bytes
+        if self.mirrors is not None:
+            self.keeper.stats.copied, self.keeper.stats.copied_bytes = self.mirrors.copied
         return {
             "stats": dataclasses.asdict(self.keeper.stats),
             "timeline": self.timeline,
@@ -244,15 +298,40 @@ class Duties:
         step = self.replicas.step
         return self.holding.step if step is None else step
 
+    def arena_bytes(self, trainer: Attached | None) -> int:
+        """Host memory for captured state: that of the process that is served, what those before
+        it have left, and that of a replica."""
+        mine = None if trainer is None else trainer.arena
+        found = (mine, self.holding.arena, self.replicas.arena, *self.logs.arenas)
+        return sum({id(arena): arena.size_bytes for arena in found if arena is not None}.values())
+
     def finish(self) -> bool:
         """The keeper is about to end; whether something is still to be written before."""
-        return self.replicas.finish() and self.keeper is not None
+        if self.keeper is None:
+            return False
+        if self.replicas.finish():
+            return True
+        parked = self._arena and self.holding.parked(self._arena, self.timeline)
+        if parked:
+            self._persist(parked)
+            return True
+        return self.mirrors is not None and self.mirrors.finish()
+
+    def _persist(self, capture: Capture) -> None:
+        """A whole capture that was parked is written like any other."""
+        assert self.keeper is not None
+        capture.save.parked = False
+        self.keeper.begin(capture)
+        self.keeper.captured(capture, capture.incoming.objects())
 
     def close(self) -> None:
         """Ends all threads, behind what they have to do."""
         self.replicas.close(timeout_s=self.timeout_s)
+        self.rebuilds.close(timeout_s=self.timeout_s)
         if self.auditor is not None:
             self.auditor.close()
+        if self.mirrors is not None:
+            self.mirrors.close()
         if self.keeper is not None:
             self.keeper.close()
         self.logs.flush()
@@ -266,8 +345,11 @@ class Duties:
             trainer.tell({"kind": "done", "number": capture.number})
         else:
             self.replicas.done(capture)
-        if self.auditor is not None and capture.save.durable.exception() is None:
-            self.auditor.base_durable()
+        if capture.save.durable.exception() is None:
+            if self.mirrors is not None:
+                self.mirrors.base_durable()
+            if self.auditor is not None:
+                self.auditor.base_durable()
 
     def _on_end(self, trainer: Attached, capture: Capture) -> None:
         """In the writing thread: a base is durable or has failed."""
@@ -297,6 +379,9 @@ HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {
     "begin": Duties.begin,
     "object": Duties.part,
     "captured": Duties.captured,
+    "redo": Duties.redo,
+    "assemble": Duties.assemble,
+    "persist": Duties.persist,
     "abandon": Duties.abandon,
     "log_layout": Duties.log,
     "log": Duties.log,

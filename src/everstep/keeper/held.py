@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgpack
+
 from everstep.arena.memory import Arena
+from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.capture import Capture, shard_offsets
+from everstep.keeper.log import records_from_wire
 from everstep.keeper.messages import identity_from_wire, identity_to_wire
-from everstep.recover.held import HeldBase
+from everstep.recover.held import HeldBase, Recalled
 from everstep.tiers.memory import MemoryFile
 
-__all__ = ["base_from_wire", "base_to_wire"]
+__all__ = ["base_from_wire", "base_to_wire", "recalled_from_wire"]
 
 
 def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:
@@ -63,3 +67,15 @@ def base_from_wire(
         tuple(record for _, record in files),
     )
     return HeldBase(marker, tuple(files), fields["durable"])
+
+
+def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Recalled:
+    """What a keeper has in memory: its answer to ``recall``, over the arenas that came with it."""
+    blobs, base = fields["blobs"], None
+    if fields["base"] is not None:
+        base = base_from_wire(fields["base"], blobs, arenas[fields["base"]["arena"]])
+    records: list[LogRecord] = []
+    for number, place in fields["logs"]:
+        index = msgpack.unpackb(bytes(blobs[number]), strict_map_key=False)
+        records += records_from_wire(index, arenas[place])
+    return Recalled(base, tuple(records))

@@ -37,14 +37,26 @@ class Holding:
         return None if held is None else held[0].step
 
     @property
+    def arena(self) -> Arena | None:
+        """The memory that it lies in."""
+        held = self._held
+        return None if held is None else held[1]
+
+    @property
     def is_only_copy(self) -> bool:
         """Whether there is one that is on no disk."""
         held = self._held
         return held is not None and not held[0].durable
 
     def take(self, capture: Capture, arena: Arena) -> None:
-        """A capture is whole: it takes the place of the one before."""
+        """A capture is whole: it takes the place of the one before; not of a newer one, which may
+        have become whole while this one was put together."""
+        mine = capture.plan.identity
         with self._lock:
+            if self._held is not None and self._held[1] is arena:
+                held = self._held[0].plan.identity
+                if (held.timeline, held.step) > (mine.timeline, mine.step):
+                    return
             self._held = (capture, arena)
 
     def written_over_by(self, capture: Capture, arena: Arena) -> None:
@@ -74,6 +86,14 @@ class Holding:
                 forgets = mine and capture.number == number
             if forgets:
                 self._held = None
+
+    def parked(self, arena: Arena, timeline: int) -> Capture | None:
+        """What is held, of this timeline, and on no disk because nobody has asked for it."""
+        with self._lock:
+            if self._held is None or self._held[1] is not arena:
+                return None
+            capture = self._held[0]
+            return capture if capture.parked and capture.timeline == timeline else None
 
     def drop(self, capture: Capture) -> None:
         """The memory of a base is going to change."""

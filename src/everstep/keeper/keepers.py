@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -30,6 +30,7 @@ from everstep.recover.scan import newest_timeline
 from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.seams.processes import available_cores
 from everstep.tiers.disk import storage_errors
+from everstep.tiers.options import TierOptions
 
 __all__ = ["Keepers"]
 
@@ -81,6 +82,7 @@ class Keepers:
         self.pool: CapturePool | None = None
         self.restarts = 0
         self.on_disk: Callable[[int], None] = lambda number: None
+        self._tiers: list[dict[str, Any]] = []
         self.in_process = (
             options.method.base != "sync"
             and options.keeper.process
@@ -89,11 +91,29 @@ class Keepers:
             and type(seams.filesystem) is PosixFileSystem
             and type(seams.clock) is SystemClock
         )
+        if options.is_multistep and not self.in_process:
+            raise OptionError(
+                "base='multistep' needs a keeper that is a process of its own",
+                hint="KeeperOptions(process=True), on Linux; or base='lazy'",
+            )
         if options.has_replica and not self.in_process:
             raise OptionError(
                 "apply='replica' needs a keeper that is a process of its own",
                 hint="KeeperOptions(process=True), on Linux; or apply='recovery'",
             )
+
+    def copy_to(self, tiers: Sequence[TierOptions]) -> None:
+        """From the next keeper on, bases are copied to these places.
+
+        Raises:
+            OptionError: there is no process to copy them.
+        """
+        if tiers and not self.in_process:
+            raise OptionError(
+                "tiers= needs a keeper that is a process of its own: it makes the copies",
+                hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
+            )
+        self._tiers = [dataclasses.asdict(tier) for tier in tiers]
 
     @property
     def stats(self) -> KeeperStats:
@@ -110,6 +130,7 @@ class Keepers:
             if self._remote is None or self._remote.lost is not None:
                 self._remote = self._attach()
                 self._remote.on_disk = lambda number: self.on_disk(number)
+                self._remote.tiers = self._tiers
                 self.pool = CapturePool(self._remote.arena)
         elif self._options.method.base != "sync" and self.pool is None:
             self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
@@ -162,6 +183,7 @@ class Keepers:
                 log=self._log_message(timeline),
                 history=self._options.log.history,
                 replica=self._replica_message(),
+                rebuild={"threads": self._threads} if self._options.is_multistep else None,
             )
             self.current = self._remote
             return self._remote
@@ -215,13 +237,23 @@ class Keepers:
         """Of the state that the keeper's replica has, as it last said; None: there is none."""
         return self.current.replica_step if isinstance(self.current, RemoteKeeper) else None
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that was taken: for captures and the log, and for a replica."""
+        replica_bytes = self.current.replica_bytes if isinstance(self.current, RemoteKeeper) else 0
+        return replica_bytes + (self.pool.touched_bytes if self.pool else 0)
+
     def _replica_message(self) -> dict[str, Any] | None:
         if not self._options.has_replica:
             return None
+        return {"size_bytes": self._replica_bytes, "threads": self._threads}
+
+    @property
+    def _threads(self) -> int:
+        """With which a keeper replays."""
         cores = self._options.keeper.cores
         # Where it shares the cores with training, it leaves some to it.
-        threads = len(cores) if cores else max(1, len(available_cores()) // 2)
-        return {"size_bytes": self._replica_bytes, "threads": threads}
+        return len(cores) if cores else max(1, len(available_cores()) // 2)
 
     @property
     def lost(self) -> EverstepError | None:

@@ -11,8 +11,15 @@ from typing import Any, Protocol
 
 import torch.distributed
 
-from everstep.errors import DeadlineError, EverstepError, StateError, UnavailableError
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    NonFiniteError,
+    StateError,
+    UnavailableError,
+)
 from everstep.keeper.saver import Keeper, Saver
+from everstep.keeper.scheduled_saver import ScheduledSaver
 
 __all__ = [
     "AtExit",
@@ -21,6 +28,7 @@ __all__ = [
     "check_usable",
     "close_earlier",
     "finish_at_exit",
+    "say_no_last_base",
     "wait_through",
 ]
 
@@ -120,6 +128,8 @@ def finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:
     while True:
         try:
             saver.finish_captures()
+            if isinstance(saver, ScheduledSaver):
+                saver.persist_parked()
             keeper.wait(None)
             break
         except EverstepError as error:
@@ -127,6 +137,16 @@ def finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:
             if isinstance(error, DeadlineError):
                 break
     keeper.close()
+
+
+def say_no_last_base(run: PurePath, step: int, bad: NonFiniteError) -> None:
+    """Says why the end of training takes no base: nobody would want to go on from that."""
+    before = "" if bad.step is None else f"; ckpt.rewind({bad.step - 1}) before it keeps what was"
+    print(
+        f"everstep: {run}: close() takes no base of step {step}, whose parameters are not finite "
+        f"({bad.message}); ckpt.save() before it would{before}",
+        file=sys.stderr,
+    )
 
 
 def close_earlier(earlier: Closing | None, run: PurePath) -> None:

@@ -52,6 +52,7 @@ class KeeperStats:
         retain_s: seconds in retention, read-backs included.
         log_bytes: of the segments of the log that were written.
         cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
+        copied, copied_bytes: copies of bases in other tiers.
     """
 
     committed: int = 0
@@ -61,6 +62,8 @@ class KeeperStats:
     retain_s: float = 0.0
     log_bytes: int = 0
     cpu_s: float = 0.0
+    copied: int = 0
+    copied_bytes: int = 0
     durable_step: int | None = None
 
 
@@ -375,7 +378,7 @@ class LocalKeeper:
         self.stats.persist_s += self._clock.monotonic_s() - start_s
         self.stats.committed += 1
         self.stats.written_bytes += plan.size_bytes
-        self.stats.durable_step = save.step
+        self.stats.durable_step = max(save.step, self.stats.durable_step or 0)
         done(save.durable, plan.size_bytes)
         return written
 

@@ -96,6 +96,11 @@ class Logs:
         """Of the timeline that is served."""
         return self._current
 
+    @property
+    def arenas(self) -> list[Arena]:
+        """The memory that records lie in, or may."""
+        return [log.arena for log in self._all()]
+
     def drop_older(self) -> None:
         """A base of the current timeline is whole."""
         for log in self._older:

@@ -2,13 +2,16 @@
 
 Trainer to keeper: ``attach`` (who, and how large an arena), ``serve`` (a timeline), ``layout``
 (once per layout of files), ``begin`` (a capture), ``object`` (a part of one), ``captured``,
+``persist`` (what was to stay in memory only),
+``redo`` (an update that concerns a capture over several steps), ``assemble`` (one is all there),
 ``abandon``, ``ask`` (for a base of the replica's), ``no_replica`` (any more), ``forget`` (a kept
 block is going to be overwritten), ``log_layout`` (once per layout of records), ``log`` (a record is
 whole), ``forget_log`` (the memory of records likewise), ``log_to_disk`` (or no more), ``settle``
 (finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
 
 Keeper to trainer: ``welcome`` (with the arena's descriptor), ``refused``, ``durable``,
-``failed``, ``error``, ``done`` (with a capture, retention included), ``progress``, ``settled``,
+``failed``, ``error``, ``done`` (with a capture, retention included), ``rebuilt`` (a capture over
+several steps is whole, or will never be), ``progress``, ``settled``,
 ``logged`` (records are on disk), ``persisted`` (a base of the replica's), ``retained`` (behind it,
 too), ``asks_refused``, ``replica_stopped``, ``blob`` (a part of what ``recalled`` then refers to),
 ``recalled``, ``replaced`` (another trainer has taken over).
@@ -37,7 +40,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20
@@ -69,6 +72,7 @@ def begin_to_wire(capture: Capture) -> dict[str, Any]:
         "offset": capture.offset,
         "word": capture.word,
         "stream": capture.stream,
+        "parked": capture.parked,
     }
 
 

@@ -13,6 +13,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.budget import (
     announcement,
     check_disk_budget,
+    check_multistep_budget,
     gradients_of,
     host_budget_bytes,
     log_budget_bytes,
@@ -22,10 +23,17 @@ from everstep.keeper.cadence import Cadence
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
+from everstep.keeper.multistep import Multistep
 from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.saver import Saver
-from everstep.keeper.standby import Standby, refuse_unfollowable, why_inexact
+from everstep.keeper.scheduled_saver import ScheduledSaver
+from everstep.keeper.standby import (
+    Standby,
+    refuse_unfollowable,
+    refuse_unrepeatable,
+    why_inexact,
+)
 from everstep.options import Options
 from everstep.recover.folder import open_run_folder
 from everstep.seams import Seams
@@ -42,6 +50,7 @@ class Parts:
         run_id: of the run folder.
         recorder: None without a log.
         standby: None without a replica.
+        multistep: None without bases over several steps.
     """
 
     run_id: str
@@ -52,6 +61,7 @@ class Parts:
     saver: Saver
     recorder: Recorder | None
     standby: Standby | None
+    multistep: Multistep | None
     updates: UpdateHooks
     cadence: Cadence
 
@@ -79,21 +89,43 @@ def assemble(options: Options, run: PurePath, state: State, seams: Seams) -> Par
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
     keepers = Keepers(options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes)
-    saver = Saver(options, run, state, lane, channel, clock)
+    kind = ScheduledSaver if options.is_scheduled else Saver
+    saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
         log_bytes = log_budget_bytes(arena_bytes, tensors_bytes)
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
+        recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
         keepers.on_disk = recorder.on_disk
         if options.has_replica:
             refuse_unfollowable(state)
             standby = Standby(saver, channel)
             recorder.rooms.relieved_to, recorder.overrun = standby.relieved_to, standby.overrun
+    multistep = None
+    if options.is_multistep:
+        refuse_unrepeatable(state)
+        check_multistep_budget(options, host_bytes, tensors_bytes, gradients[1])
+        multistep = Multistep(options, run, state, saver, lane, channel, clock)
     updates = UpdateHooks(saver.gate)
     base_bytes = max(1, shape.size_bytes)
     cadence = Cadence(options, run, saver, keepers, recorder, clock, base_bytes=base_bytes)
     print(announcement(options, run, shape.size_bytes, host_bytes, gradients), file=sys.stderr)
-    if standby is not None and (why := why_inexact(state)):
+    if options.is_scheduled and not keepers.in_process:
+        why = "without a keeper process nobody holds captures between bases: none is taken"
         print(f"everstep: {run}: {why}", file=sys.stderr)
-    return Parts(run_id, channel, ring, lane, keepers, saver, recorder, standby, updates, cadence)
+    if (standby is not None or multistep is not None) and (why := why_inexact(state)):
+        print(f"everstep: {run}: {why}", file=sys.stderr)
+    return Parts(
+        run_id,
+        channel,
+        ring,
+        lane,
+        keepers,
+        saver,
+        recorder,
+        standby,
+        multistep,
+        updates,
+        cadence,
+    )

@@ -14,12 +14,27 @@ import torch
 
 from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.keeper.capture import shard_offsets
 from everstep.state.survey import Shape, Survey
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Copies", "Prepared", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies that may run behind a step mark, and how to see afterwards that they are right.
+
+    Attributes:
+        ends: how much of the block must be there before an optimizer (by key) may update.
+        check: None where there is nothing to look at.
+    """
+
+    batches: Sequence[Batch]
+    ends: Mapping[str, int]
+    check: SpotCheck | None
 
 
 @dataclass(slots=True)
@@ -48,6 +63,7 @@ class Prepared:
     _marked_tensors: tuple[torch.Tensor, ...] = ()
     _marked_batches: tuple[Batch, ...] = ()
     _check: SpotCheck | None = None
+    _versions: Versions | None = None
 
     def plan(self, identity: ShardIdentity) -> BasePlan:
         """The files of one base."""
@@ -57,6 +73,11 @@ class Prepared:
         """Copies that may run behind the next step, in file order."""
         self._follow(tensors)
         return self._gated_batches
+
+    def copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
+        """Those, with all that belongs to them."""
+        gated = self.gated_batches(tensors)
+        return Copies(gated, self.ends, self.spot_check(tensors) if gated else None)
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Copies that must be made at the step mark."""
@@ -73,6 +94,13 @@ class Prepared:
             self._check = SpotCheck(layouts, tensors, frozenset(self.gated))
         return self._check
 
+    def versions(self, tensors: Mapping[str, torch.Tensor]) -> Versions:
+        """Counters of the gated entries."""
+        self._follow(tensors)
+        if self._versions is None:
+            self._versions = Versions({name: tensors[name] for name in self.gated})
+        return self._versions
+
     def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plans anew where tensors are others. A survey's mapping never changes: where it is the
         same, they are."""
@@ -82,7 +110,7 @@ class Prepared:
         if not _same(gated, self._gated_tensors):
             self._gated_tensors = gated
             self._gated_batches = self._batches(tensors, frozenset(self.gated))
-            self._check = None
+            self._check = self._versions = None
         marked = tuple(tensors[name] for name in self.marked)
         if not _same(marked, self._marked_tensors):
             self._marked_tensors = marked

@@ -118,7 +118,7 @@ class Grouping:
 class Replaced:
     """Notices tensors that were put in the place of those that replay would update: a state that
     was loaded, parameters that were swapped. torch's own optimizers update in place, so that was
-    somebody else. (Values that were written in place are not noticed: adr/010, adr/013.)
+    somebody else. (Values that were written in place are for :mod:`.untold`.)
 
     Args:
         state: whose optimizers they belong to.

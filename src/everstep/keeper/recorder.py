@@ -36,8 +36,10 @@ from everstep.keeper.recordable import (
     digest_of,
     look_for_nonfinite,
 )
+from everstep.keeper.retry import Retry
 from everstep.keeper.rooms import Into, LogRooms
 from everstep.keeper.save import Save
+from everstep.keeper.untold import Untold
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
@@ -99,6 +101,9 @@ class Recorder:
         disk: which records go to disk.
         rooms: the memory of records.
         overrun: called when there is no memory for a record, though there is a replica.
+        nonfinite: of the first update since the state was restored that has consumed a gradient
+            that is not finite, if they are watched.
+        untold: notices what something else writes to what optimizers own.
     """
 
     def __init__(
@@ -129,6 +134,9 @@ class Recorder:
         self._declared = DeclaredLog(state)
         self._consumption = Consumption(state)
         self._replaced = Replaced(state)
+        self.untold = Untold(channel)
+        self.nonfinite: NonFiniteError | None = None
+        self._retry = Retry()
         self._entries: Any = None
         self._digest = ""
         self.base_due: str | None = "no base yet"
@@ -145,14 +153,22 @@ class Recorder:
         pool: CapturePool | None,
         timeline: int,
         exact: bool,
+        step: int = 0,
     ) -> None:
-        """From now on records go to ``keeper``, as those of ``timeline``."""
+        """From now on records go to ``keeper``, as those of ``timeline``.
+
+        Args:
+            step: that the state is of.
+        """
         self._drop()
         self._timeline, self._exact = timeline, exact
+        self.nonfinite = None
         self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
         self._replaced.start()
+        recorded = self.rooms.into is not None
+        self.untold.start(self._state.survey() if recorded else None, step)
         self._followed, self._last_lsn = None, -1
         self.base_due = self.base_due or "a new timeline"
 
@@ -173,6 +189,10 @@ class Recorder:
         with self._timed():
             self._drop()
             self._last_lsn = lsn
+            # Where a hook of somebody else came last it is too late to tell.
+            if not over and (written := self.untold.before(key, step)):
+                self._hole(written)
+                return
             try:
                 self._under = self._copy(self.rooms.into, key, lsn, step, over)
             except EverstepError as error:
@@ -183,8 +203,10 @@ class Recorder:
         """The update is over: gradients may change from now on, so their copies must be made."""
         under = self._under
         if under is None:
+            self.untold.applied(key)
             return
         with self._timed():
+            self.untold.applied(key)
             try:
                 there = under.transfer.gate(under.end, self._options.progress_timeout_s)
                 if not there:
@@ -202,6 +224,7 @@ class Recorder:
         """Something has changed what optimizers own that replay cannot repeat."""
         self._drop()
         self._declared.start()
+        self.untold.accept()
         self._hole(why)
 
     def declared(self, pattern: str, lsn: int, step: int) -> None:
@@ -223,6 +246,8 @@ class Recorder:
         into = self.rooms.into
         if into is None:
             return
+        if why := self._retry.due(step):
+            self.base_due = self.base_due or why
         followed, self._followed = self._followed, step
         if followed is not None and step != followed + 1:
             self._hole(f"step {followed + 1} ended in an error")
@@ -235,7 +260,8 @@ class Recorder:
 
     def base_taken(self, save: Save) -> None:
         """A base of this very step is being captured."""
-        self.base_due = None
+        why, self.base_due = self.base_due, None
+        self.untold.follows_base = True
         self.base_step = save.step
         self.rooms.half_full = False
         self.disk.base_taken()
@@ -243,10 +269,18 @@ class Recorder:
 
         def durable(_: Any) -> None:
             fine = not save.durable.cancelled() and save.durable.exception() is None
-            if fine and self.rooms.into is into:  # steps of a timeline before are others
+            if self.rooms.into is not into:  # steps of a timeline before are others
+                return
+            if fine:
                 self.rooms.base_durable(save.step)
+            self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)
+
+    def restored(self, base_step: int | None) -> None:
+        """The state was restored, from a base of this step; None: there was nothing."""
+        self.base_step = base_step or 0
+        self.untold.follows_base = base_step is not None
 
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk; in any thread."""
@@ -255,6 +289,7 @@ class Recorder:
 
     def _mark(self, into: Into, survey: Survey, lsn: int, step: int) -> None:
         shape = survey.shape
+        written = self.untold.at_mark(survey, step)
         regrouped = not self._consumption.grouped_as_before()
         if shape.entries is not self._entries or regrouped:
             changed, self._entries = self._entries is not None, shape.entries
@@ -267,12 +302,16 @@ class Recorder:
         if replaced := self._replaced.since(survey):
             self._hole(f"{replaced!r} was replaced, and not by its optimizer")
             return
+        if written is not None:
+            self._hole(written)
+            return
         named = {
             entry.name: survey.tensors[entry.name]
             for entry in shape.entries
             if shape.owners[entry.name].in_marks
         }
         samples, ran = self._declared.samples(survey)
+        samples |= self.untold.samples(step)
         head = self._head("mark", step, lsn)
         told = self._copy_now(head, named | samples, survey.objects, ran)
         if told is None:
@@ -368,6 +407,7 @@ class Recorder:
                 look_for_nonfinite(head, layout, into.part(room))
             self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
         except NonFiniteError as error:
+            self.nonfinite = self.nonfinite or error
             self._channel.post(error)  # the record is there all the same
         except EverstepError as error:
             self._lost(error)

@@ -12,18 +12,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgpack
-
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
-from everstep.format.log import LogRecord, RecordHead, layout_to_index
+from everstep.format.log import RecordHead, layout_to_index
 from everstep.keeper.asked import Asked
+from everstep.keeper.assembly import Assembly, assembly_to_wire
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.held import base_from_wire
+from everstep.keeper.held import recalled_from_wire
 from everstep.keeper.local import KeeperStats
-from everstep.keeper.log import records_from_wire
 from everstep.keeper.messages import (
     OBJECT_PART_BYTES,
     begin_to_wire,
@@ -88,10 +86,12 @@ class RemoteKeeper:
         self._abandoned: set[int] = set()
         self._log_layouts: dict[int, tuple[int, ShardLayout]] = {}
         self._asked = Asked(self._changed)
+        self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
-        self.replica_applied = 0
+        self.replica_applied = self.replica_bytes = 0
         self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
         self.on_disk: Callable[[int], None] = lambda number: None
+        self.tiers: list[dict[str, Any]] = []  # where copies of bases go
         self._timeline = 0
         self._heard_s = clock.monotonic_s()
         self._written_bytes = 0
@@ -111,6 +111,7 @@ class RemoteKeeper:
         log: Mapping[str, Any] | None = None,
         history: str = "last",
         replica: Mapping[str, Any] | None = None,
+        rebuild: Mapping[str, Any] | None = None,
     ) -> None:
         """From now on bases are of this timeline.
 
@@ -119,10 +120,12 @@ class RemoteKeeper:
             history: which of its segments stay.
             replica: what the replica may take (see :class:`.replica.ReplicaLimits`); None: there
                 is none.
+            rebuild: ``threads`` that make bases whole which are captured over several steps; None:
+                there will be none.
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline, self.stats = timeline, KeeperStats()
-        self.replica_step, self.replica_applied = None, 0
+        self.replica_step, self.replica_applied, self.replica_bytes = None, 0, 0
         self._send(
             {
                 "kind": "serve",
@@ -132,6 +135,8 @@ class RemoteKeeper:
                 "log": log,
                 "history": history,
                 "replica": replica,
+                "rebuild": rebuild,
+                "tiers": self.tiers,
             }
         )
 
@@ -155,15 +160,7 @@ class RemoteKeeper:
         """
         reply, fds = self._request({"kind": "recall", "own": own}, "recalled", timeout_s)
         try:
-            arenas = [Arena.attach(fd) for fd in fds]
-            base = None
-            if reply["base"] is not None:
-                base = base_from_wire(reply["base"], reply["blobs"], arenas[reply["base"]["arena"]])
-            records: list[LogRecord] = []
-            for number, size in reply["logs"]:
-                index = msgpack.unpackb(bytes(reply["blobs"][number]), strict_map_key=False)
-                records += records_from_wire(index, arenas[size])
-            return Recalled(base, tuple(records))
+            return recalled_from_wire(reply, [Arena.attach(fd) for fd in fds])
         finally:
             close_descriptors(fds)
 
@@ -197,10 +194,57 @@ class RemoteKeeper:
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """All of a capture has arrived; the keeper makes it durable, whatever happens to us."""
+        self._send_objects(capture.number, objects)
+        self._send({"kind": "captured", "number": capture.number})
+
+    def assemble(
+        self,
+        capture: Capture,
+        objects: Mapping[str, bytes],
+        assembly: Assembly,
+        on_rebuilt: Callable[[bool], None],
+    ) -> None:
+        """All parts of a capture have arrived; the keeper makes it whole and durable, whatever
+        happens to us.
+
+        Args:
+            on_rebuilt: told that the updates are not read any more, and whether the base is
+                whole; in another thread, and not if the keeper is lost.
+        """
+        self._send_objects(capture.number, objects)
+        self._rebuilding[capture.number] = on_rebuilt
+        for message in assembly_to_wire(capture.number, assembly, self._log_layout):
+            self._send(message)
+
+    def _send_objects(self, number: int, objects: Mapping[str, bytes]) -> None:
         for name, data in objects.items():
             for part in parts_of(data):
-                self._send({"kind": "object", "number": capture.number, "name": name, "part": part})
-        self._send({"kind": "captured", "number": capture.number})
+                self._send({"kind": "object", "number": number, "name": name, "part": part})
+
+    def _log_layout(self, layout: ShardLayout) -> int:
+        """The number of a layout of records, which the keeper has been told."""
+        known = self._log_layouts.get(id(layout))
+        if known is None:
+            known = self._log_layouts[id(layout)] = (len(self._log_layouts), layout)
+            index = layout_to_index(layout)
+            self._send({"kind": "log_layout", "number": known[0], "layout": index})
+        return known[0]
+
+    def set_aside(self, capture: Capture) -> None:
+        """It is whole, and stays in memory: nobody waits for it."""
+        with self._changed:
+            self._writing.pop(capture.number, None)
+            self._waiting.pop(capture.number, None)
+            self._changed.notify_all()
+
+    def persist(self, capture: Capture) -> None:
+        """What was set aside becomes durable after all.
+
+        Raises:
+            KeeperError: the keeper is gone.
+        """
+        self.begin(capture)
+        self._send({"kind": "persist", "number": capture.number})
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
         """The rest of a capture will never arrive; ``error`` is None when it was withdrawn."""
@@ -218,22 +262,16 @@ class RemoteKeeper:
         offset: int,
     ) -> None:
         """A record of the log lies whole in the arena."""
-        known = self._log_layouts.get(id(layout))
-        if known is None:
-            known = self._log_layouts[id(layout)] = (len(self._log_layouts), layout)
-            index = layout_to_index(layout)
-            self._send({"kind": "log_layout", "number": known[0], "layout": index})
+        told = self._log_layout(layout)
         inline = sum(map(len, objects.values())) <= OBJECT_PART_BYTES // 2
         if not inline:
-            for name, data in objects.items():
-                for part in parts_of(data):
-                    self._send({"kind": "object", "number": -number, "name": name, "part": part})
+            self._send_objects(-number, objects)
         self._send(
             {
                 "kind": "log",
                 "number": number,
                 "head": dataclasses.astuple(head),
-                "layout": known[0],
+                "layout": told,
                 "objects": dict(objects) if inline else None,
                 "offset": offset,
             }
@@ -288,7 +326,8 @@ class RemoteKeeper:
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
         seen = self._written_bytes
-        with progress("save", total) as bar:
+        what = "save" if total else "save by the keeper's replica (which loads torch first)"
+        with progress(what, total) as bar:
             while True:
                 with self._changed:
                     if not self._waiting and not self._asked.pending:
@@ -384,7 +423,7 @@ class RemoteKeeper:
         kind = message["kind"]
         if message.get("timeline") == self._timeline:  # else of what was served before
             self.stats = KeeperStats(**message["stats"])
-            self.replica_step, self.replica_applied = message["replica"]
+            self.replica_step, self.replica_applied, self.replica_bytes = message["replica"]
         if kind == "blob":
             self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
         elif kind in ("settled", "recalled"):
@@ -417,6 +456,9 @@ class RemoteKeeper:
             self.on_replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
             self.on_disk(message["upto"])
+        elif kind == "rebuilt":
+            if (told := self._rebuilding.pop(message["number"], None)) is not None:
+                told(message["whole"])
         elif kind == "replaced":
             self._lose(
                 KeeperError(f"the keeper (process {self.pid}) now serves process {message['pid']}")

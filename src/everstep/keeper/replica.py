@@ -156,6 +156,11 @@ class Replica:
             return int(state.step)
         return None if base is None else base.step
 
+    @property
+    def arena(self) -> Arena | None:
+        """Its memory; None before there is any, and where there will be none any more."""
+        return self._arena
+
     def begin(self, base: Capture, arena: Arena) -> None:
         """Begins anew with a durable base, of which nothing changes until this returns; what goes
         wrong is told. In the writing thread."""

@@ -110,7 +110,8 @@ class ReplicaState:
         Raises:
             DamageError: a record is damaged; nothing of its step, nor of those behind it, was
                 applied.
-            EverstepError: a record does not fit, or failed half-way: the state is of no use.
+            AuditError: what they give is not what training had: the state is of no use.
+            EverstepError: a record does not fit, or failed half-way: likewise.
         """
         damaged: DamageError | None = None
         for step in steps:
@@ -124,6 +125,8 @@ class ReplicaState:
             if not step.mark.head.exact:
                 self.why = self.why or "the log is of a state that was not exact"
         self._state.work_off()
+        if not self._elsewhere:
+            self._state.compare()
         if damaged is not None:
             raise damaged
 

@@ -45,8 +45,17 @@ class Replicas:
 
     @property
     def progress(self) -> list[int | None]:
-        """That step, and the number up to which records are read no more."""
-        return [self.step, 0 if self._replica is None else self._replica.applied]
+        """That step, the number up to which records are read no more, and the bytes it takes."""
+        if self._replica is None:
+            return [None, 0, 0]
+        arena = self._replica.arena
+        size_bytes = 0 if arena is None else arena.size_bytes
+        return [self._replica.step, self._replica.applied, size_bytes]
+
+    @property
+    def arena(self) -> Arena | None:
+        """The memory of the replica, if there is any."""
+        return None if self._replica is None else self._replica.arena
 
     def serve(
         self,

@@ -13,7 +13,19 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import PurePath
 
+from everstep.commit.deletion import (
+    BaseDeletion,
+    BaseGone,
+    Condemn,
+    Condemned,
+    DeletionAction,
+    DeletionEvent,
+    FilesDeleted,
+    Lift,
+    Lifted,
+)
 from everstep.commit.lineage import BaseId
+from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.commit.retention import plan_retention
 from everstep.errors import DamageError, FencedError, StorageError
 from everstep.format.names import (
@@ -36,7 +48,7 @@ from everstep.seams.progress import silent
 from everstep.tiers.disk import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["Retention", "delete_base", "delete_files"]
+__all__ = ["Retention", "delete_base", "delete_files", "perform_deletion"]
 
 _MAY_BE_NEEDED = ("committed", "complete", "damaged")
 
@@ -207,24 +219,36 @@ def delete_base(
             process of that timeline, which saw the mark, has deleted it itself.
     """
 
-    def fenced() -> FencedError | None:
-        newest = newest_timeline(filesystem, run)
-        return _fenced(timeline, newest) if timeline is not None and newest > timeline else None
+    deletion = BaseDeletion(base.id, timeline)
+    action: DeletionAction | None = deletion.start()
+    while action is not None:
+        action = deletion.on(perform_deletion(filesystem, run, base.path, action, slots))
 
-    if error := fenced():
-        raise error
+
+def perform_deletion(
+    filesystem: FileSystem,
+    run: PurePath,
+    path: PurePath,
+    action: DeletionAction,
+    slots: SlotStore | None,
+) -> DeletionEvent:
+    """Does what the deletion of the base at ``path`` asks for."""
+    if isinstance(action, CheckFence):
+        return FenceSeen(newest_timeline(filesystem, run))
     try:
-        filesystem.rename(base.path / MANIFEST, base.path / CONDEMNED)
-        filesystem.sync_dir(base.path)
-        failpoint("retain.after_condemn")
-        if error := fenced():
-            filesystem.rename(base.path / CONDEMNED, base.path / MANIFEST)
-            filesystem.sync_dir(base.path)
-            raise error
-        delete_files(filesystem, base, slots)
+        if isinstance(action, Condemn):
+            filesystem.rename(path / MANIFEST, path / CONDEMNED)
+            filesystem.sync_dir(path)
+            failpoint("retain.after_condemn")
+            return Condemned()
+        if isinstance(action, Lift):
+            filesystem.rename(path / CONDEMNED, path / MANIFEST)
+            filesystem.sync_dir(path)
+            return Lifted()
+        _delete_files(filesystem, path, slots)
+        return FilesDeleted()
     except FileNotFoundError:  # somebody else was deleting it, too
-        if error := fenced():
-            raise error from None
+        return BaseGone(newest_timeline(filesystem, run))
 
 
 def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | None) -> None:
@@ -232,14 +256,18 @@ def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | Non
 
     Markers first: with them gone nothing can be made of the files that are left.
     """
-    entries = sorted(filesystem.scan(base.path), key=lambda entry: entry.name)
-    filesystem.sync_dir(base.path)  # the mark of whoever condemned it, if that was not durable
+    _delete_files(filesystem, base.path, slots)
+
+
+def _delete_files(filesystem: FileSystem, base: PurePath, slots: SlotStore | None) -> None:
+    entries = sorted(filesystem.scan(base), key=lambda entry: entry.name)
+    filesystem.sync_dir(base)  # the mark of whoever condemned it, if that was not durable
     for entry in entries:
         if parse_marker(entry.name) is not None:
-            remove_if_there(filesystem, base.path / entry.name)
-    filesystem.sync_dir(base.path)
+            remove_if_there(filesystem, base / entry.name)
+    filesystem.sync_dir(base)
     for entry in entries:
-        path = base.path / entry.name
+        path = base / entry.name
         if parse_shard(entry.name) is not None and entry.kind == "file":
             failpoint("retain.before_unlink")
             if slots is not None:
@@ -248,13 +276,13 @@ def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | Non
                 remove_if_there(filesystem, path)
         elif entry.name.endswith(TEMPORARY_SUFFIX) and entry.kind == "file":
             remove_if_there(filesystem, path)
-    filesystem.sync_dir(base.path)
+    filesystem.sync_dir(base)
     # Last: until then the directory says what it was.
     for name in (AUDIT_RECORD, MANIFEST, CONDEMNED):
-        remove_if_there(filesystem, base.path / name)
+        remove_if_there(filesystem, base / name)
     with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
-        filesystem.remove_dir(base.path)
-    filesystem.sync_dir(base.path.parent)
+        filesystem.remove_dir(base)
+    filesystem.sync_dir(base.parent)
 
 
 def _only_ours(base: BaseFound) -> bool:

@@ -7,7 +7,9 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-__all__ = ["Save", "done", "failed"]
+from everstep.errors import AuditError, EverstepError
+
+__all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed"]
 
 _T = TypeVar("_T")
 
@@ -20,6 +22,7 @@ class Save:
         step: the user's step that it holds.
         timeline: the timeline that it is written to.
         staged: done when the state has been captured: from then on training may change it.
+        parked: it is to stay in memory, and becomes durable only if it is asked for again.
         durable: done when the base is committed: it survives the machine. Its result is the
             base's size in bytes; it carries the exception if the base failed.
     """
@@ -28,6 +31,7 @@ class Save:
     timeline: int
     staged: Future[None] = field(default_factory=Future)
     durable: Future[int] = field(default_factory=Future)
+    parked: bool = False
 
 
 def done(future: Future[_T], result: _T) -> None:
@@ -40,3 +44,22 @@ def failed(future: Future[_T], error: BaseException) -> None:
     """Sets an exception, as :func:`done` sets a result."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
+
+
+def changed_while_copied(name: str, step: int) -> AuditError:
+    """The error that an entry is not what its step left behind."""
+    return AuditError(
+        f"{name!r} was changed while it was being copied, and not by an optimizer's step()",
+        step=step,
+        hint="call ckpt.before_update() before such changes and ckpt.after_update() after them "
+        '(averaged weights swapped in for an evaluation, CUDA graphs), or use method="async"',
+    )
+
+
+def as_ours(error: BaseException, step: int) -> EverstepError:
+    """What went wrong while the state was copied, as an error of this library."""
+    if isinstance(error, EverstepError):
+        return error
+    ours = EverstepError(f"internal error while the state was copied: {error!r}", step=step)
+    ours.__cause__ = error
+    return ours

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Protocol
 
 import torch
 
-from everstep.capture.audit import Sample, SpotCheck
+from everstep.capture.audit import Sample
 from everstep.capture.base import LiveBody
 from everstep.capture.cuda import refuse_graph_capture
 from everstep.capture.lane import Lane, Transfer
+from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead
@@ -26,9 +27,9 @@ from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.prepared import Prepared, prepare
+from everstep.keeper.prepared import Copies, Prepared, prepare
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save, done, failed
+from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
@@ -36,7 +37,10 @@ from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
 
-__all__ = ["Keeper", "Saver"]
+__all__ = ["Keeper", "Saver", "Tell"]
+
+Tell = Callable[[Capture, Mapping[str, bytes]], None]
+"""Tells the keeper that all of a capture has arrived, with its objects; in the lane's thread."""
 
 
 class Keeper(Protocol):
@@ -82,9 +86,14 @@ class _Flight:
     prepared: Prepared
     room: Room
     survey: Survey
+    copies: Copies
+    tell: Tell | None = None
     transfer: Transfer | None = None
-    check: SpotCheck | None = None
     sample: Sample | None = None
+    versions: Versions | None = None
+    seen: list[int] = field(default_factory=list)
+    looked: bool = False
+    written: str | None = None
     decided: bool = False
     left: bool = False
 
@@ -96,7 +105,13 @@ class Saver:
         saves: bases asked for.
         stall_s: seconds the training thread was held up, by cause.
         last_save_s: when the last one was asked for, on the monotonic clock.
+        also_gate: called at the gate, likewise: something else copies the state, too.
+        finish_first: called when no copy is to be left under way.
+        on_torn: told, in any thread, that a base is worth nothing because something has written to
+            the state while it was copied; whether whoever hears it sees to all else.
     """
+
+    copies_in_flight = 2
 
     def __init__(
         self,
@@ -124,10 +139,16 @@ class Saver:
         self._flights: list[_Flight] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._gates = options.method.base in ("lazy", "checkfreq")
-        self._streams = options.method.base == "lazy"
+        self._at_once = False
+        self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
+        self._streams = options.method.base in ("lazy", "multistep")
+        self.also_gate: Callable[[str | None], None] = lambda optimizer: None
+        self.finish_first: Callable[[], None] = lambda: None
+        self.on_torn: Callable[[AuditError], bool] = lambda error: False
         self.saves = 0
         self.stall_s = {"capture": 0.0, "gate": 0.0, "back_pressure": 0.0, "persist": 0.0}
+        if options.is_multistep:
+            self.stall_s["gradients"] = 0.0
         self.last_save_s = clock.monotonic_s()
 
     def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
@@ -144,7 +165,7 @@ class Saver:
 
     def warm(self) -> None:
         """Once, behind the first step, when the optimizer's state is there: takes the memory
-        for two captures, so that the first of them does not have to."""
+        for the first captures, so that these do not have to."""
         if self._warm or self._pool is None:
             return
         self._warm = True
@@ -152,8 +173,9 @@ class Saver:
         assert self._block is not None
         survey = self._state.survey()
         size_bytes = sum(entry.size_bytes for entry in survey.shape.entries)
-        self._lane.run(lambda: pool.warm(2 * size_bytes))
-        self._lane.warm(survey.tensors.values(), self._block[: 2 * size_bytes])
+        size_bytes *= self.copies_in_flight
+        self._lane.run(lambda: pool.warm(size_bytes))
+        self._lane.warm(survey.tensors.values(), self._block[:size_bytes])
 
     def take(self, identity: ShardIdentity, *, show: bool, survey: Survey | None = None) -> Save:
         """Takes a base of the state as it is now; the same step's base if there is one.
@@ -202,20 +224,29 @@ class Saver:
             StateError: the update is being captured into a CUDA graph.
         """
         refuse_graph_capture()
-        if not self._flights or os.getpid() != self._pid:  # nobody copies in a forked child
+        if os.getpid() != self._pid:  # nobody copies in a forked child
+            return
+        self.also_gate(optimizer)
+        if not self._flights:
             return
         start_s = self._clock.monotonic_s()
         timeout_s = self._options.progress_timeout_s
         for flight in list(self._flights):
             end = flight.prepared.size_bytes
             if optimizer is not None:
-                end = flight.prepared.ends.get(optimizer, 0)
+                end = flight.copies.ends.get(optimizer, 0)
             assert flight.transfer is not None
+            self._look(flight)
             if not flight.transfer.gate(end, timeout_s):
                 # Training goes on; the copy that it overtakes is worth nothing.
                 late = f"copying the state took longer than {timeout_s:g} s"
                 self._lose(flight, DeadlineError(late, step=flight.capture.step))
         self.stall_s["gate"] += self._clock.monotonic_s() - start_s
+
+    def copy_at_once(self) -> None:
+        """From now on nothing is copied behind the step mark: something writes to the state that
+        asks no gate (I1)."""
+        self._at_once = True
 
     def finish_captures(self) -> None:
         """Waits until no copy is under way.
@@ -225,6 +256,7 @@ class Saver:
         """
         if not self._gates:
             return
+        self.finish_first()
         self.gate(None)
         timeout_s = self._options.progress_timeout_s
         try:
@@ -273,17 +305,47 @@ class Saver:
 
     def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
         """Begins to copy the state into the arena; what may change at once, is copied now."""
+        room = self.acquire(prepared.size_bytes)
+        self.fill(prepared, plan, survey, save, room, prepared.copies(survey.tensors))
+
+    def acquire(self, size_bytes: int) -> Room:
+        """A block of the arena for a base; training waits for it.
+
+        Raises:
+            OutOfSpaceError, DeadlineError: there is none.
+        """
+        assert self._keeper is not None
+        assert self._pool is not None
+        start_s = self._clock.monotonic_s()
+        if self._options.method.base == "checkfreq":
+            self._keeper.wait(None, show=False)  # one at a time: its second phase must be over
+        room = self._pool.acquire(size_bytes, timeout_s=self._options.progress_timeout_s)
+        self.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
+        return room
+
+    def fill(
+        self,
+        prepared: Prepared,
+        plan: BasePlan,
+        survey: Survey,
+        save: Save,
+        room: Room,
+        copies: Copies,
+        tell: Tell | None = None,
+    ) -> None:
+        """Copies what may change at once, and begins to copy the rest.
+
+        Args:
+            room: where all of it goes.
+            copies: of what may be copied behind the step mark and is not there yet.
+            tell: tells the keeper that all is there; None: that it is a whole base.
+        """
         keeper, pool = self._keeper, self._pool
         assert keeper is not None
         assert pool is not None
         assert self._block is not None
         timeout_s = self._options.progress_timeout_s
-        start_s = self._clock.monotonic_s()
-        if self._options.method.base == "checkfreq":
-            keeper.wait(None, show=False)  # one at a time: its second phase must be over
-        room = pool.acquire(prepared.size_bytes, timeout_s=timeout_s)
         begun_s = self._clock.monotonic_s()
-        self.stall_s["back_pressure"] += begun_s - start_s
         arena, word = pool.arena, room.word
         self._captures += 1
         capture = Capture(
@@ -293,25 +355,28 @@ class Saver:
             save=save,
             offset=room.offset,
             word=word,
-            stream=self._streams,
+            stream=self._streams and tell is None,
             incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
             on_end=lambda ended: self._let_go(ended, room, keeper, pool),
         )
         block = self._block[room.offset : room.offset + room.size_bytes]
-        flight = _Flight(capture, keeper, pool, prepared, room, survey)
+        flight = _Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
         try:
             keeper.begin(capture)
             failpoint("capture.before_mark")
             self._lane.mark(prepared.marked_batches(survey.tensors), block)
-            gated = prepared.gated_batches(survey.tensors)
-            if gated:
-                flight.check = prepared.spot_check(survey.tensors)
-                flight.sample = flight.check.take()
+            if copies.check is not None:
+                flight.sample = copies.check.take()
+            if copies.check is not None and tell is None:
+                flight.versions = prepared.versions(survey.tensors)
+                flight.seen = flight.versions.now()
             self._lane.run(lambda: self._announce(flight))
             flight.transfer = self._lane.submit(
-                gated, block, lambda end: arena.set_progress(word, end)
+                copies.batches, block, lambda end: arena.set_progress(word, end)
             )
             self._flights.append(flight)
+            if self._at_once:
+                self.gate(None)
             if self._gates:
                 self._lane.run(lambda: self._finish(flight, block))
             else:  # everything was copied at the mark
@@ -346,16 +411,18 @@ class Saver:
                 raise DeadlineError("copying the state hangs", step=capture.step)
             failpoint("capture.before_captured")
             objects = flight.survey.objects()
-            if flight.check is not None and flight.sample is not None:
-                torn = flight.check.differing(flight.sample, block)
+            check = flight.copies.check
+            if check is not None and flight.sample is not None:
+                torn = self._look(flight) or check.differing(flight.sample, block)
                 if torn is not None:
-                    raise _changed(torn, capture.step)
+                    raise changed_while_copied(torn, capture.step)
             mine = self._decide(flight)
             if not mine:
                 return  # lost at the gate meanwhile
-            flight.keeper.captured(capture, objects)
+            (flight.tell or flight.keeper.captured)(capture, objects)
             told = True
-            flight.pool.drop_kept()  # this one is newer, and survives as they did
+            if flight.tell is None:
+                flight.pool.drop_kept()  # this one is newer, and survives as they did
             failpoint("capture.after_captured")
             done(capture.save.staged, None)
         except BaseException as error:
@@ -366,6 +433,15 @@ class Saver:
         finally:
             self._leave(flight)
 
+    def _look(self, flight: _Flight) -> str | None:
+        """Once, when all is copied or an update is about to begin, whatever comes first: the name
+        of an entry that was written to until then."""
+        with self._lock:
+            if not flight.looked and flight.versions is not None:
+                flight.written = flight.versions.moved(flight.seen)
+            flight.looked = True
+        return flight.written
+
     def _lose(self, flight: _Flight, error: BaseException) -> None:
         """A capture that failed, or that the user has interrupted: nothing of it may become
         durable, unless the keeper has been told that it is whole."""
@@ -373,8 +449,9 @@ class Saver:
             return
         save = flight.capture.save
         if isinstance(error, Exception):
-            ours = _as_ours(error, save)
-            flight.keeper.abandon(flight.capture, ours)
+            ours = as_ours(error, save.step)
+            seen_to = isinstance(ours, AuditError) and self.on_torn(ours)
+            flight.keeper.abandon(flight.capture, None if seen_to else ours)
             failed(save.staged, ours)
             failed(save.durable, ours)
         else:
@@ -415,23 +492,6 @@ class Saver:
             # Whoever takes the block next writes into it before the keeper hears of that.
             keeper.forget(capture)
         pool.release(room)
-
-
-def _changed(name: str, step: int) -> AuditError:
-    return AuditError(
-        f"{name!r} was changed while it was being copied, and not by an optimizer's step()",
-        step=step,
-        hint="call ckpt.before_update() before such changes and ckpt.after_update() after them "
-        '(averaged weights swapped in for an evaluation, CUDA graphs), or use method="async"',
-    )
-
-
-def _as_ours(error: BaseException, save: Save) -> EverstepError:
-    if isinstance(error, EverstepError):
-        return error
-    ours = EverstepError(f"internal error while the state was copied: {error!r}", step=save.step)
-    ours.__cause__ = error
-    return ours
 
 
 def _failed(save: Save) -> bool:

@@ -310,7 +310,7 @@ class Server:
             "durable_step": None if keeper is None else keeper.stats.durable_step,
             "idle_s": 0.0 if trainer is not None else alone_s,
             "ends_in_s": None if trainer is not None else max(0.0, self._linger_s - alone_s),
-            "arena_bytes": 0 if trainer is None else trainer.arena.size_bytes,
+            "arena_bytes": self._duties.arena_bytes(trainer),
         }
 
     def _on_settle(self, trainer: Attached, message: dict[str, Any]) -> None:

@@ -16,11 +16,11 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done
 from everstep.keeper.saver import Saver
-from everstep.replay.exactness import exactness, is_elementwise, kind_name
+from everstep.replay.exactness import exactness, is_elementwise, kind_name, refusal
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
-__all__ = ["Standby", "refuse_unfollowable", "why_inexact"]
+__all__ = ["Standby", "refuse_unfollowable", "refuse_unrepeatable", "why_inexact"]
 
 
 class Standby:
@@ -140,12 +140,7 @@ def refuse_unfollowable(state: State) -> None:
         or of which it would not give the same bits; or a function that is registered.
     """
     found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
-    for key, optimizer in state.optimizers.items():
-        kind = type(optimizer)
-        if exactness(kind, (), "cpu").why:
-            found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
-        elif not is_elementwise(kind):
-            found.append((key, f"{kind.__name__} does not update each element on its own"))
+    found += _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(
@@ -155,8 +150,36 @@ def refuse_unfollowable(state: State) -> None:
         )
 
 
+def refuse_unrepeatable(state: State) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
+        captured over several steps takes it.
+    """
+    refused = [(key, why) for key, o in state.optimizers.items() if (why := refusal(o))]
+    found = refused or _unknown_to_keepers(state)
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a base over several steps cannot follow {len(found)} optimizer(s):\n{listed}",
+            leaves=tuple(found),
+            hint='method="lazy" copies the state in one step',
+        )
+
+
+def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
+    """Optimizers that a keeper does not have, or would not give the same bits of, and why."""
+    found = []
+    for key, optimizer in state.optimizers.items():
+        kind = type(optimizer)
+        if exactness(kind, (), "cpu").why:
+            found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
+        elif not is_elementwise(kind):
+            found.append((key, f"{kind.__name__} does not update each element on its own"))
+    return found
+
+
 def why_inexact(state: State) -> str:
-    """Why no base of a replica will be exact (I9); "" if it may be."""
+    """Why no base that a keeper has computed will be exact (I9); "" if it may be."""
     parameters = (
         parameter
         for optimizer in state.optimizers.values()
@@ -166,7 +189,7 @@ def why_inexact(state: State) -> str:
     elsewhere = sorted({p.device.type for p in parameters} - {"cpu"})
     if not elsewhere:
         return ""
-    return f"training updates on {elsewhere[0]}, the replica on the CPU: its bases are not exact"
+    return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"
 
 
 def _failed(save: Save) -> bool:

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from everstep.keeper.cadence import Cadence
 from everstep.keeper.keepers import Keepers
+from everstep.keeper.multistep import Multistep
+from everstep.keeper.multistep_stats import MultistepReport
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.saver import Saver
+from everstep.keeper.schedule_stats import ScheduleStats
+from everstep.keeper.scheduled_saver import ScheduledSaver
 
 __all__ = ["Stats", "stats_of"]
 
@@ -23,14 +27,18 @@ class Stats:
         saves, committed, failed: bases asked for, durable, failed.
         stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
             the state, or beginning to), ``"gate"`` (an update waited for a copy),
+            ``"gradients"`` (training waited for copies of gradients; only with bases over several
+            steps),
             ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync`` only:
             writing).
         written_bytes: bytes made durable.
         persist_s: seconds spent in making bases durable, in whichever thread.
-        host_bytes: host memory that was taken for captured state.
+        host_bytes: host memory that was taken for captured state, the log and a replica.
         keeper_cpu_s: processor time of the keeper process.
         keeper_restarts: keeper processes that were lost and replaced.
         replica_step: step of the state that the keeper's replica has; None while none follows.
+        copies, copied_bytes: copies of bases that were made in other tiers.
+        multistep: bases over several steps; None for methods without them.
         log_bytes: bytes that the gradient log has taken into host memory.
         log_written_bytes: bytes of the log that were written to disk.
         log_steps_in_memory: steps that should have gone to disk with the log, and stayed in
@@ -39,6 +47,7 @@ class Stats:
         interval_steps: from base to base; None where it is a time, or not known yet.
         step_s: seconds of a step without what bases add; None before there was one.
         mtbf_s: seconds of training between two failures, as ``every="auto"`` believes.
+        schedule: plans of captures, and what became of them; None for other methods.
         forecast_bytes_per_day: what bases and log write to disk in a day at this pace; None
             as long as that is not known.
     """
@@ -56,6 +65,9 @@ class Stats:
     keeper_cpu_s: float = 0.0
     keeper_restarts: int = 0
     replica_step: int | None = None
+    copies: int = 0
+    copied_bytes: int = 0
+    multistep: MultistepReport | None = None
     log_bytes: int = 0
     log_written_bytes: int = 0
     log_steps_in_memory: int = 0
@@ -64,10 +76,16 @@ class Stats:
     step_s: float | None = None
     mtbf_s: float | None = None
     forecast_bytes_per_day: float | None = None
+    schedule: ScheduleStats | None = None
 
 
 def stats_of(
-    step: int, saver: Saver, keepers: Keepers, recorder: Recorder | None, cadence: Cadence
+    step: int,
+    saver: Saver,
+    keepers: Keepers,
+    recorder: Recorder | None,
+    cadence: Cadence,
+    multistep: Multistep | None = None,
 ) -> Stats:
     """What they have done so far."""
     keeper, forecast = keepers.stats, cadence.forecast
@@ -82,10 +100,13 @@ def stats_of(
         stall_s=dict(saver.stall_s),
         written_bytes=keeper.written_bytes,
         persist_s=keeper.persist_s,
-        host_bytes=keepers.pool.touched_bytes if keepers.pool else 0,
+        host_bytes=keepers.host_bytes,
         keeper_cpu_s=keeper.cpu_s,
         keeper_restarts=keepers.restarts,
         replica_step=keepers.replica_step,
+        copies=keeper.copied,
+        copied_bytes=keeper.copied_bytes,
+        multistep=None if multistep is None else multistep.stats.report(),
         log_bytes=0 if recorder is None else recorder.stats.record_bytes,
         log_written_bytes=keeper.log_bytes,
         log_steps_in_memory=0 if recorder is None else recorder.disk.steps_in_memory,
@@ -94,4 +115,5 @@ def stats_of(
         step_s=cadence.step_s,
         mtbf_s=cadence.mtbf_s,
         forecast_bytes_per_day=None if forecast is None else forecast.total_bytes,
+        schedule=saver.scheduler.stats() if isinstance(saver, ScheduledSaver) else None,
     )

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
+from everstep.errors import AuditError, DamageError, EverstepError, FormatError, NewerFormatError
 from everstep.recover.chain import Chain, path_of
 from everstep.recover.offline import OfflineState
 from everstep.recover.opened import OpenBase
@@ -132,6 +132,9 @@ def audit(
         played = rebuilder.play(chain, state, on_step=on_step)
     except (NewerFormatError, MemoryError):
         raise
+    except AuditError as error:  # the log itself says what training had
+        steps = len(chain.steps)
+        return Audit(before, after, "different", error.message, steps=steps, updates=updates)
     except EverstepError as error:
         if not _of_the_log(error):
             raise

@@ -82,6 +82,7 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
         raise OptionError(f"{path!r} is no path of a run folder")
     if _URL.match(text):
         raise OptionError(
-            f"{text}: object stores are not in this version", hint="a directory, for now"
+            f"{text}: a run is written to a directory",
+            hint=f"a directory on this machine, and tiers=[{text!r}] for copies there",
         )
     return PurePath(os.path.abspath(text))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
+    AuditError,
     DamageError,
     EverstepError,
     FormatError,
@@ -140,6 +141,7 @@ def bring_forward(
     """
     clock = loader.seams.clock
     skipped: list[Skipped] = []
+    doubt = ""
     for together in (True, False, True):
         restored = _load(inventory, base, loader)
         restored.skipped += skipped
@@ -148,6 +150,7 @@ def bring_forward(
             if chain.steps:
                 _replay(restored, chain, loader, log, inventory.timelines, together=together)
             restored.replay_s = clock.monotonic_s() - start_s
+            restored.inexact = restored.inexact or (doubt if restored.replayed else "")
             return restored
         except EverstepError as error:
             if whole:
@@ -155,6 +158,8 @@ def bring_forward(
                 raise ReplayError(why, step=error.step, hint=error.hint) from error
             if together and len(chain.steps) > 1 and not skipped:
                 continue  # which step it is shows when they are redone one by one
+            if isinstance(error, AuditError):  # how long before, samples cannot tell
+                doubt = f"step {error.step} is not what training had, perhaps others before it"
             timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
             why = f"log: it cannot be replayed: {error.message}"
             skipped.append(Skipped(timeline, at, why))
@@ -231,6 +236,7 @@ def _replay(
     redo = Redo(loader.state)
     if not together:
         redo.limit_bytes = 0
+    redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
     found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
     with (
         progress("replay", len(chain.steps), "items") as bar,

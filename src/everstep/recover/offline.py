@@ -8,12 +8,13 @@ replays comes from the last step mark, which holds all of it (I8).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from everstep.capture.spots import Comparison
 from everstep.errors import (
     FormatError,
     ReplayError,
@@ -22,7 +23,7 @@ from everstep.errors import (
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
 from everstep.format.records import Marker
-from everstep.recover.redo import tensor_of, update_of
+from everstep.recover.redo import compare, tensor_of, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, replay_kind
 from everstep.replay.updates import Update
@@ -35,7 +36,7 @@ from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
 
-__all__ = ["OfflineState"]
+__all__ = ["OfflineState", "parameter_names"]
 
 _BATCH = 8  # updates of one optimizer that are replayed in one go
 
@@ -107,7 +108,8 @@ class OfflineState:
         self._threads, self._training_threads = threads, training_threads
         self._optimizers: dict[str, _Replayed] = {}
         self._last: LogRecord | None = None
-        self._parameters = _parameter_names(self._trees, self._canonical)
+        self._comparison = Comparison()
+        self._parameters = parameter_names(self._trees, self._canonical)
         self._owned = self._owned_entries()
 
     @property
@@ -201,6 +203,18 @@ class OfflineState:
         if counterfactual:
             for section in self._optimizers:
                 self.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
+
+    def compare(self) -> None:
+        """Compares what replay gives with the samples in the last mark, if it must give the bits
+        that training had; after :meth:`work_off`. Whether it was trained under the same
+        conditions is for the caller to know.
+
+        Raises:
+            AuditError: something else; names an entry.
+            FormatError: the mark is of another state.
+        """
+        if self._last is not None and self.exactness.exact:
+            compare(self._comparison, self._last, self.tensors)
 
     def digests(self) -> dict[str, str]:
         """The digest of every entry, objects included, as a base of this state has them."""
@@ -419,8 +433,15 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _parameter_names(trees: Mapping[str, Any], canonical: Any) -> dict[str, set[str]]:
-    """Entries by the names under which optimizers know parameters: ``"section.key"``."""
+def parameter_names(
+    trees: Mapping[str, Any], canonical: Callable[[str], str]
+) -> dict[str, set[str]]:
+    """Entries by the names under which optimizers know parameters: ``"section.key"``.
+
+    Args:
+        trees: of modules and optimizers, by section.
+        canonical: the entry that has a name.
+    """
     found: dict[str, set[str]] = {}
     for section, tree in trees.items():
         if not isinstance(tree, dict) or OptimizerProvider.groups_of(tree) is not None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from everstep.capture.spots import Comparison
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
-from everstep.errors import DamageError, EverstepError, FormatError, MismatchError
+from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.declared import DeclaredRedo
@@ -29,13 +30,22 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes import available_cores
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.log import GRADIENT, HYPER, INDICES, INT8, SCALES, UPDATE_OBJECT, VALUES
+from everstep.state.log import GRADIENT, HYPER, INDICES, INT8, SCALES, SPOT, UPDATE_OBJECT, VALUES
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import stored_form
 from everstep.state.tree import join, references, split
 
-__all__ = ["STEPS_AT_ONCE", "Redo", "Step", "checked", "other_conditions", "tensor_of", "update_of"]
+__all__ = [
+    "STEPS_AT_ONCE",
+    "Redo",
+    "Step",
+    "checked",
+    "compare",
+    "other_conditions",
+    "tensor_of",
+    "update_of",
+]
 
 STEPS_AT_ONCE = 5
 """Steps that are replayed in one pass over the state, at most: beyond that nothing is gained."""
@@ -93,6 +103,8 @@ class Redo:
 
     Attributes:
         limit_bytes: of the log, that wait to be applied; one step may always.
+        compares: whether replay must give the bits that training had, as far as is known of where
+            it was trained: then they are compared with the samples in the marks.
     """
 
     def __init__(self, state: State) -> None:
@@ -104,7 +116,10 @@ class Redo:
         self._doubtful: list[str] | None = None  # found at the first mark
         self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
+        self._compared: LogRecord | None = None
+        self._comparison = Comparison()
         self._declared = DeclaredRedo(state)
+        self.compares = False
 
     @property
     def last(self) -> LogRecord | None:
@@ -124,6 +139,8 @@ class Redo:
 
         Raises:
             FormatError, ReplayError: a record does not fit the state.
+            AuditError: this step, or one that was redone together with it, gives something else
+                than training had.
         """
         mark = step.mark
         doubtful = self._find_doubtful(mark)
@@ -142,17 +159,21 @@ class Redo:
         elif self._waiting >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes:
             self._apply()
         self._declared.settle(mark)
+        if not self._pending:
+            self._compare()
 
     def finish(self) -> list[str]:
         """Restores what the last mark holds; returns what could not be taken back, in words.
 
         Raises:
             MismatchError, FormatError: the mark does not fit the state.
+            AuditError: replay gives something else than training had.
         """
         mark, state = self._last, self._state
         if mark is None:
             return []
         self._apply()
+        self._compare()
         logged = {place.entry.name: tensor_of(mark, place) for place in mark.layout.placed}
         trees = {
             name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
@@ -229,6 +250,13 @@ class Redo:
         for key, updates in pending.items():
             self._replayer(key).apply(updates)
 
+    def _compare(self) -> None:
+        """Compares with the last mark, to whose step everything has been applied."""
+        mark, done = self._last, self._compared
+        if mark is not None and mark is not done and self.compares and self.exactness.exact:
+            compare(self._comparison, mark, self._state.survey().tensors)
+        self._compared = mark
+
     def _replayer(self, key: str) -> Replayer:
         replayer = self._replayers.get(key)
         if replayer is None:
@@ -243,6 +271,32 @@ class Redo:
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
             replayer = self._replayers[key] = Replayer.of(optimizer, known, threads=threads)
         return replayer
+
+
+def compare(comparison: Comparison, mark: LogRecord, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compares what replay gives, where it must give the bits of training, with the samples in the
+    mark of that step (:mod:`everstep.capture.spots`).
+
+    Args:
+        tensors: all of the state, by entry name.
+
+    Raises:
+        AuditError: something else; names an entry.
+        FormatError: the mark is of another state.
+    """
+    logged = {
+        place.entry.name: tensor_of(mark, place)
+        for place in mark.layout.placed
+        if place.entry.name.startswith(SPOT)
+    }
+    name = comparison.other(logged, tensors, mark.head.step)
+    if name is not None:
+        raise AuditError(
+            f"replay up to step {mark.head.step} gives another {name!r} than training had: "
+            "something has written to it past the optimizer",
+            step=mark.head.step,
+            hint="ckpt.before_update() and ckpt.after_update() around such changes",
+        )
 
 
 def other_conditions(records: Iterable[TimelineRecord | None]) -> str:

@@ -20,8 +20,8 @@ class Recovery:
         exact: whether the state is bit for bit that of an uninterrupted run (I9); inherited
             from the base and all that it descends from.
         evidence: what that rests on, in words.
-        source: ``"memory"`` (of the keeper), ``"disk"``, or ``"fresh"`` when there was nothing
-            to restore.
+        source: ``"memory"`` (of the keeper), ``"disk"``, ``"object"`` (a copy in a store),
+            ``"copy"`` (one in another directory), or ``"fresh"`` when there was nothing to restore.
         base_step: step of the base that was read.
         replayed: steps replayed from a log; 0 without one.
         seconds: how long it took.

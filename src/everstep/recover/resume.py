@@ -28,11 +28,13 @@ from everstep.format.names import (
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.audits import audit_in_words, audit_of
+from everstep.recover.copies import has_copy
 from everstep.recover.decide import Skipped, candidates
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
+from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.reach import reachable
 from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams import Seams
@@ -139,6 +141,8 @@ def resume(
             opened.add(timeline)
             if fresh or _unchanged(seams, inventory, found, step, opened, held):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
+                if loaded is not None and (bad := nonfinite_parameter(state)):
+                    problems += (_not_finite(bad, restored.end),)
                 base = found.id if found else None
                 source = "fresh" if loaded is None else loader.source
                 return Resumed(
@@ -219,7 +223,9 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     filesystem = loader.seams.filesystem
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
-    for base, whole in chosen.ordered:
+    left = list(reversed(chosen.ordered))
+    while left:
+        base, whole = left.pop()
         chain = redoable(base, whole, loader, log, skipped)
         if step is not None and chain.end[1] != step:
             continue
@@ -229,6 +235,8 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             raise
         except (DamageError, FormatError, ReplayError) as error:
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+            if not isinstance(error, ReplayError) and has_copy(filesystem, base.path):
+                left.append((base, whole))
             continue
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
@@ -236,6 +244,8 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
                 raise _VanishedError from error
             reason = f"{error.filename or base.path}: {error.strerror or error}"
             skipped.append(Skipped(base.id.timeline, base.id.step, reason))
+            if has_copy(filesystem, base.path):
+                left.append((base, whole))
             continue
         if base.status == "complete":  # its process died between the last marker and the manifest
             assert base.manifest is not None
@@ -293,6 +303,14 @@ def _unchanged(
         return False
     known = {base.id for base in candidates(before).ordered}
     return step is not None or all(base.id in known for base in candidates(now).ordered)
+
+
+def _not_finite(name: str, end: BaseId | None) -> str:
+    step = "" if end is None else f" of step {end.step}"
+    return (
+        f"the state{step} is not finite: {name!r} holds NaN or infinity. It is what training had; "
+        "resume(step=...) goes back to a step before (everstep ls shows which there are)"
+    )
 
 
 def _still_there(seams: Seams, run: PurePath, base: BaseId) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
 
-from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.lineage import BaseId, Branch, branches_of
 from everstep.errors import (
     DamageError,
     EverstepError,
@@ -66,6 +66,8 @@ class BaseFound:
         files: everything in the directory.
         audit: what replay from an older base has said of it, if that was tried.
         audit_problem: damage to the record of that, in words; the base is none the worse.
+        markers: those that could be read in a directory without a manifest: of a base whose
+            ranks write to disks of their own, each disk has some.
     """
 
     id: BaseId
@@ -76,6 +78,7 @@ class BaseFound:
     files: tuple[DirEntry, ...]
     audit: AuditRecord | None = None
     audit_problem: str | None = None
+    markers: tuple[Marker, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -104,25 +107,9 @@ class Inventory:
 
     @property
     def branches(self) -> dict[int, Branch]:
-        """Where each timeline forked from. With a damaged record: from the one before it.
-
-        A timeline without bases whose own base was deleted while it was opened (its process
-        died before it could choose another) must not hide what is newer: all of its parent
-        counts.
-        """
-        found: dict[int, Branch] = {}
+        """Where each timeline forked from (:func:`everstep.commit.lineage.branches_of`)."""
         there = {base.id for base in self.bases if base.status in _TO_LOSE}
-        used = {base.timeline for base in there}
-        for number in sorted(self.timelines):
-            record = self.timelines[number]
-            if record is None:
-                found[number] = Branch(number, max(found, default=None), None)
-                continue
-            origin = record.base or (record.parent, record.fork_step)
-            forked = record.parent is None or BaseId(*origin) in there  # type: ignore[arg-type]
-            fork_step = record.fork_step if forked or number in used else None
-            found[number] = Branch(number, record.parent, fork_step)
-        return found
+        return branches_of(self.timelines, there)
 
     @property
     def next_timeline(self) -> int:
@@ -223,9 +210,11 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
             problems.append(f"{MANIFEST} is of another base")
             manifest = None
     status: BaseStatus = "committed"
+    markers: dict[int, Marker] = {}
     if manifest is None:
         status = "complete"
-        manifest = _from_markers(filesystem, path, names, base, problems)
+        markers = _markers(filesystem, path, names, base, problems)
+        manifest = manifest_of(markers)
     if manifest is None:
         # Records appear whole or not at all, so one that cannot be read is damage.
         status = "damaged" if problems else "incomplete"
@@ -234,7 +223,8 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
     audit, why = None, ""
     if manifest is not None and AUDIT_RECORD in names:
         audit, why = _audit(filesystem, path, manifest)
-    return BaseFound(base, path, status, manifest, problem, files, audit, why or None)
+    found = tuple(markers[rank] for rank in sorted(markers))
+    return BaseFound(base, path, status, manifest, problem, files, audit, why or None, found)
 
 
 def _scan_timeline(
@@ -279,9 +269,9 @@ def _scan_timeline(
         inventory.abandoned.append(number)
 
 
-def _from_markers(
+def _markers(
     filesystem: FileSystem, path: PurePath, names: set[str], base: BaseId, problems: list[str]
-) -> Manifest | None:
+) -> dict[int, Marker]:
     markers: dict[int, Marker] = {}
     for name in sorted(names):
         rank = parse_marker(name)
@@ -292,7 +282,7 @@ def _from_markers(
             markers[rank] = marker
         elif marker is not None:
             problems.append(f"{name} is of another base or rank")
-    return manifest_of(markers)
+    return markers
 
 
 def _audit(

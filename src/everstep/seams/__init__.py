@@ -5,6 +5,7 @@
 ``clock``       time, real and manual
 ``memory``      memory that processes share
 ``sockets``, ``locks``, ``processes``, ``runtime``   what a keeper is started and found with
+``mailbox``     the contract for messages between ranks
 ``machine``, ``fingerprint``   what this machine has; what bits can depend on
 ``threads``     threads for I/O
 ``failpoints``  named places at which tests and the demo kill the process

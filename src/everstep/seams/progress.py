@@ -10,19 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 __all__ = ["ProgressSink", "progress", "silent"]
 
@@ -57,17 +48,26 @@ class _Bar:
     def advance(self, amount: int) -> None:
         self._done += amount
         if self._bar is None and time.monotonic() - self._start_s > _QUIET_S:
-            columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
-            if self._unit == "bytes":
-                columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-            else:
-                columns += [MofNCompleteColumn()]
-            console = Console(stderr=True)
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-            self._bar.start()
+            self._bar = self._draw()
             self._task = self._bar.add_task(self._label, total=self._total)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
+
+    def _draw(self) -> Progress:
+        # A keeper, which shows nothing, starts without loading these.
+        from rich import progress as bars
+        from rich.console import Console
+
+        label, bar = bars.TextColumn("{task.description}"), bars.BarColumn()
+        columns: list[bars.ProgressColumn] = [label, bar]
+        if self._unit == "bytes":
+            columns += [bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn()]
+        else:
+            columns += [bars.MofNCompleteColumn()]
+        columns += [bars.TimeRemainingColumn()]
+        drawn = bars.Progress(*columns, console=Console(stderr=True), transient=True)
+        drawn.start()
+        return drawn
 
     def close(self) -> None:
         if self._bar is not None:

@@ -9,6 +9,7 @@ __all__ = [
     "INT8",
     "SAMPLE",
     "SCALES",
+    "SPOT",
     "UPDATE_OBJECT",
     "VALUES",
 ]
@@ -28,6 +29,10 @@ HYPER = "hyper"
 SAMPLE = "everstep/sample/"
 """Entries of a mark under this prefix are a few elements of what a declared update covers: its
 pattern, their width in bytes, their device."""
+
+SPOT = f"{SAMPLE}everstep/"
+"""Entries of a mark under this prefix are a few elements of what optimizers replay: their dtype
+(:mod:`everstep.capture.spots`)."""
 
 UPDATE_OBJECT = "update"
 """The object of an update: optimizer, hyperparameters."""

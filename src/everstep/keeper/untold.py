@@ -1,0 +1,210 @@
+"""Notices what something else than an optimizer has written to what optimizers own (I8).
+
+The log has the gradients that each update consumed, and replay knows no other change: clamped
+weights, a state that is loaded in mid-run, a moment that is reset would be missing from what it
+gives. So between the end of an update and the beginning of the next, nothing may have been
+written: version counters are compared each time, which are hints (``capture/versions.py``); and a
+few elements now and then, in the first steps above all, where what a loop does in each step shows.
+What neither has seen, replay finds by the samples that each step mark holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from everstep.capture.spots import Spots, marked, which_of
+from everstep.capture.versions import Versions
+from everstep.errors import AuditError
+from everstep.keeper.channel import BackgroundChannel
+from everstep.state.survey import Shape, Survey, same_objects
+
+__all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Untold"]
+
+LOOKED_AT_FIRST = 8
+"""Steps of a timeline in which elements are compared while training runs."""
+
+LOOK_EVERY = 16
+"""Behind these in every so many steps; in each one, once something has been found."""
+
+
+class _Watched:
+    """What one optimizer owns."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._versions = Versions(tensors)
+        self._seen = self._versions.now()
+        self._spots: Spots | None = None  # as soon as it is looked at
+        self._held: tuple[int, Mapping[str, Any]] | None = None
+
+    def is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the very same tensors under the same names."""
+        mine = self.tensors
+        return mine.keys() == tensors.keys() and same_objects(
+            tuple(mine.values()), tuple(tensors.values())
+        )
+
+    def settle(self, step: int | None) -> None:
+        """It is as it should be: what comes next is compared with that.
+
+        Args:
+            step: whose elements are remembered; None: none are.
+        """
+        self._seen = self._versions.now()
+        self._held = None
+        if step is not None:
+            self._spots = self._spots or Spots(self.tensors)
+            if self._spots.intact:
+                self._held = step, self._spots.take(step)
+
+    def written(self) -> str | None:
+        """The name of a tensor that was written to since."""
+        found = self._versions.moved(self._seen)
+        if found is None and self._held is not None and self._spots is not None:
+            step, values = self._held
+            found = self._spots.other(step, values) if self._spots.intact else None
+        return found
+
+
+class Untold:
+    """Watches what the optimizers of a state own, between their updates.
+
+    Training goes on whatever it finds, and the log ends before it: bases are taken instead. That
+    is said once.
+
+    Attributes:
+        follows_base: there is a base that the log goes on from, or will be; otherwise there is
+            nothing that a change would be missing from.
+        distrust: called at the first finding.
+    """
+
+    def __init__(self, channel: BackgroundChannel) -> None:
+        self._channel = channel
+        self.follows_base = False
+        self.distrust: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._said = False
+        self._torn: str | None = None
+        self._watched: dict[str, _Watched] = {}
+        self._tensors: Mapping[str, torch.Tensor] | None = None
+        self._shape: Shape | None = None
+        self._names: Mapping[str, tuple[str, ...]] = {}
+        self._spots = Spots({})
+        self._which = torch.empty(0, dtype=torch.uint8)
+        self._step = 0  # under way
+        self._looked_at_first = 0
+        self._suspicious = False
+
+    def start(self, survey: Survey | None, step: int) -> None:
+        """What there is now is what log and bases have, or will have.
+
+        Args:
+            survey: of the state; None: nothing is recorded.
+            step: that has just ended.
+        """
+        self._watched, self._tensors, self._torn = {}, None, None
+        self._step, self._looked_at_first = step + 1, step + LOOKED_AT_FIRST
+        if survey is not None:
+            self._learn(survey)
+            self.accept()
+
+    def accept(self) -> None:
+        """Whatever was written is known by now."""
+        for watched in self._watched.values():
+            watched.settle(self._looks)
+
+    def before(self, key: str, step: int) -> str | None:
+        """An optimizer is going to update: why the log cannot go on; None if it can."""
+        self._step = step
+        watched = self._watched.get(key)
+        return None if watched is None else self._found(watched.written(), step)
+
+    def applied(self, key: str) -> None:
+        """Its update is over."""
+        watched = self._watched.get(key)
+        if watched is not None:
+            watched.settle(self._looks)
+
+    def at_mark(self, survey: Survey, step: int) -> str | None:
+        """A step is over: why the log cannot go on; None if it can."""
+        torn, self._torn = self._torn, None
+        self._step = step + 1
+        found = next((name for w in self._watched.values() if (name := w.written())), None)
+        self._learn(survey)
+        if found is not None or self._looks is not None:
+            self.accept()
+        return self._found(found, step) or (torn if self.follows_base else None)
+
+    def samples(self, step: int) -> dict[str, torch.Tensor]:
+        """For a mark, of the state that was surveyed for it."""
+        return marked(self._spots, self._which, step)
+
+    @property
+    def _looks(self) -> int | None:
+        """The step under way, if its elements are compared."""
+        step = self._step
+        looks = self._suspicious or step <= self._looked_at_first or step % LOOK_EVERY == 0
+        return step if looks else None
+
+    def torn(self, error: AuditError) -> bool:
+        """A base is worth nothing: something has written to the state while it was copied. That is
+        no error: the next step takes another, and copies all of it at once. In any thread."""
+        step = (error.step or 0) + 1
+        self._torn = f"the state was changed while the base of step {step - 1} was copied"
+        self._say(error.message, step)
+        return True
+
+    def _found(self, name: str | None, step: int) -> str | None:
+        if name is None or not self.follows_base:
+            return None
+        self._say(f"{name!r} was changed, and not by its optimizer's step()", step)
+        return f"{name!r} was changed, and not by its optimizer"
+
+    def _say(self, what: str, step: int) -> None:
+        with self._lock:
+            said, self._said = self._said, True
+        self._suspicious = True
+        if not said:
+            self.distrust()
+            self._channel.tell(_notice(what, step))
+
+    def _learn(self, survey: Survey) -> None:
+        """Follows tensors that have come, gone, or been replaced."""
+        shape, tensors = survey.shape, survey.tensors
+        if tensors is self._tensors and shape is self._shape:
+            return  # mostly
+        self._tensors = tensors
+        if shape is not self._shape:
+            self._shape = shape
+            names: dict[str, list[str]] = {}
+            for name, owner in shape.owners.items():
+                if owner.kind == "replayed" and owner.optimizer is not None:
+                    names.setdefault(owner.optimizer, []).append(name)
+            self._names = {key: tuple(found) for key, found in names.items()}
+        before, self._watched = self._watched, {}
+        for key, mine in self._names.items():
+            now = {name: tensors[name] for name in mine}
+            old = before.get(key)
+            self._watched[key] = old if old is not None and old.is_of(now) else _Watched(now)
+        if self._watched != before:
+            all_of = (watched.tensors for watched in self._watched.values())
+            self._spots = Spots({name: t for found in all_of for name, t in found.items()})
+        self._which = which_of(self._spots, sorted(tensors))
+
+
+def _notice(what: str, step: int) -> AuditError:
+    return AuditError(
+        f"{what}, in step {step}: no log can repeat that, so a base is taken at the end of this "
+        "step, and of each other step in which anything like it happens. Recovery stays right, but "
+        "each such step costs a whole copy of the state. This is said once; stats().log_holes "
+        "counts on",
+        step=step,
+        hint="now and then (a state that is loaded, averaged weights swapped in): put it between "
+        "ckpt.before_update() and ckpt.after_update(). In every step (clamped weights): do it "
+        "within step() of an optimizer class of your own, and declare that by "
+        'everstep.replay.exactness.declare(); or do without a log (method="lazy")',
+    )

@@ -1,0 +1,314 @@
+"""The part of each rank in a timeline of several: markers, manifests, watermark, retention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from everstep.commit.cluster import COORDINATOR, Cluster
+from everstep.commit.coordinator import Coordinator
+from everstep.commit.deletion import BaseGone, Condemn, Condemned, DeleteFiles, FilesDeleted
+from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.machine import (
+    CheckFence,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.member import Member
+from everstep.commit.messages import ManifestTold, Message, WatermarkTold
+from everstep.commit.reclaim import Segment, reclaimable_bases, reclaimable_segments
+from everstep.commit.steps import (
+    BasesSeen,
+    Delete,
+    Do,
+    Fenced,
+    GaveUp,
+    IsDamaged,
+    IsDurable,
+    IsLate,
+    LookAtBases,
+    Pace,
+    ReadBack,
+    ReadBackDone,
+    Send,
+    WatermarkMoved,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.commit.watermark import Watermark
+from everstep.format.header import ShardIdentity
+from everstep.format.names import shard_name
+from everstep.format.records import FileRecord, Marker
+
+PACE = Pace(repeat_s=1.0, take_over_s=4.0, late_s=20.0)
+
+
+@dataclass
+class Room:
+    """Ranks whose messages arrive at once, and whose disks are sets.
+
+    Attributes:
+        mute: ranks that are dead: they hear and do nothing.
+        lost: which messages get lost.
+        broken: ranks whose files cannot be written.
+        bad: ranks whose files are damaged when read back.
+        said: what ranks reported.
+    """
+
+    disks: tuple[str, ...]
+    keep: int = 1
+    timeline: int = 1
+    fence: int = 1
+    mute: set[int] = field(default_factory=set)
+    lost: Callable[[Message], bool] = lambda message: False
+    broken: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
+    said: list[tuple[int, Any]] = field(default_factory=list)
+    did: list[tuple[int, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        cluster = Cluster(self.disks)
+        self.markers: dict[str, dict[BaseId, dict[int, Marker]]] = {d: {} for d in self.disks}
+        self.manifests: dict[str, dict[BaseId, Any]] = {d: {} for d in self.disks}
+        self.members: list[Member] = [
+            Coordinator(cluster, self.timeline, keep=self.keep, pace=PACE)
+            if rank == COORDINATOR
+            else Member(cluster, rank, self.timeline, pace=PACE)
+            for rank in range(cluster.world)
+        ]
+
+    def save(self, step: int, ranks: Iterable[int] | None = None) -> None:
+        world = len(self.disks)
+        for rank in range(world) if ranks is None else ranks:
+            identity = ShardIdentity("run", self.timeline, step, step, rank, world, True)
+            self.absorb(rank, self.members[rank].persist(identity))
+
+    def tick(self, seconds: int) -> None:
+        for now_s in range(seconds + 1):
+            for rank, one in enumerate(self.members):
+                if rank not in self.mute:
+                    self.absorb(rank, one.tick(float(now_s)))
+
+    def absorb(self, rank: int, outs: Iterable[Any]) -> None:
+        for out in outs:
+            if isinstance(out, Send):
+                if out.rank not in self.mute and not self.lost(out.message):
+                    self.absorb(out.rank, self.members[out.rank].heard(rank, out.message))
+            elif isinstance(out, Do):
+                self.did.append((rank, out.action))
+                if isinstance(out.action, WriteFiles) and rank in self.broken:
+                    self.absorb(rank, self.members[rank].failed(out.base, "no space left"))
+                else:
+                    event = self.perform(rank, out)
+                    self.absorb(rank, self.members[rank].done(out.base, event))
+            else:
+                self.said.append((rank, out))
+
+    def perform(self, rank: int, do: Do) -> Any:
+        disk, base, action = self.disks[rank], do.base, do.action
+        markers = self.markers[disk].setdefault(base, {})
+        if isinstance(action, Delete):
+            if isinstance(action.action, CheckFence):
+                return FenceSeen(self.fence)
+            if isinstance(action.action, Condemn):
+                gone = self.manifests[disk].pop(base, None) is None
+                return BaseGone(self.fence) if gone else Condemned()
+            assert isinstance(action.action, DeleteFiles)
+            return FilesDeleted()
+        if isinstance(action, WriteMarker):
+            markers[rank] = action.marker
+            return MarkerDurable()
+        if isinstance(action, GatherMarkers):
+            return MarkersSeen(dict(markers), base in self.manifests[disk])
+        if isinstance(action, WriteManifest):
+            self.manifests[disk][base] = action.manifest
+            markers.update({marker.rank: marker for marker in action.manifest.markers})
+            return ManifestDurable()
+        if isinstance(action, Withdraw):
+            markers.pop(rank, None)
+            return Withdrawn()
+        if isinstance(action, ReadBack):
+            return ReadBackDone("damaged" if rank in self.bad else "")
+        if isinstance(action, LookAtBases):
+            return BasesSeen(tuple(self.manifests[disk]), {1: Branch(1, None, 0)})
+        if isinstance(action, WriteFiles):
+            return FilesDurable((FileRecord(shard_name(rank), 96, 0, "0" * 32, "a" * 32),))
+        return FenceSeen(self.fence)
+
+    def reports(self, kind: type) -> list[tuple[int, Any]]:
+        return [(rank, out) for rank, out in self.said if isinstance(out, kind)]
+
+
+LAYOUTS = [("one",) * 3, ("a", "b", "c"), ("a", "a", "b", "b"), ("one",)]
+
+
+@pytest.mark.parametrize("disks", LAYOUTS)
+def test_every_disk_gets_the_manifest_and_then_the_watermark_moves(disks: tuple[str, ...]) -> None:
+    room = Room(disks)
+    room.save(10)
+    room.tick(3)
+    assert all(BaseId(1, 10) in room.manifests[disk] for disk in disks)
+    assert sorted(rank for rank, _ in room.reports(IsDurable)) == list(range(len(disks)))
+    moved = room.reports(WatermarkMoved)
+    assert sorted(rank for rank, _ in moved) == list(range(len(disks)))
+    assert {out for _, out in moved} == {WatermarkMoved(BaseId(1, 10), None)}
+
+
+@pytest.mark.parametrize("disks", LAYOUTS)
+def test_older_bases_go_when_a_newer_one_was_read_back_by_all(disks: tuple[str, ...]) -> None:
+    room = Room(disks, keep=1)
+    for step in (10, 20, 30):
+        room.save(step)
+        room.tick(3)
+    assert all(list(room.manifests[disk]) == [BaseId(1, 30)] for disk in disks)
+    read = [rank for rank, action in room.did if isinstance(action, ReadBack)]
+    assert set(read) == set(range(len(disks)))
+
+
+def test_what_one_rank_finds_damaged_is_not_what_stays() -> None:
+    room = Room(("a", "b"), keep=1)
+    room.save(10)
+    room.tick(3)
+    room.bad = {1}
+    room.save(20)
+    room.tick(3)
+    assert BaseId(1, 10) in room.manifests["a"], "the last good one stays"
+    assert (0, IsDamaged(BaseId(1, 20), 1, "damaged")) in room.said
+
+
+@pytest.mark.parametrize("disks", LAYOUTS[:3])
+def test_no_manifest_while_a_marker_is_missing(disks: tuple[str, ...]) -> None:
+    room = Room(disks)
+    room.save(10, range(len(disks) - 1))
+    room.tick(19)
+    assert not any(room.manifests.values())
+    assert not room.reports(IsLate)
+    room.tick(21)
+    assert (0, IsLate(BaseId(1, 10), (len(disks) - 1,))) in room.said
+
+
+@pytest.mark.parametrize("disks", LAYOUTS[:3])
+def test_any_rank_takes_over_when_rank_0_is_gone(disks: tuple[str, ...]) -> None:
+    """Rank 0 dies when its marker is durable: the others finish the base on their disks."""
+    room = Room(disks)
+    perform = room.perform
+
+    def dying(rank: int, do: Do) -> Any:
+        if rank == 0 and isinstance(do.action, GatherMarkers):
+            room.mute.add(0)
+            room.members[0].done = lambda base, event: []  # type: ignore[method-assign]
+        return perform(rank, do)
+
+    room.perform = dying  # type: ignore[method-assign]
+    room.save(10)
+    room.tick(10)
+    reached = {disk for disk in disks if BaseId(1, 10) in room.manifests[disk]}
+    assert reached == set(disks[1:])
+    assert {rank for rank, _ in room.reports(IsDurable)} == set(range(1, len(disks)))
+    assert not room.reports(WatermarkMoved), "nothing is deleted without rank 0"
+
+
+def test_a_base_that_a_rank_cannot_write_is_given_up_by_all() -> None:
+    room = Room(("a", "b", "c"))
+    room.broken = {1}
+    room.save(10)
+    room.tick(3)
+    assert {rank for rank, out in room.reports(GaveUp)} == {0, 1, 2}
+    assert not any(markers.get(BaseId(1, 10)) for markers in room.markers.values())
+    room.broken = set()
+    room.save(20)
+    room.tick(3)
+    assert len(room.reports(IsDurable)) == 3, "the next one is not in the way of it"
+
+
+def test_a_rank_that_missed_the_news_gives_up_too() -> None:
+    room = Room(("a", "b", "c"))
+    room.broken = {2}
+    room.lost = lambda message: type(message).__name__ == "GivenUp"
+    room.save(10)
+    room.lost = lambda message: False
+    room.tick(3)
+    assert {rank for rank, out in room.reports(GaveUp)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["ManifestTold", "ManifestKept", "WatermarkTold", "MarkerTold"])
+def test_each_message_may_be_lost_once(name: str) -> None:
+    room = Room(("a", "b", "c"), keep=1)
+    seen: set[str] = set()
+
+    def lost(message: Message) -> bool:
+        kind = type(message).__name__
+        first = kind not in seen
+        seen.add(kind)
+        return first and kind == name
+
+    room.lost = lost
+    for step in (10, 20):
+        room.save(step)
+        room.tick(4)
+    assert all(list(room.manifests[disk]) == [BaseId(1, 20)] for disk in "abc")
+
+
+def test_a_newer_timeline_fences_every_rank_off() -> None:
+    room = Room(("a", "b"))
+    room.fence = 2
+    room.save(10)
+    room.tick(3)
+    assert {rank for rank, _ in room.reports(Fenced)} == {0, 1}
+    assert not any(room.manifests.values())
+    assert room.members[1].heard(0, WatermarkTold(BaseId(1, 10), (BaseId(1, 5),))) == []
+
+
+def test_nothing_that_is_not_older_than_the_watermark_is_deleted_whoever_says_so() -> None:
+    room = Room(("a", "b"))
+    room.save(10)
+    room.tick(2)
+    told = WatermarkTold(BaseId(1, 10), (BaseId(1, 10), BaseId(1, 20), BaseId(2, 1)))
+    outs = room.members[1].heard(0, told)
+    assert [out.action for out in outs if isinstance(out, Do)] == [LookAtBases()]
+
+
+def test_news_that_come_late_change_nothing() -> None:
+    room = Room(("a", "b"))
+    for step in (10, 20):
+        room.save(step)
+        room.tick(2)
+    before = list(room.said)
+    room.absorb(1, room.members[1].heard(0, WatermarkTold(BaseId(1, 10), ())))
+    assert room.said == before
+    assert room.members[1].watermark.base == BaseId(1, 20)
+    room.absorb(1, room.members[1].heard(0, ManifestTold(room.manifests["a"][BaseId(1, 20)])))
+    assert room.said == before
+
+
+def test_the_watermark_only_moves_forward() -> None:
+    watermark = Watermark(BaseId(1, 40))
+    assert not watermark.advance(BaseId(1, 40))
+    assert not watermark.advance(BaseId(1, 30))
+    assert watermark.advance(BaseId(2, 10)), "a newer timeline, whatever the number of the step"
+    assert (watermark.base, watermark.before) == (BaseId(2, 10), BaseId(1, 40))
+
+
+def test_volatile_tiers_forget_what_is_older_than_the_watermark() -> None:
+    held = [BaseId(1, 10), BaseId(1, 20), BaseId(2, 5)]
+    assert reclaimable_bases(held, None) == []
+    assert reclaimable_bases(held, BaseId(1, 20)) == [BaseId(1, 10)]
+
+
+def test_durable_tiers_keep_the_log_for_one_more_interval() -> None:
+    log = [Segment(1, 0, 10), Segment(1, 10, 20), Segment(1, 20, 30), Segment(2, 20, 25)]
+    watermark, before = BaseId(1, 20), BaseId(1, 10)
+    assert reclaimable_segments(log, watermark, before, tier="memory") == log[:2]
+    assert reclaimable_segments(log, watermark, before, tier="peer") == log[:2]
+    assert reclaimable_segments(log, watermark, before, tier="object") == log[:1]
+    assert reclaimable_segments(log, watermark, None, tier="disk") == []

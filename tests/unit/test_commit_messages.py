@@ -1,0 +1,81 @@
+"""Messages between ranks: bytes and back, and nothing of another start of the job (I11)."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.messages import (
+    Answer,
+    Command,
+    Envelope,
+    GivenUp,
+    ManifestKept,
+    ManifestTold,
+    MarkersWanted,
+    MarkerTold,
+    Message,
+    ReadBackTold,
+    ReadBackWanted,
+    WatermarkKept,
+    WatermarkTold,
+    accept,
+    decode_message,
+    encode_message,
+)
+from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.format.names import shard_name
+from everstep.format.records import FileRecord, Manifest, Marker
+
+BASE = BaseId(2, 30)
+FILE = FileRecord(shard_name(0), 96, 0, "0" * 32, "a" * 32)
+MARKER = Marker("run", 2, 30, 30, 0, 1, True, (FILE,))
+
+MESSAGES: list[Message] = [
+    MarkerTold(MARKER),
+    MarkersWanted(BASE),
+    ManifestTold(Manifest((MARKER,))),
+    ManifestKept(BASE),
+    GivenUp(BASE, "no space left"),
+    ReadBackWanted(BASE),
+    ReadBackTold(BASE, ""),
+    WatermarkTold(BASE, (BaseId(1, 20), BaseId(2, 10))),
+    WatermarkKept(BASE, ()),
+    Command(3, "offer", b""),
+    Answer(3, b"\x00\xff"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_there_and_back(message: Message) -> None:
+    envelope = Envelope("session", 7, message)
+    assert decode_message(encode_message(envelope)) == envelope
+
+
+def test_another_start_of_the_job_is_not_heard() -> None:
+    data = encode_message(Envelope("one", 0, WatermarkTold(BASE, (BaseId(1, 20),))))
+    assert accept(data, "another") is None
+    assert accept(data, "one") == decode_message(data)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_cut_short(message: Message) -> None:
+    data = encode_message(Envelope("session", 7, message))
+    for size in range(len(data)):
+        with pytest.raises(FormatError):
+            decode_message(data[:size])
+
+
+def test_a_marker_is_checked_by_its_digest() -> None:
+    data = encode_message(Envelope("session", 0, MarkerTold(MARKER)))
+    with pytest.raises(DamageError):
+        decode_message(data.replace(b"a" * 32, b"b" * 32))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", b"\x90", b"\x94\x01\x00\xa6Answer\x92\x03\xc4\x00", b"\x94\xa1s\x00\xa3int\x90"],
+)
+def test_what_is_no_message(data: bytes) -> None:
+    with pytest.raises(EverstepError):
+        decode_message(data)

@@ -1,0 +1,700 @@
+"""What something else than an optimizer writes to what optimizers own: no log can repeat it, so it
+never comes back wrong and is called exact (I8, I9)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.capture.spots import Spots
+from everstep.capture.versions import Versions
+from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
+from everstep.keeper import untold as untold_module
+from everstep.options import LogOptions
+from everstep.seams import Seams
+from tests.unit.logged import document, rewrite_segment, segments_of
+from tests.unit.matrix import CASES, LOOPS, Fleet, Loop
+from tests.unit.serving import die, serving
+from tests.unit.world import TIMEOUT_S, HookedFileSystem, forget
+
+STEPS = 7
+AT = 4
+"""The step in which something is written."""
+
+Write = Callable[["World"], None]
+
+
+class World:
+    """Two linear layers and batch norm, trained with AdamW."""
+
+    def __init__(self, *, seed: int = 1, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Linear(20, 5))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, **options)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.shadow = [p.detach() * 0.5 for p in self.model.parameters()]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        found = self.model[2].weight
+        assert isinstance(found, nn.Parameter)
+        return found
+
+    @property
+    def moment(self) -> torch.Tensor:
+        found = self.optimizer.state[self.weight]["exp_avg"]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def backward(self) -> None:
+        self.model(torch.randn(8, 6)).square().mean().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def snapshot(self) -> dict[str, bytes]:
+        found = {name: value.numpy().tobytes() for name, value in self.model.state_dict().items()}
+        for number, values in enumerate(self.optimizer.state.values()):
+            found |= {f"{number}.{key}": value.numpy().tobytes() for key, value in values.items()}
+        return found
+
+
+# --- What is written --------------------------------------------------------------------
+
+
+def clamped(world: World) -> None:
+    with torch.no_grad():
+        for parameter in world.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def one_element(world: World) -> None:
+    """Which no sample need hit."""
+    with torch.no_grad():
+        world.weight[3, 3] += 1.0
+
+
+def copied(world: World) -> None:
+    with torch.no_grad():
+        world.weight.copy_(torch.ones_like(world.weight))
+
+
+def loaded(world: World) -> None:
+    world.model.load_state_dict(
+        {key: value * 0.5 for key, value in world.model.state_dict().items()}
+    )
+
+
+def moment_reset(world: World) -> None:
+    world.moment.zero_()
+
+
+def optimizer_loaded(world: World) -> None:
+    state = copy.deepcopy(world.optimizer.state_dict())
+    for values in state["state"].values():
+        values["exp_avg"].zero_()
+    world.optimizer.load_state_dict(state)
+
+
+def data_clamped(world: World) -> None:
+    for parameter in world.model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def data_swapped_in(world: World) -> None:
+    """Averaged weights, as many implementations do it."""
+    for parameter, average in zip(world.model.parameters(), world.shadow, strict=True):
+        parameter.data.copy_(average)
+
+
+def moment_data_reset(world: World) -> None:
+    world.moment.data.zero_()
+
+
+def through_numpy(world: World) -> None:
+    world.weight.detach().numpy()[:] *= 0.5
+
+
+SEEN = (clamped, one_element, copied, loaded, moment_reset)
+"""Writes for which a version counter moves."""
+
+UNSEEN = (data_clamped, data_swapped_in, moment_data_reset, through_numpy)
+"""Writes for which none does."""
+
+PLACES = ("before backward", "before update", "after update")
+
+
+@contextmanager
+def opened(run: Path, world: Any, **options: Any) -> Iterator[everstep.Checkpointer]:
+    forget(run)
+    options = {
+        "method": everstep.Method(base="lazy", log="dense"),
+        "log": LogOptions(to="disk", batch_steps=1, audit=False),
+        "keeper": everstep.KeeperOptions(process=False),
+        "every": None,
+        "keep": 50,
+    } | options
+    with everstep.Checkpointer(run, world.state, **options) as ckpt:
+        yield ckpt
+
+
+def train(
+    run: Path,
+    world: World,
+    write: Write,
+    place: str,
+    *,
+    at: Callable[[int], bool] = lambda step: step == AT,
+    steps: int = STEPS,
+    **options: Any,
+) -> tuple[dict[int, Any], Any]:
+    """Trains without a last base; the state after each step, and what it took."""
+
+    def here(step: int, now: str) -> None:
+        if at(step) and now == place:
+            write(world)
+
+    states = {}
+    with opened(run, world, **options) as ckpt:
+        ckpt.resume()
+        for step in range(1, steps + 1):
+            here(step, "before backward")
+            world.backward()
+            here(step, "before update")
+            world.update()
+            here(step, "after update")
+            ckpt.step()
+            states[step] = world.snapshot()
+        ckpt.wait()
+        stats = ckpt.stats()
+        ckpt._recorder = None  # no base at the end
+    return states, stats
+
+
+def assert_never_wrong(run: Path, states: dict[int, Any], **options: Any) -> None:
+    """Whatever is asked for, it is what training had, or it is refused, or not called exact."""
+    found = []
+    for step in (AT - 1, AT, AT + 1, None):
+        world = World(seed=9, **options)
+        with opened(run, world) as ckpt:
+            try:
+                recovery = ckpt.resume(step=step)
+            except RecoveryError:
+                continue
+            ckpt._recorder = None
+            assert not recovery.exact or world.snapshot() == states[recovery.step], step
+            found.append(recovery.step)
+    assert found
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    with pytest.warns(RuntimeWarning) as said:
+        yield
+    (only,) = [str(one.message) for one in said]
+    assert "was changed" in only
+    assert "each such step costs a whole copy" in only
+    assert "before_update()" in only
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in most steps: elements are not looked at while training runs."""
+    monkeypatch.setattr(untold_module, "LOOKED_AT_FIRST", 0)
+    monkeypatch.setattr(untold_module, "LOOK_EVERY", 1 << 40)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", [*SEEN, *UNSEEN])
+def test_a_base_is_taken(run_folder: Path, write: Write, place: str) -> None:
+    """In the step in which it shows; once."""
+    fused = write in (data_clamped, one_element)
+    with said_once():
+        states, stats = train(run_folder, World(fused=fused), write, place)
+    assert (stats.log_holes, stats.saves) == (1, 2)
+    other = World(seed=9, fused=fused)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.base_step, recovery.exact) == (STEPS, AT, True)
+        assert other.snapshot() == states[STEPS]
+    assert_never_wrong(run_folder, states, fused=fused)
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", UNSEEN)
+def test_replay_finds_what_training_has_not(run_folder: Path, write: Write, place: str) -> None:
+    fused = write in (data_clamped, moment_data_reset)
+    states, stats = train(run_folder, World(fused=fused), write, place)
+    assert (stats.log_holes, stats.saves) == (0, 1)
+    other = World(seed=9, fused=fused)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.exact) == (AT - 1, False)
+        assert other.snapshot() == states[AT - 1]
+    (skipped,) = recovery.skipped
+    assert skipped.step == AT
+    assert "past the optimizer" in skipped.reason
+    assert "not exact: step 4 is not what training had" in recovery.evidence
+    assert_never_wrong(run_folder, states, fused=fused)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_several_steps_at_once(run_folder: Path) -> None:
+    """Replay goes back to the last step that is right, and not to the last one it looked at."""
+    at = 9
+    states, _ = train(
+        run_folder, World(), data_clamped, "after update", at=lambda s: s == at, steps=14
+    )
+    other = World(seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert recovery.step == at - 1
+        assert other.snapshot() == states[at - 1]
+    with (
+        opened(run_folder, other) as ckpt,
+        pytest.raises(RecoveryError, match="past the optimizer"),
+    ):
+        ckpt.resume(step=at + 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", [clamped, data_clamped])
+def test_in_every_step(run_folder: Path, write: Write, place: str) -> None:
+    """Slow, and right; said once."""
+    with said_once():
+        states, stats = train(run_folder, World(), write, place, at=lambda step: True)
+    assert stats.saves == STEPS
+    assert stats.log_holes >= STEPS - 1  # twice, where the first base was torn, too
+    other = World(seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.exact) == (STEPS, True)
+        assert other.snapshot() == states[STEPS]
+    assert_never_wrong(run_folder, states)
+
+
+def test_what_is_told_is_not_said(run_folder: Path) -> None:
+    world = World()
+    with opened(run_folder, world) as ckpt:
+
+        def told(world: World) -> None:
+            ckpt.before_update()
+            clamped(world)
+            data_clamped(world)
+            ckpt.after_update()
+
+        ckpt.resume()
+        for step in range(1, STEPS + 1):
+            world.backward()
+            world.update()
+            if step == AT:
+                told(world)
+            ckpt.step()
+        assert ckpt.stats().saves == 2
+
+
+def test_hooks_of_an_optimizer_count_as_others(run_folder: Path) -> None:
+    """Replay runs the optimizer without them."""
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        run, world = run_folder / register, World()
+        hook = getattr(world.optimizer, register)(lambda *_, world=world: clamped(world))
+        with said_once():
+            states, stats = train(run, world, lambda world: None, "")
+        hook.remove()
+        assert stats.log_holes == STEPS - 1
+        assert_never_wrong(run, states)
+
+
+def test_a_function_is_told_and_nothing_raised(run_folder: Path) -> None:
+    """With whatever policy: training goes on."""
+    told: list[EverstepError] = []
+    train(run_folder, World(), clamped, "after update", on_failure=told.append)
+    (only,) = told
+    assert isinstance(only, AuditError)
+    assert only.step == AT
+    assert "model" in only.message
+
+
+def test_a_state_that_is_restored(run_folder: Path) -> None:
+    """Neither is resume() itself taken for a write, nor does one behind it go unnoticed."""
+    train(run_folder, World(), lambda world: None, "")
+    world = World(seed=9)
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        for _ in range(2):
+            world.backward()
+            world.update()
+            ckpt.step()
+        assert ckpt.stats().log_holes == 0
+        ckpt.rewind(STEPS + 1)
+        world.backward()
+        world.update()
+        ckpt.step()
+        assert ckpt.stats().log_holes == 0
+        ckpt._recorder = None
+    world = World(seed=9)
+    with said_once(), opened(run_folder, world) as ckpt:
+        at = ckpt.resume().step
+        clamped(world)
+        world.backward()
+        world.update()
+        ckpt.step()
+        assert ckpt.stats().log_holes == 1
+        ckpt.wait()
+        then = world.snapshot()
+        ckpt._recorder = None
+    world = World(seed=9)
+    with opened(run_folder, world) as ckpt:
+        assert ckpt.resume().step == at + 1
+        ckpt._recorder = None
+        assert world.snapshot() == then
+
+
+def test_weights_loaded_before_anything_is_recorded(run_folder: Path) -> None:
+    """There is nothing yet that they would be missing from."""
+    world = World()
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        loaded(world)
+        for _ in range(3):
+            world.backward()
+            world.update()
+            ckpt.step()
+        assert (ckpt.stats().log_holes, ckpt.stats().saves) == (0, 1)
+
+
+def test_a_base_that_was_being_copied(run_folder: Path) -> None:
+    """From the first finding on nothing is copied behind the step mark."""
+    world = World()
+    with opened(run_folder, world, on_failure="warn") as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ckpt.resume()
+        for step in range(1, STEPS):
+            if step > 1:
+                clamped(world)
+            world.backward()
+            world.update()
+            ckpt.step()
+            whole = [
+                flight.transfer is not None
+                and flight.transfer.gate(flight.prepared.size_bytes, timeout_s=0.0)
+                for flight in list(ckpt._saver._flights)
+            ]
+            assert step == 1 or all(whole)
+
+
+class Broken:
+    """A disk that refuses the bases of some steps."""
+
+    def __init__(self, steps: set[int]) -> None:
+        self.steps = steps
+
+    def __call__(self, op: str, path: PurePath) -> None:
+        if op == "rename" and any(f"base/{step:012d}/" in str(path) for step in self.steps):
+            raise OSError(errno.EIO, "no such luck", str(path))
+
+
+def test_a_base_that_was_needed_and_fails_is_taken_again(run_folder: Path) -> None:
+    """At the next step, then with growing distance, each time reported; until one is durable."""
+    world, reported = World(), list[EverstepError]()
+    seams = Seams(filesystem=HookedFileSystem(Broken({4, 5, 7})))
+    with opened(run_folder, world, on_failure=reported.append, seams=seams) as ckpt:
+        ckpt.resume()
+        taken = []
+        for step in range(1, 20):
+            world.backward()
+            world.update()
+            if step == AT:
+                clamped(world)
+            before = ckpt.stats().saves
+            ckpt.step()
+            if ckpt.stats().saves > before:
+                taken.append(step)
+                last = ckpt._saver._last
+                assert last is not None
+                last.durable.exception(TIMEOUT_S)  # it has ended
+        assert taken == [1, 4, 5, 7, 11]
+        ckpt._recorder = None
+    assert [type(error) for error in reported] == [
+        AuditError,
+        StorageError,
+        StorageError,
+        StorageError,
+    ]
+    forget(run_folder)
+    other = World(seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.base_step, recovery.exact) == (19, 11, True)
+        assert other.snapshot() == world.snapshot()
+
+
+@pytest.mark.parametrize("write", [clamped, data_clamped])
+def test_a_killed_trainer(run_folder: Path, write: Write) -> None:
+    """What the keeper has in memory of a loop that clamps in each step."""
+    with serving(run_folder) as served, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        world = World()
+        ckpt = everstep.Checkpointer(run_folder, world.state, method="logged", every=100)
+        ckpt.resume()
+        for _ in range(STEPS):
+            world.backward()
+            world.update()
+            write(world)
+            ckpt.step()
+        ckpt._saver.finish_captures()
+        then = world.snapshot()
+        die(ckpt)
+        forget(run_folder)
+        other = World(seed=9)
+        again = everstep.Checkpointer(served.run, other.state, method="logged", every=100)
+        recovery = again.resume()
+        assert (recovery.step, recovery.exact) == (STEPS, True)
+        assert other.snapshot() == then
+        again._recorder = None
+        again.close()
+
+
+# --- False alarms -----------------------------------------------------------------------
+
+
+ALL = dataclasses.replace(LOOPS["all"], frozen=False)  # which makes new state, and so a new base
+
+
+@pytest.mark.parametrize("loop", [ALL, LOOPS["zeroed"]], ids=["all", "zeroed"])
+def test_no_false_alarm(run_folder: Path, loop: Loop) -> None:
+    """With each optimizer and variant of the matrix, 20 steps."""
+    fleet = Fleet(loop)
+    assert len(fleet.worlds) == len(CASES)
+    with opened(run_folder, fleet, budget=everstep.Budget(host_bytes=1 << 28)) as ckpt:
+        ckpt.resume()
+        for _ in range(20):
+            fleet.train()
+            ckpt.step()
+        stats = ckpt.stats()
+        assert (stats.log_holes, stats.saves) == (0, 1)
+        ckpt._recorder = None
+    other = Fleet(loop, seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.exact, recovery.skipped) == (20, True, ())
+        assert other.snapshot() == fleet.snapshot()
+
+
+class Odd(World):
+    """Loops that write to parameters in ways that are an optimizer's own, or not to them at all."""
+
+    def __init__(self, kind: str, *, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        self.kind, parameters = kind, list(self.model.parameters())
+        self.others: list[torch.optim.Optimizer] = []
+        if kind == "of no optimizer":
+            self.model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+        if kind == "views":
+            self.model[0].bias = nn.Parameter(torch.randn(40)[::2])
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            self.state["optimizer"] = self.optimizer
+        if kind == "several optimizers":
+            self.others = [torch.optim.SGD([p], lr=0.1, momentum=0.5) for p in parameters]
+            del self.state["optimizer"]
+            self.state |= {f"o{n}": o for n, o in enumerate(self.others)}
+        if kind == "in backward":
+            self.others = [torch.optim.AdamW([p], foreach=True) for p in parameters]
+            del self.state["optimizer"]
+            self.state |= {f"o{n}": o for n, o in enumerate(self.others)}
+            for parameter, optimizer in zip(parameters, self.others, strict=True):
+                parameter.register_post_accumulate_grad_hook(_stepper(optimizer))
+        if kind == "one storage":
+            flat = torch.randn(sum(p.numel() for p in parameters)) * 0.1
+            pieces = flat.split([p.numel() for p in parameters])
+            for (name, module), piece in zip(self._places(), pieces, strict=True):
+                shape = getattr(module, name).shape
+                setattr(module, name, nn.Parameter(piece.view(shape)))  # one version counter
+            halves = list(self.model.parameters())
+            self.others = [torch.optim.SGD(halves[::2], lr=0.1), torch.optim.SGD(halves[1::2], 0.1)]
+            del self.state["optimizer"]
+            self.state |= {f"o{n}": o for n, o in enumerate(self.others)}
+        if kind == "average":
+            self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
+            self.state["average"] = self.average
+        self.norms = kind == "parametrized"
+        if self.norms:
+            nn.utils.parametrizations.weight_norm(self.model[0])
+            nn.utils.parametrizations.spectral_norm(self.model[2])
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            self.state["optimizer"] = self.optimizer
+
+    def _places(self) -> list[tuple[str, nn.Module]]:
+        return [(n, m) for m in self.model for n, _ in m.named_parameters(recurse=False)]
+
+    def one_step(self) -> None:
+        inputs = torch.randn(8, 6)
+        if self.kind == "closure":
+
+            def closure() -> float:
+                self.optimizer.zero_grad()
+                loss = self.model(inputs).square().mean()
+                loss.backward()
+                return float(loss.item())
+
+            self.optimizer.step(closure)
+            return
+        self.model(inputs).square().mean().backward()
+        if self.kind in ("several optimizers", "one storage"):
+            for other in self.others:
+                other.step()
+                other.zero_grad()
+        elif self.kind == "inference mode":  # whose tensors have no counters
+            with torch.inference_mode():
+                self.update()
+        elif self.kind != "in backward":
+            self.update()
+        if self.kind == "of no optimizer":
+            with torch.no_grad():
+                self.model.scale.mul_(0.9)
+        if self.kind == "average":
+            self.average.update_parameters(self.model)
+        if self.kind == "evaluation":
+            self.model.eval()
+            with torch.inference_mode():
+                self.model(inputs)
+            self.model.train()
+        if self.kind == "swapped for a look":
+            with torch.no_grad():
+                held = [p.data for p in self.model.parameters()]
+                for parameter, shadow in zip(self.model.parameters(), self.shadow, strict=True):
+                    parameter.data = shadow
+                self.model(inputs)
+                for parameter, data in zip(self.model.parameters(), held, strict=True):
+                    parameter.data = data
+
+
+def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "several optimizers",
+        "in backward",
+        "one storage",
+        "average",
+        "closure",
+        "evaluation",
+        "parametrized",
+        "swapped for a look",
+        "of no optimizer",
+        "views",
+        "inference mode",
+    ],
+)
+def test_no_false_alarm_in_odd_loops(run_folder: Path, kind: str) -> None:
+    world = Odd(kind)
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        for _ in range(20):
+            world.one_step()
+            ckpt.step()
+        stats = ckpt.stats()
+        assert (stats.log_holes, stats.saves) == (0, 1)
+        ckpt._recorder = None
+    other = Odd(kind, seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.exact, recovery.skipped) == (20, True, ())
+        for key, value in other.model.state_dict().items():
+            assert torch.equal(value, world.model.state_dict()[key]), key
+
+
+# --- Logs on disk -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_tools_find_it_as_well(run_folder: Path) -> None:
+    """`restore` refuses the step, and `verify --replay` names a step and an entry."""
+    with opened(run_folder, World(), every=6):
+        pass
+    world = World()
+    train(run_folder, world, data_clamped, "after update", every=6)
+    out = run_folder.parent / "out"
+    found = document("restore", run_folder, "--step", AT + 1, "--out", out, status=1)
+    assert "past the optimizer" in str(found)
+    assert document("restore", run_folder, "--step", AT - 1, "--out", out)["exact"]
+    found = document("verify", run_folder, "--replay", status=1)
+    assert "past the optimizer" in str(found)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_marks_without_samples_stay_readable(run_folder: Path) -> None:
+    """Those of runs before there were any."""
+    from everstep.format.log import LogRecord, record_digest
+    from everstep.state.layout import plan_shards
+    from everstep.state.log import SPOT
+
+    def bare(record: LogRecord) -> LogRecord:
+        places = [p for p in record.layout.placed if not p.entry.name.startswith(SPOT)]
+        (layout,) = plan_shards([p.entry for p in places], header_bytes_max=1 << 62)
+        by_name = {p.entry.name: p for p in places}
+        parts = [by_name[p.entry.name] for p in layout.placed]
+        data = memoryview(b"".join(bytes(record.data[p.begin : p.end]) for p in parts))
+        assert record.head.kind == "update" or len(places) < len(record.layout.placed)
+        changed = record_digest(data, record.objects)
+        return dataclasses.replace(record, layout=layout, data=data, digest=changed)
+
+    states, _ = train(run_folder, World(), lambda world: None, "")
+    for segment in segments_of(run_folder):
+        rewrite_segment(run_folder, segment, lambda records: list(map(bare, records)))
+    other = World(seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.exact) == (STEPS, True)
+        assert other.snapshot() == states[STEPS]
+
+
+# --- Without them -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_without_counters_one_element_comes_back_wrong(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Versions, "moved", lambda self, since: None)
+    states, _ = train(run_folder, World(), one_element, "after update")
+    with pytest.raises(AssertionError):
+        assert_never_wrong(run_folder, states)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_without_samples_data_comes_back_wrong(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spots, "other", lambda self, step, values: None)
+    states, _ = train(run_folder, World(), data_clamped, "after update")
+    with pytest.raises(AssertionError):
+        assert_never_wrong(run_folder, states)
