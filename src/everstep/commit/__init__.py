@@ -10,6 +10,7 @@ Several ranks (``adr/020``):
 
 ``cluster``      which ranks there are, and which of them see the same disk
 ``member``       one rank's part in a timeline; ``coordinator``: rank 0's
+                 ``steps``: what these ask for and report
 ``messages``     what they tell each other
 ``offers``       what each rank can read at a start, and what all should restore;
                  ``offers_wire``: that as bytes

@@ -5,8 +5,8 @@
 ``crashes``     crashes and errors at every operation of a scenario, enumerated
 ``training``    scenarios of tiny trainings, of which every bit is known beforehand
 ``invariants``  what holds on every disk that a crash may leave
-``simcluster``  a whole cluster by seed; ``simnet``, ``simhost``, ``simrank``, ``simjob`` and
-                ``simtruth`` are its parts
+``simcluster``  a whole cluster by seed; ``simfaults``, ``simhost``, ``simjob``, ``simnet``,
+                ``simrank`` and ``simtruth`` are its parts
 ``conformance`` what a tier must do to be one, with ``conformance_parts``; ``faultytier``: a tier
                 on which everything goes wrong
 """
