@@ -74,7 +74,8 @@ def test_what_is_left_is_told(tmp_path: Path) -> None:
             child.communicate(b"\n", timeout=60)
         assert processes.startswith(f"the test run left processes: {{{child.pid}: ")
         assert sockets == "keepers left ['k.sock']"
-        (line,) = left_behind(ours, tmp_path / "nothing", before=None, timeout_s=0.0)
+        # Other tests of this process may have one at work that forks trainers.
+        *_, line = left_behind(ours, tmp_path / "nothing", before=None, timeout_s=0.0)
         assert line.endswith(f"{[Path(folder).name]}")
     assert processes_left(f"{run_id}.gw", timeout_s=0.0) == {}
 
