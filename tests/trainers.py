@@ -24,7 +24,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Popen", "Trainer", "end_server", "finish_trainer", "run_trainer", "start_trainer"]
+__all__ = [
+    "Popen",
+    "Trainer",
+    "end_server",
+    "finish_trainer",
+    "run_trainer",
+    "start_trainer",
+    "whole_lines",
+]
 
 Popen = subprocess.Popen[str]
 
@@ -119,6 +127,11 @@ class Trainer:
     def _read_all(self, number: int) -> None:
         with (self.stdout, self.stderr)[number] as file:
             self._read[number] = file.read()
+
+
+def whole_lines(text: str) -> list[str]:
+    """Of what a process has said: one that is killed may be cut off in mid-line."""
+    return text[: text.rfind("\n") + 1].splitlines()
 
 
 class _Server:

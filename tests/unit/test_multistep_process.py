@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainers import whole_lines
 from tests.unit.test_log import World
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def train(run: Path, seed: int, *, overlap: bool, failing: str = "") -> Said:
         timeout=120,
     )
     said: Said = {"status": [[str(found.returncode)]], "errors": [[found.stderr]]}
-    for line in found.stdout.splitlines():
+    for line in whole_lines(found.stdout):
         word, *rest = line.split()
         said.setdefault(word, []).append(rest)
     return said

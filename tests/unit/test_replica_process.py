@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import everstep
-from tests.trainers import run_trainer
+from tests.trainers import run_trainer, whole_lines
 from tests.unit.following import opened, run_steps
 from tests.unit.test_log import World
 
@@ -52,7 +52,7 @@ def train(run: Path, seed: int, *, method: str = "lowdiff_plus", failing: str = 
     arguments = (str(run), method, str(STEPS), str(seed))
     status, out, err = run_trainer(TRAIN, *arguments, timeout_s=120, EVERSTEP_FAILPOINTS=failing)
     said: Said = {"status": [[str(status)]], "errors": [[err]]}
-    for line in out.splitlines():
+    for line in whole_lines(out):
         word, *rest = line.split()
         said.setdefault(word, []).append(rest)
     return said

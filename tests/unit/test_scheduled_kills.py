@@ -14,7 +14,7 @@ import pytest
 import everstep
 from everstep.keeper.remote import RemoteKeeper
 from everstep.seams.processes import process_gone
-from tests.trainers import run_trainer
+from tests.trainers import run_trainer, whole_lines
 from tests.unit.test_scheduled import Loop
 from tests.unit.world import TIMEOUT_S, inventory_of
 
@@ -75,7 +75,7 @@ def train(run: Path, kind: str, *, kill_at: int = 0, failing: str = "") -> tuple
     status, out, err = run_trainer(TRAIN, *arguments, timeout_s=120, EVERSTEP_FAILPOINTS=failing)
     assert status in (0, -signal.SIGKILL), err
     said: Said = {}
-    for line in out.splitlines():
+    for line in whole_lines(out):
         word, *rest = line.split()
         said.setdefault(word, []).append(rest)
     return status, said

@@ -283,15 +283,14 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
     states: dict[int, Mapping[str, bytes]] = {}
     compared = torn = 0
     for _ in range(steps):
-        training.step()
-        state = {
-            name: bytes(host_bytes(tensor.contiguous()))
-            for name, tensor in checkpointer._state.survey().tensors.items()
-        }
-        checkpointer.step()
-        states[checkpointer.stats().step] = state
-        training.step()  # behind which it is copied
-        checkpointer.step()
+        for _ in range(2):  # behind the second the first is copied, if the link is fast enough
+            training.step()
+            state = {
+                name: bytes(host_bytes(tensor.contiguous()))
+                for name, tensor in checkpointer._state.survey().tensors.items()
+            }
+            checkpointer.step()
+            states[checkpointer.stats().step] = state
         held = checkpointer._keepers.left_behind(own=True).base
         if held is not None and held.id.step in states:
             found = dict(_contents(held))
