@@ -115,7 +115,9 @@ def test_picture(tmp_path: Path) -> None:
 
 
 OWN_OPERATOR = """
-@torch.library.custom_op("everstep_tests_cli::twice", mutates_args=())
+from torch import library
+
+@library.custom_op("everstep_tests_cli::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 twice.register_autograd(lambda context, gradient: gradient * 2)

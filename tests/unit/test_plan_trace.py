@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from everstep.bench.workloads.gpt import GPT, GPTConfig
 from everstep.bench.workloads.published import published
@@ -80,12 +80,12 @@ def operators_of_its_own() -> Training:
     return model, loss
 
 
-@torch.library.custom_op("everstep_tests::count_up", mutates_args={"counts"})
+@library.custom_op("everstep_tests::count_up", mutates_args={"counts"})
 def count_up(counts: Tensor) -> None:
     counts.numpy()[:] += 1
 
 
-@torch.library.custom_op("everstep_tests::double", mutates_args=())
+@library.custom_op("everstep_tests::double", mutates_args=())
 def double(x: Tensor) -> Tensor:
     return torch.from_numpy(x.detach().numpy() * 2)
 
@@ -93,7 +93,7 @@ def double(x: Tensor) -> Tensor:
 double.register_autograd(lambda context, gradient: gradient * 2)
 
 
-@torch.library.custom_op("everstep_tests::liar", mutates_args=())
+@library.custom_op("everstep_tests::liar", mutates_args=())
 def liar(counts: Tensor) -> Tensor:
     counts.numpy()[:] += 1
     return counts.clone()

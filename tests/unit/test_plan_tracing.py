@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.bench.workloads.gpt import GPT, GPTConfig
@@ -229,7 +229,7 @@ def test_ranks() -> None:
 # --- Without a kernel for the meta device -----------------------------------------------
 
 
-@torch.library.custom_op("everstep_tests::square", mutates_args=())
+@library.custom_op("everstep_tests::square", mutates_args=())
 def square(x: Tensor) -> Tensor:
     return x * x
 
