@@ -207,11 +207,11 @@ def test_raw_read_of_a_file_that_is_too_short_is_an_error(
 
 def test_fresh_files_are_tried_with_and_without_fallocate() -> None:
     fresh, kept = raw.settings("fresh"), raw.settings("recycled")
-    assert {s.threads for s in fresh} == {1, 2, 4}
+    assert {s.threads for s in fresh} == {1, 2, 4, 8}
     assert {s.block_bytes for s in fresh} == {4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB}
     assert {s.allocate for s in fresh} == {True, False}
     assert not any(s.allocate for s in kept)
-    assert len(fresh) == 2 * len(kept) == 24
+    assert len(fresh) == 2 * len(kept) == 32
 
 
 def test_dropped_pages_are_not_in_the_cache(tmp_path: Path) -> None:

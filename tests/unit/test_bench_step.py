@@ -269,8 +269,8 @@ def replay_of(mine_s: float, theirs_s: float) -> ReplayFigures:
 
 def recovery_of(replay_s: float) -> RecoveryFigures:
     return RecoveryFigures(
-        to="memory", params=10, state_bytes=1, log_bytes=1, steps=5, resume_s=2.0, base_s=1.0,
-        again_s=1.0 + replay_s, training_s=5.0, source="memory", exact=True, identical=True,
+        to="memory", params=10, state_bytes=1, log_bytes=1, steps=5, resume_s=2.0, load_s=1.0,
+        replay_s=replay_s, training_s=5.0, source="memory", exact=True, identical=True,
     )  # fmt: skip
 
 

@@ -116,3 +116,20 @@ def test_an_error_of_the_caller_leaves_no_thread() -> None:
     assert source.closed
     assert source.made < 1000
     assert threads() == 0
+
+
+def test_ready_says_whether_anybody_would_wait() -> None:
+    go_on = threading.Event()
+
+    def items() -> Generator[int, None, None]:
+        yield 1
+        assert go_on.wait(30)
+        yield 2
+
+    with Ahead(items(), count=2, limit_bytes=10) as found:
+        assert next(found) == 1
+        assert not found.ready  # the second one is being made
+        go_on.set()
+        assert next(found) == 2
+        assert list(found) == []
+        assert found.ready

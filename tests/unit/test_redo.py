@@ -24,6 +24,7 @@ from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
 from everstep.options import LogOptions
 from everstep.recover import logs, redo
+from everstep.recover.ahead import Ahead
 from everstep.recover.redo import Redo
 from everstep.recover.report import Recovery
 from everstep.replay import blocked, engine
@@ -104,10 +105,31 @@ def test_every_row_that_is_replayed_in_blocks(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
+    monkeypatch.setattr(Ahead, "ready", True)  # replay never has to wait for the log
     with resumed(tmp_path / "run", make) as (world, recovery):
         assert (recovery.step, recovery.replayed, recovery.exact) == (STEPS, STEPS, True)
         assert world.snapshot() == states[STEPS]
     assert taken == [(redo.STEPS_AT_ONCE, 2), (STEPS - redo.STEPS_AT_ONCE, 2)]
+
+
+def test_what_is_there_is_replayed_while_the_next_step_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = trained(tmp_path / "run", AdamW)
+    taken: list[int] = []
+    run = Blocked.run
+
+    def noted(self: Blocked, updates: Any) -> None:
+        taken.append(len(updates))
+        run(self, updates)
+
+    monkeypatch.setattr(Blocked, "run", noted)
+    monkeypatch.setattr(Ahead, "ready", False)
+    with resumed(tmp_path / "run", AdamW) as (world, recovery):
+        assert (recovery.replayed, recovery.exact) == (STEPS, True)
+        assert world.snapshot() == states[STEPS]
+    assert taken == [1] * STEPS
+    assert 0 < recovery.replay_s < recovery.seconds
 
 
 RUNS: dict[int, tuple[Path, dict[int, Any]]] = {}

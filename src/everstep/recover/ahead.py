@@ -66,6 +66,12 @@ class Ahead(Generic[_T]):
     def __iter__(self) -> Ahead[_T]:
         return self
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next item is there already, or will never be: nobody would wait for it."""
+        with self._changed:
+            return bool(self._waiting) or self._ended
+
     def __next__(self) -> _T:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended)

@@ -260,6 +260,8 @@ def _replay(
             if not head.exact:
                 restored.inexact = "the log is of a state that was not exact"
             bar.advance(1)
+            if not steps.ready:
+                redo.idle()  # while the next one is being read
     try:
         notes = redo.finish()
     except EverstepError:

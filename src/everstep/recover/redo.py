@@ -162,6 +162,16 @@ class Redo:
         if not self._pending:
             self._compare()
 
+    def idle(self) -> None:
+        """Applies what waits for company, as nothing else is to be done.
+
+        Raises:
+            ReplayError, AuditError: as :meth:`step`.
+        """
+        if self._pending:
+            self._apply()
+            self._compare()
+
     def finish(self) -> list[str]:
         """Restores what the last mark holds; returns what could not be taken back, in words.
 

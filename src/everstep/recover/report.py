@@ -25,6 +25,8 @@ class Recovery:
         base_step: step of the base that was read.
         replayed: steps replayed from a log; 0 without one.
         seconds: how long it took.
+        load_s: of these, reading the base and restoring it.
+        replay_s: of these, reading the log and replaying it.
         size_bytes: bytes read and verified.
         timeline: the timeline that was opened; later bases are written to it.
         skipped: bases that were passed over, with the reason.
@@ -44,6 +46,8 @@ class Recovery:
     skipped: tuple[Skipped, ...] = ()
     mismatched: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    load_s: float = 0.0
+    replay_s: float = 0.0
 
 
 def describe(resumed: Resumed, seconds: float) -> Recovery:
@@ -72,4 +76,6 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         skipped=resumed.skipped,
         mismatched=() if loaded is None else loaded.mismatches,
         notes=resumed.problems + (() if loaded is None else loaded.notes),
+        load_s=resumed.load_s,
+        replay_s=resumed.replay_s,
     )

@@ -107,7 +107,7 @@ def _costs(
             to="memory" if options.spare_keeper else "disk",
             seed=options.seed,
         )
-        replay_s = max(figures.again_s - figures.base_s, 1e-6) / figures.steps
+        replay_s = figures.replay_s / figures.steps
         found[_LOGGED] = replace(base, replay_s=replay_s)
     return found
 

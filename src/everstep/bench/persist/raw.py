@@ -24,7 +24,7 @@ from everstep.seams.threads import IoThreads
 
 __all__ = ["BLOCKS_BYTES", "RING_BYTES", "THREADS", "RawArm", "Setting", "make_ring", "settings"]
 
-THREADS = (1, 2, 4)
+THREADS = (1, 2, 4, 8)
 BLOCKS_BYTES = (4 << 20, 8 << 20, 16 << 20, 32 << 20)
 RING_BYTES = max(THREADS) * max(BLOCKS_BYTES)
 _TIMEOUT_S = 600.0

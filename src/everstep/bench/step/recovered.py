@@ -66,16 +66,11 @@ def _resume(order: dict[str, Any]) -> dict[str, Any]:
     found = ckpt.resume()
     resume_s = time.monotonic() - begin_s
     described = fingerprint(loop.training)
-    begin_s = time.monotonic()
-    ckpt.resume(step=0)
-    base_s = time.monotonic() - begin_s
-    begin_s = time.monotonic()
-    ckpt.resume(step=steps)
-    again_s = time.monotonic() - begin_s
+    again = ckpt.resume(step=steps)
     return {
         "resume_s": resume_s,
-        "base_s": base_s,
-        "again_s": again_s,
+        "load_s": again.load_s,
+        "replay_s": again.replay_s,
         "step": found.step,
         "replayed": found.replayed,
         "source": found.source,

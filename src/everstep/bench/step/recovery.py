@@ -322,8 +322,8 @@ class RecoveryFigures:
         log_bytes: of the gradients of all steps.
         steps: that were lost from the process, and replayed.
         resume_s: from the call of ``resume()`` in a new process until it came back.
-        base_s: a resume of the base alone.
-        again_s: a second resume of everything, in the same process.
+        load_s: of a second resume in the same process: reading and restoring the base.
+        replay_s: of that, too: reading, checking and replaying the log.
         training_s: these steps in training, without a log.
         source: of the base: ``"memory"`` or ``"disk"``.
         exact: what ``resume()`` claimed.
@@ -336,17 +336,12 @@ class RecoveryFigures:
     log_bytes: int
     steps: int
     resume_s: float
-    base_s: float
-    again_s: float
+    load_s: float
+    replay_s: float
     training_s: float
     source: str
     exact: bool
     identical: bool
-
-    @property
-    def replay_s(self) -> float:
-        """Reading, checking and replaying the log: what a resume takes beyond that of the base."""
-        return max(self.again_s - self.base_s, 1e-3)
 
     @property
     def steps_per_s(self) -> float:
@@ -367,7 +362,6 @@ class RecoveryFigures:
         """All figures as plain data."""
         return {
             **asdict(self),
-            "replay_s": self.replay_s,
             "steps_per_s": self.steps_per_s,
             "parameter_steps_per_s": self.parameter_steps_per_s,
             "faster_than_training": self.faster_than_training,
@@ -438,8 +432,8 @@ def measure_recovery(
         steps=steps,
         training_s=trained["training_s"],
         resume_s=resumed["resume_s"],
-        base_s=resumed["base_s"],
-        again_s=resumed["again_s"],
+        load_s=resumed["load_s"],
+        replay_s=resumed["replay_s"],
         source=resumed["source"],
         exact=resumed["exact"],
         identical=resumed["fingerprint"] == trained["fingerprint"],

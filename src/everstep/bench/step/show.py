@@ -163,7 +163,7 @@ def _back(report: StepReport) -> _Table:
                 f"{found.steps}",
                 f"{found.log_bytes / 1e6:.1f}",
                 f"{found.resume_s:.3f}",
-                f"{found.base_s:.3f}",
+                f"{found.load_s:.3f}",
                 f"{found.replay_s:.3f}",
                 f"{found.training_s:.3f}",
                 f"{found.parameter_steps_per_s / 1e6:.0f}",
