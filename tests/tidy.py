@@ -32,6 +32,7 @@ __all__ = [
 ORDER = (
     "version",
     "errors",
+    "method",
     "options",
     "seams",
     "state",

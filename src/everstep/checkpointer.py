@@ -15,20 +15,23 @@ from typing import Any
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, OptionError, StateError
 from everstep.format.header import ShardIdentity
-from everstep.keeper.copies import seams_with_copies, with_source
+from everstep.keeper.copies import seams_with_copies
+from everstep.keeper.job import job_of, open_together, refuse_unsupported
 from everstep.keeper.lifetime import (
     AtExit,
     check_platform,
     check_usable,
     close_earlier,
-    say_no_last_base,
+    no_last_base,
     wait_through,
 )
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
+from everstep.keeper.preemption import Preempting, asks_ranks
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
+from everstep.keeper.starts import Starts
 from everstep.keeper.stats import Stats, stats_of
 from everstep.options import (
     Budget,
@@ -38,24 +41,24 @@ from everstep.options import (
     LogOptions,
     Method,
     Options,
+    Preemption,
     refuse_unknown,
     validate_options,
 )
-from everstep.recover.folder import refuse_unresumed, run_path
-from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.recover.folder import run_path
 from everstep.recover.report import Recovery, describe
-from everstep.recover.resume import open_timeline, resume
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.state.owners import DeclaredUpdate
 from everstep.state.survey import Survey
-from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import TierOptions, validate_tiers
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("everstep")
-_live: weakref.WeakValueDictionary[PurePath, Checkpointer] = weakref.WeakValueDictionary()
+_live: weakref.WeakValueDictionary[tuple[PurePath, int], Checkpointer] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class Checkpointer:
@@ -86,6 +89,9 @@ class Checkpointer:
         tiers: places that keep copies of the bases: URLs (``"s3://bucket/prefix"``), directories
             on other disks, or :class:`~everstep.tiers.options.TierOptions`. The keeper makes them
             behind training; :meth:`resume` takes from there what the run folder has not.
+        preempt: what to do when a signal announces that the job is going to be killed: True (the
+            same as ``Preemption()``) or a :class:`~everstep.options.Preemption`: a last
+            base at the next :meth:`step`, and :attr:`preempted`. False: signals are not touched.
         seams: file system and clock; for tests.
 
     Raises:
@@ -116,6 +122,7 @@ class Checkpointer:
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
         tiers: Sequence[str | TierOptions] = (),
+        preempt: bool | Preemption = False,
         seams: Seams | None = None,
     ) -> None:
         self._open, self._pid = False, os.getpid()
@@ -132,11 +139,17 @@ class Checkpointer:
         )
         self._run = run_path(path)
         self._seams = seams or Seams()
-        self._state = State(state, declared=declared, static=static)
-        close_earlier(_live.get(self._run), self._run)
+        wanted = Preemption.parse(preempt)
+        self._preempting = Preempting(wanted, self._seams.clock, asks_ranks())
         places = validate_tiers(tiers, keep)
-        self._reading = seams_with_copies(places, self._seams, self._run)
-        parts = assemble(self._options, self._run, self._state, self._seams)
+        job = job_of(self._seams, progress_timeout_s)
+        refuse_unsupported(job, self._options, places)
+        self._info, open_run = open_together(job, self._seams, self._run)
+        self._state = State(state, declared=declared, static=static, ranks=self._info)
+        self._live_key = (self._run, self._info.rank)
+        close_earlier(_live.get(self._live_key), self._run)
+        reading = seams_with_copies(places, self._seams, self._run)
+        parts = assemble(self._options, self._run, open_run, self._state, self._seams)
         parts.keepers.copy_to(places)
         self._run_id = parts.run_id
         self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
@@ -156,10 +169,13 @@ class Checkpointer:
         self._step = 0
         self._lsn_at_mark = 0
         self._overwritten = Overwritten()
+        about = self._run, self._state, self._ring, self._overwritten
+        self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
         self._base_due = False
         self._at_exit = AtExit()
+        self._preempting.install()
         self._open = True
-        _live[self._run] = self
+        _live[self._live_key] = self
 
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over.
@@ -187,22 +203,7 @@ class Checkpointer:
                 self._channel.undone(step)
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
-        self._keepers.open()
-        recalled = self._keepers.left_behind(own=self._timeline > 0)
-        with self._overwritten.resuming():
-            resumed = resume(
-                self._reading,
-                self._run,
-                self._state,
-                self._ring,
-                recalled,
-                step=step,
-                strict=strict,
-                timeout_s=self._options.progress_timeout_s,
-                on_touch=self._overwritten.touch,
-            )
-        resumed = with_source(resumed, self._reading, self._run)
-        self._overwritten.restored(resumed, self._run)
+        resumed, only_in_memory = self._starts.resume(step, strict=strict, own=self._timeline > 0)
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._cadence.began(resumed, again=self._timeline > 0)
@@ -210,9 +211,7 @@ class Checkpointer:
         if self._recorder is not None:
             self._recorder.restored(None if resumed.base is None else resumed.base.step)
         # What came from memory and could not be written is on no disk yet.
-        self._base_due = (
-            resumed.source == "memory" and recalled.base is not None and not recalled.base.durable
-        )
+        self._base_due = only_in_memory
         self._lsn_at_mark = self._updates.lsn
         if resumed.base is not None:
             self._saver.warm()  # behind the first step, at the end of which a base may be due
@@ -261,11 +260,24 @@ class Checkpointer:
             self._multistep.stats.deferred += 1
         if due or self._base_due:
             # As soon as there is a keeper, and nothing is under way.
-            self._base_due = self._keepers.lost is not None or under_way
-            if not self._base_due:
+            # Several ranks take it at this step, or none.
+            later = self._keepers.lost is not None or under_way
+            self._base_due = later and self._info.world == 1
+            if not later:
                 self._take(survey, show=False)
         elif isinstance(self._saver, ScheduledSaver) and self._keepers.lost is None:
             self._saver.park(self._identity())
+        self._preempting.marked(self._step, self._save_last)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal has announced the end, and its last base is taken: leave the loop."""
+        return self._preempting.preempted
+
+    def _save_last(self, timeout_s: float) -> None:
+        if not no_last_base(self._run, self._step, self._recorder, self._state):
+            self.save()
+        self.wait(timeout_s)
 
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
@@ -360,7 +372,8 @@ class Checkpointer:
             self._keeper.wait(timeout_s)
             if self._keepers.revive(self._timeline):
                 self._take_over()
-                if self._updates.lsn == self._lsn_at_mark:  # what was lost can be taken again
+                alone = self._info.world == 1  # else the others would not take it, too
+                if alone and self._updates.lsn == self._lsn_at_mark:  # what was lost, once more
                     self._take(None, show=True)
                     self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
@@ -397,9 +410,7 @@ class Checkpointer:
         if self._recorder is None or self._step <= self._recorder.base_step:
             return
         if self._updates.lsn == self._lsn_at_mark and not self._overwritten.partly:
-            bad = self._recorder.nonfinite
-            if bad is not None and nonfinite_parameter(self._state):
-                say_no_last_base(self._run, self._step, bad)
+            if no_last_base(self._run, self._step, self._recorder, self._state):
                 return
             try:
                 self._take(None, show=True)
@@ -433,8 +444,8 @@ class Checkpointer:
             timeline=self._timeline,
             step=self._step,
             lsn=self._updates.lsn,
-            rank=0,
-            world=1,
+            rank=self._info.rank,
+            world=self._info.world,
             exact=self._exact,
         )
 
@@ -444,23 +455,14 @@ class Checkpointer:
         self._channel.check()
         self._overwritten.check()
         if self._keeper is None:
-            self._start_fresh()
+            self._start_timeline(self._starts.fresh(), exact=True)
         elif self._keepers.revive(self._timeline):
             self._take_over()
-            self._base_due = True
-
-    def _start_fresh(self) -> None:
-        with storage_errors("open the run", self._run):
-            refuse_unresumed(self._reading.filesystem, self._run, None)
-            self._keepers.open()  # it may be writing what an earlier process took
-            held = self._keepers.left_behind().base
-            inventory = refuse_unresumed(self._reading.filesystem, self._run, held)
-            timeline = open_timeline(self._reading, self._run, inventory, parent=None, exact=True)
-        self._start_timeline(timeline, exact=True)
+            self._base_due = self._info.world == 1
 
     def _start_timeline(self, timeline: int, exact: bool, verified: BaseId | None = None) -> None:
         self._timeline, self._exact = timeline, exact
-        self._keepers.serve(timeline, verified)
+        self._keepers.serve(timeline, verified, self._starts.seat)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -484,11 +486,12 @@ class Checkpointer:
     def _release(self) -> None:
         self._open = False
         self._at_exit.forget()
+        self._preempting.close()
         self._updates.close()
         if isinstance(self._saver, ScheduledSaver):
             self._saver.close()
         self._lane.close()
         self._keepers.close()
         self._ring.close()
-        if _live.get(self._run) is self:
-            del _live[self._run]
+        if _live.get(self._live_key) is self:
+            del _live[self._live_key]

@@ -1,28 +1,31 @@
-"""What a user can choose, validated once: the axes, presets, policies and budgets.
+"""What a user can choose, validated once: the method, policies and budgets.
 
-A :class:`Method` is a point on four independent axes (base capture, log, apply, tiers);
-a preset is a name for such a point.
+A :class:`~everstep.method.Method` is a point on four independent axes (base capture, log, apply,
+tiers); a preset is a name for such a point.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from everstep.errors import EverstepError, OptionError
+from everstep.method import Method, is_int, nearest, one_of, presets, refuse_unknown
 
 __all__ = [
     "Budget",
     "Every",
     "FailurePolicy",
+    "History",
     "KeeperOptions",
     "LogOptions",
     "Method",
     "Options",
+    "Preemption",
     "nearest",
     "presets",
     "refuse_unknown",
@@ -32,6 +35,10 @@ __all__ = [
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS_BYTES = {
+    **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
+    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
+}
 _UNIT_WORDS = {
     **{unit: unit for unit in _UNITS_S},
     "secs": "s",
@@ -48,151 +55,9 @@ _UNIT_WORDS = {
     "days": "d",
 }
 _TIMEOUT_S_MAX = 365 * 86400.0
-_PARTS_MAX = 24
-_BASES = ("sync", "async", "lazy", "checkfreq", "multistep", "scheduled")
-_T = TypeVar("_T")
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
-def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses an argument that ``who`` does not have, before Python does in words of its own.
-
-    Raises:
-        OptionError: with the nearest known one.
-    """
-    names = list(known)
-    for name in given:
-        if name not in names:
-            guess = nearest(name, names)
-            raise OptionError(
-                f"{who} has no option {name!r}; there are: {', '.join(names)}",
-                hint=f"did you mean {guess!r}?" if guess else None,
-            )
-
-
-def _one_of(what: str, value: object, known: Iterable[str]) -> None:
-    names = list(known)
-    if isinstance(value, str) and value in names:
-        return
-    guess = nearest(value, names) if isinstance(value, str) else None
-    raise OptionError(
-        f"no {what} {value!r}; there are: {', '.join(names)}",
-        hint=f"did you mean {guess!r}?" if guess else None,
-    )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """How state leaves the training process.
-
-    Attributes:
-        base: base capture. ``"sync"``: training waits until the base is durable.
-            ``"async"``: training waits for a copy in host memory, which is persisted behind it.
-            ``"lazy"``: the copy runs behind the next forward and backward, and the next update
-            waits for it; it is persisted as it arrives (DataStates-LLM section V).
-            ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
-            base at a time (CheckFreq, as the papers describe it).
-            ``"multistep"``: the copy runs behind several steps, a part of the state in each, with
-            the gradients that bring each part to the last of them (GoCkpt section 4).
-            ``"scheduled"``: at every step, behind the next one, in an order and at places that are
-            planned from how steps go (Checkflow section III); those that are due are persisted, of
-            the others the keeper holds the newest whole one in memory.
-        log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
-            each optimizer update consumed is recorded, so that every step can be recovered.
-            ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
-            an :class:`everstep.compress.Compressor` in the state, whose forms are recorded.
-        apply: when logged gradients are applied. ``"recovery"``: when a run is resumed.
-            ``"replica"``: each step, as soon as it is whole, to a copy of the state in the memory
-            of the keeper process, which then persists its bases from there (LowDiff+, section VI).
-        tiers: where bytes live; ``("disk",)``.
-        parts: of ``base="multistep"``: into how many the state is cut, each of which takes a step;
-            ``"auto"``: as many as hold training up least, by what is measured.
-        overlap_forward: of ``base="multistep"``: the copies of gradients run on behind the update
-            and the next forward (GoCkpt-O); False: the update waits for them (GoCkpt).
-    """
-
-    base: str = "lazy"
-    log: str = "none"
-    apply: str = "recovery"
-    tiers: tuple[str, ...] = ("disk",)
-    parts: int | str = "auto"
-    overlap_forward: bool = False
-
-    def __post_init__(self) -> None:
-        _one_of("base", self.base, _BASES)
-        _one_of("log", self.log, ("none", "dense", "topk"))
-        _one_of("apply", self.apply, ("recovery", "replica"))
-        for tier in self.tiers:
-            _one_of("tier", tier, ("disk",))
-        if self.log != "none" and self.base == "sync":
-            raise OptionError(
-                f"log={self.log!r} needs host memory, which base='sync' has none of",
-                hint="base='lazy'",
-            )
-        if self.apply == "replica" and self.log == "none":
-            raise OptionError(
-                "apply='replica' needs a log to apply", hint="log='dense', or log='topk'"
-            )
-        if self.base == "scheduled" and self.log != "none":
-            raise OptionError(
-                f"base='scheduled' captures every step: there is nothing left for log={self.log!r}",
-                hint="base='lazy' with the log, or log='none'",
-            )
-        self._check_multistep()
-        if self.tiers != ("disk",):
-            raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
-
-    def _check_multistep(self) -> None:
-        parts = self.parts
-        if parts != "auto" and (not _is_int(parts) or not 1 <= int(parts) <= _PARTS_MAX):
-            raise OptionError(
-                f'Method.parts must be "auto" or 1 to {_PARTS_MAX}, not {parts!r}',
-                hint='parts="auto" takes as many as hold training up least',
-            )
-        if not isinstance(self.overlap_forward, bool):
-            raise OptionError(
-                f"Method.overlap_forward must be True or False, not {self.overlap_forward!r}"
-            )
-        if self.base != "multistep":
-            if parts != "auto" or self.overlap_forward:
-                raise OptionError(
-                    f"parts and overlap_forward are of base='multistep', not of {self.base!r}",
-                    hint="base='multistep'",
-                )
-            return
-        if self.log != "none":
-            raise OptionError(
-                f"base='multistep' and log={self.log!r} exclude each other in this version: a log "
-                "has all gradients already",
-                hint="base='lazy' with the log, or log='none'",
-            )
-
-
-presets: Mapping[str, Method] = MappingProxyType(
-    {
-        "sync": Method(base="sync"),
-        "async": Method(base="async"),
-        "lazy": Method(base="lazy"),
-        "datastates": Method(base="lazy"),
-        "checkfreq": Method(base="checkfreq"),
-        "logged": Method(base="lazy", log="dense"),
-        "lowdiff": Method(base="lazy", log="topk"),
-        "lowdiff_plus": Method(base="lazy", log="dense", apply="replica"),
-        "gockpt": Method(base="multistep"),
-        "gockpt_o": Method(base="multistep", overlap_forward=True),
-        "checkflow": Method(base="scheduled"),
-    }
-)
-"""Named methods: what ``method="name"`` stands for."""
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+_GRACE_S_MAX = 86400.0
+_RATIO = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +79,7 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("host_bytes", "disk_bytes", "write_bytes_per_day"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value <= 0):
+            if value is not None and (not is_int(value) or value <= 0):
                 raise OptionError(
                     f"Budget.{name} must be a positive number of bytes, not {value!r}"
                 )
@@ -238,16 +103,54 @@ class KeeperOptions:
     linger_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if not _is_int(self.threads) or not 1 <= self.threads <= 64:
+        if not is_int(self.threads) or not 1 <= self.threads <= 64:
             raise OptionError(f"KeeperOptions.threads must be 1 to 64, not {self.threads!r}")
         if not isinstance(self.linger_s, (int, float)) or not 0 <= self.linger_s <= _TIMEOUT_S_MAX:
             raise OptionError(
                 f"KeeperOptions.linger_s must be seconds, at most a year, not {self.linger_s!r}"
             )
         if self.cores is not None and (
-            not self.cores or not all(_is_int(core) and core >= 0 for core in self.cores)
+            not self.cores or not all(is_int(core) and core >= 0 for core in self.cores)
         ):
             raise OptionError(f"KeeperOptions.cores must be core numbers, not {self.cores!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """How much of the log stays, beyond what the bases need that are kept.
+
+    Attributes:
+        age_s: segments that are no older; infinite: all of them.
+        size_bytes: the newest segments, up to so many bytes.
+    """
+
+    age_s: float = 0.0
+    size_bytes: int = 0
+
+    @property
+    def is_more(self) -> bool:
+        """Whether anything stays for the sake of the log alone."""
+        return self.age_s > 0 or self.size_bytes > 0
+
+    @classmethod
+    def parse(cls, text: str) -> History:
+        """What ``"last"``, ``"all"``, ``"2h"``, ``"50GB"`` mean.
+
+        Raises:
+            OptionError: for anything else.
+        """
+        if text in ("last", "all"):
+            return cls(age_s=math.inf if text == "all" else 0.0)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(text))
+        amount = float(match[1]) if match else 0.0
+        if match and amount and match[2] in _UNITS_S:
+            return cls(age_s=amount * _UNITS_S[match[2]])
+        if match and amount and match[2] in _UNITS_BYTES:
+            return cls(size_bytes=round(amount * _UNITS_BYTES[match[2]]))
+        raise OptionError(
+            f"history={text!r} says not how much of the log stays",
+            hint='"last", "all", a time as "30min", "2h", "7d", or a size as "50GB", "20GiB"',
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +163,9 @@ class LogOptions:
             keeper does not lose it, and every step that was logged can be gone back to. A dense
             log writes as much each step as there are gradients: mind what the disk endures.
         batch_steps: steps of one segment.
-        history: which segments stay: ``"last"``: those behind the oldest base that is kept.
-            ``"all"``: for reading. A step is restored from a base before it: mind ``keep``.
+        history: which steps can be gone back to: ``"last"``: those behind the oldest base that
+            is kept. ``"all"``, those of the last ``"2h"``, or of the last ``"50GB"`` of the log:
+            then the bases that they are replayed from stay, too, beyond ``keep``.
         watch: look for NaN and infinity in the gradients that are recorded, behind training; found
             ones are reported as :class:`~everstep.errors.NonFiniteError`.
         lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each
@@ -272,6 +176,7 @@ class LogOptions:
             the log give (I9), in a process that yields to everything else and takes a twentieth
             of a core on average. It needs the log on disk, a keeper that is a process, and two
             bases. None: where it has these.
+        ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
     """
 
     to: str = "memory"
@@ -280,18 +185,21 @@ class LogOptions:
     watch: bool = False
     lag_steps: int | None = None
     audit: bool | None = None
+    ratio: float = _RATIO
 
     def __post_init__(self) -> None:
-        _one_of("place for the log", self.to, ("memory", "disk"))
-        _one_of("history", self.history, ("last", "all"))
-        if not _is_int(self.batch_steps) or not 1 <= self.batch_steps <= 100_000:
+        one_of("place for the log", self.to, ("memory", "disk"))
+        History.parse(self.history)
+        if not is_int(self.batch_steps) or not 1 <= self.batch_steps <= 100_000:
             raise OptionError(
                 f"LogOptions.batch_steps must be 1 to 100000, not {self.batch_steps!r}"
             )
+        if not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
+            raise OptionError(f"LogOptions.ratio must be in (0, 1], not {self.ratio!r}")
         if self.audit not in (None, True, False):
             raise OptionError(f"LogOptions.audit must be True, False or None, not {self.audit!r}")
         if self.lag_steps is not None:
-            if not _is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
+            if not is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
                 raise OptionError(
                     f"LogOptions.lag_steps={self.lag_steps!r} is for a log to disk, and from 0"
                 )
@@ -306,6 +214,57 @@ class LogOptions:
     def on_disk(self) -> bool:
         """Whether it is written to disk."""
         return self.to == "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """How a job is told that it is going to be killed.
+
+    Attributes:
+        signals: names of the signals that announce it.
+        grace_s: from the signal to the kill; the step under way and the last base have to fit.
+            Kubernetes, torchrun and SLURM give 30 seconds if nothing else is said.
+        agree_steps: of a job of several ranks: every so many steps they ask each other whether
+            one of them has got a signal, which is an all-reduce of one number.
+    """
+
+    signals: tuple[str, ...] = ("SIGTERM",)
+    grace_s: float = 25.0
+    agree_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.signals, (tuple, list)) or not self.signals:
+            raise OptionError(f"Preemption.signals must be names of signals, not {self.signals!r}")
+        for name in self.signals:
+            if name not in _SIGNALS:
+                guess = nearest(str(name).upper(), _SIGNALS)
+                raise OptionError(
+                    f"Preemption.signals: {name!r} announces no end; these may: "
+                    f"{', '.join(_SIGNALS)}",
+                    hint=f"did you mean {guess!r}?" if guess else None,
+                )
+        seconds = isinstance(self.grace_s, (int, float)) and self.grace_s
+        if not 0 < seconds <= _GRACE_S_MAX:
+            raise OptionError(
+                f"Preemption.grace_s must be seconds, more than 0 and at most a day, not "
+                f"{self.grace_s!r}"
+            )
+        steps = self.agree_steps
+        if not is_int(steps) or steps < 1:
+            raise OptionError(f"Preemption.agree_steps must be a number from 1, not {steps!r}")
+
+    @classmethod
+    def parse(cls, value: bool | Preemption) -> Preemption | None:
+        """Reads ``True``, ``False`` or a :class:`Preemption`; None: nothing is watched.
+
+        Raises:
+            OptionError: for anything else.
+        """
+        if isinstance(value, bool):
+            return cls() if value else None
+        if not isinstance(value, cls):
+            raise OptionError(f"preempt must be True, False or a Preemption, not {value!r}")
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +287,7 @@ class Every:
     def __post_init__(self) -> None:
         if (self.steps is not None) + (self.seconds is not None) + self.auto > 1:
             raise OptionError("Every: steps, seconds and auto exclude each other")
-        if self.steps is not None and (not _is_int(self.steps) or self.steps < 1):
+        if self.steps is not None and (not is_int(self.steps) or self.steps < 1):
             raise OptionError(f"every={self.steps!r}: bases are at least one step apart")
         if self.seconds is not None and not 0 < self.seconds < 1e12:
             raise OptionError(f"Every.seconds must be more than 0, not {self.seconds!r}")
@@ -349,7 +308,7 @@ class Every:
         """
         if value is None or isinstance(value, Every):
             return value or cls()
-        if _is_int(value) and not isinstance(value, str):
+        if is_int(value) and not isinstance(value, str):
             return cls(steps=value)
         if isinstance(value, str):
             if value.strip() == "auto":
@@ -407,6 +366,11 @@ class Options:
         return self.method.base == "multistep"
 
     @property
+    def leaves_bases_fuzzy(self) -> bool:
+        """Whether bases over several steps are brought to one step only when they are restored."""
+        return self.is_multistep and self.method.rebuild == "recovery"
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether every step is captured, by a plan."""
         return self.method.base == "scheduled"
@@ -431,11 +395,18 @@ class Options:
         """Why bases cannot be audited in the background, if they cannot."""
         if not self.log.on_disk:
             return "the log is in memory only"
+        if self.method.log == "adaptive":
+            return "a log of lossy gradients gives no base again"
         if not self.keeper.process:
             return "the keeper is a thread of the training process"
         return "no base before the newest one is kept" if self.keep < 2 else None
 
     def __post_init__(self) -> None:
+        if self.log.ratio != _RATIO and self.method.log != "adaptive":
+            raise OptionError(
+                f"LogOptions.ratio is of log='adaptive', not of log={self.method.log!r}",
+                hint="Method(base='lazy', log='adaptive')",
+            )
         if self.log.audit and (why := self._no_audit):
             raise OptionError(
                 f"LogOptions(audit=True) cannot be: {why}",
@@ -460,16 +431,16 @@ def validate_options(
         OptionError: naming the argument and, for names, the nearest known one.
     """
     if isinstance(method, str):
-        _one_of("method", method, presets)
+        one_of("method", method, presets)
         name, method = method, presets[method]
     elif isinstance(method, Method):
         name = next((key for key, value in presets.items() if value == method), "custom")
     else:
         raise OptionError(f"method must be a preset's name or a Method, not {method!r}")
-    if not _is_int(keep) or keep < 1:
+    if not is_int(keep) or keep < 1:
         raise OptionError(f"keep={keep!r}: at least one base must be kept")
     if not callable(on_failure):
-        _one_of("on_failure", on_failure, ("raise", "warn"))
+        one_of("on_failure", on_failure, ("raise", "warn"))
     if not isinstance(budget, (Budget, type(None))):
         raise OptionError(f"budget must be an everstep.Budget, not {budget!r}")
     if not isinstance(keeper, (KeeperOptions, type(None))):

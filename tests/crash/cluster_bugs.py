@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit import agreement, messages, offers
+from everstep.commit import agreement, lineage, messages, offers
 from everstep.commit.agreement import Agreement
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.coordinator import Coordinator
@@ -218,6 +218,11 @@ def name_of_the_run_not_synced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ProcessDisk, "sync_dir", all_but)
 
 
+def timeline_in_vain_hides_all(patch: pytest.MonkeyPatch) -> None:
+    """A timeline on which nobody has trained counts, though what it forked from is gone."""
+    patch.setattr(lineage, "_is_void", lambda record, there, used: False)
+
+
 BUGS: dict[str, tuple[Bug, tuple[str, ...]]] = {
     "number instead of timeline": (number_instead_of_timeline, ("rewind",)),
     "greatest pair instead of history": (greatest_pair, ("rewind", "kill the trainers")),
@@ -236,5 +241,6 @@ BUGS: dict[str, tuple[Bug, tuple[str, ...]]] = {
     "any timeline of that number": (any_timeline_of_that_number, ("start a second job",)),
     "name of the run not synced": (name_of_the_run_not_synced, ("power off the rack",)),
     "memory counts as durable": (memory_counts_as_durable, ("kill the trainers",)),
+    "timeline in vain": (timeline_in_vain_hides_all, ("rewind past a sleeper",)),
 }
 """By name: what plants it, and the faults that make it show sooner."""

@@ -192,7 +192,7 @@ def test_a_process_that_ends_or_says_something_else_is_an_error() -> None:
 
 def test_an_order_survives_the_way_to_its_child() -> None:
     setting = Setting("lazy", 7, 1.0, 5, 7)
-    order = Order(setting, 100_000, 4, 1, True, "a folder", 2e9, False, 77)
+    order = Order(setting, 100_000, 4, 1, True, "a folder", 77, 2e9, False)
     assert Order.decode(order.encode()) == order
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from everstep.arena.memory import Arena
 from everstep.capture import batches
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import plan_batches, run_batch
+from everstep.capture.batches import Batch, in_chunks, plan_batches, run_batch
 from everstep.capture.lane import CpuLane
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
@@ -121,6 +121,43 @@ def test_every_tensor_lands_in_its_place(lane: bool) -> None:
         check()
     finally:
         copier.close()
+
+
+@settings(max_examples=150)
+@given(st.lists(tensors(), max_size=8), st.integers(1, 64))
+def test_chunks_hold_the_same_bytes_and_none_is_larger_than_it_must_be(
+    found: list[torch.Tensor], chunk_bytes: int
+) -> None:
+    live = {f"t{number}": tensor for number, tensor in enumerate(found)}
+    layout = layout_of(live)
+    whole, cut = (torch.full((layout.size_bytes,), POISON, dtype=torch.uint8) for _ in range(2))
+    planned = plan_batches(layout, live, live.keys())
+    chunks = in_chunks(planned, chunk_bytes)
+    for batch in planned:
+        run_batch(batch, whole)
+    for batch in chunks:
+        run_batch(batch, cut)
+        tensor = batch.rearranged
+        one_row = tensor is not None and (tensor.dim() == 0 or len(tensor) == 1)
+        assert one_row or batch.end - batch.begin <= chunk_bytes
+    assert whole.numpy().tobytes() == cut.numpy().tobytes()
+    ends = [batch.end for batch in chunks]
+    assert ends == sorted(ends)
+    assert {batch.end for batch in planned} <= set(ends)
+
+
+def test_a_single_element_of_many_has_a_byte_view() -> None:
+    """It counts as contiguous whatever its stride."""
+    every_other = torch.tensor([258, 7], dtype=torch.int16)[::2]
+    assert every_other.stride() == (2,)
+    assert byte_view(every_other).tolist() == [2, 1]
+    assert byte_view(every_other[:0]).tolist() == []
+    assert byte_view(every_other[None, :]).tolist() == [2, 1]
+
+
+def test_what_lies_on_a_device_is_not_cut() -> None:
+    batch = Batch(0, 64, (torch.empty(64, dtype=torch.uint8, device="meta"),))
+    assert in_chunks([batch], 16) == [batch]
 
 
 def test_a_batch_tells_nothing_of_what_comes_before_it() -> None:

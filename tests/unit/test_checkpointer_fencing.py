@@ -14,7 +14,7 @@ import torch
 import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError, RecoveryError
-from everstep.format.names import CONDEMNED, MANIFEST
+from everstep.format.names import CONDEMNED, DELETING, MANIFEST
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.retain import delete_base
 from everstep.recover.resume import open_timeline
@@ -185,7 +185,7 @@ def test_both_make_the_run_at_the_same_moment(run_folder: Path) -> None:
 # the resumer looks for the mark after fencing: never do both go ahead.
 
 
-DELETER_STEPS = ["scan before", "rename", "sync_dir", "scan after", "unlink"]
+DELETER_STEPS = ["scan before", "rename", "sync_dir", "scan after", "rename again", "unlink"]
 
 
 @pytest.mark.parametrize("when", DELETER_STEPS)
@@ -211,6 +211,7 @@ def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
         nonlocal condemned
         condemned = condemned or (op == "rename" and path.name == CONDEMNED)
         moment = f"scan {'after' if condemned else 'before'}" if path == run else op
+        moment += " again" if path.name == DELETING else ""
         if moment == when:
             resume_now()
 
@@ -231,8 +232,7 @@ def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
         assert [s.step for s in recovery.skipped if s.reason == "it is being deleted"] == [2]
         assert fenced
     assert live == {"n": 1}
-    expected = {"scan before": 2, "rename": 2}
-    assert recovery.step == expected.get(when, 1)
+    assert recovery.step == (1 if when == "unlink" else 2)
 
 
 RESUMER_STEPS = [("scan", "*/run"), ("open", "*/manifest.json"), ("open", "*.safetensors")]

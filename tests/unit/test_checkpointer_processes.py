@@ -50,7 +50,9 @@ ENDINGS: dict[str, str] = {
     "the end of the script": "",
     "sys.exit": "sys.exit(3)",
     "an exception": "raise RuntimeError('mine')",
-    "SIGINT": "os.kill(os.getpid(), signal.SIGINT)",
+    # It may be ignored where the tests were started.
+    "SIGINT": "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "    os.kill(os.getpid(), signal.SIGINT)",
 }
 
 

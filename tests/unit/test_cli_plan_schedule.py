@@ -58,7 +58,7 @@ def test_feasible() -> None:
 def test_infeasible() -> None:
     found = document("--model", "alexnet", "--link", "40GB/s", status=ExitCode.INFEASIBLE)
     assert found["peak_bytes"]["planned"] is None
-    assert "takes 44.2 GB/s" in found["infeasible"]  # rounded up: that is enough
+    assert "takes 44.1 GB/s" in found["infeasible"]  # rounded up: that is enough
     assert run("--model", "alexnet", "--link", "40GB/s").exit_code == ExitCode.INFEASIBLE
 
 
@@ -170,6 +170,19 @@ def test_autocast() -> None:
     assert found["peak_bytes"]["without"] < plain["peak_bytes"]["without"]
     assert found["step_s"] < plain["step_s"]
     assert found["autocast"] == "bf16"
+
+
+def test_scaler() -> None:
+    words = ("--model", "vgg", "--link", "900GB/s", "--autocast", "fp16")
+    plain, found = document(*words), document(*words, "--scaler")
+    assert found["scaler"]
+    assert not plain["scaler"]
+    assert found["operators"] > plain["operators"]
+    assert found["step_s"] > plain["step_s"]  # all gradients are read and written once more
+    assert found["snapshot_bytes"] == plain["snapshot_bytes"] + 2 * 4  # scale and counter
+    result = run(*words, "--scaler", "--in-backward")
+    assert result.exit_code == ExitCode.USAGE
+    assert "not unscaled" in result.output
 
 
 def test_ranks() -> None:

@@ -68,6 +68,7 @@ def test_files() -> None:
         base / names.marker_name(0),
         base / names.MANIFEST,
         base / names.CONDEMNED,
+        base / names.DELETING,
         base / names.AUDIT_RECORD,
         names.segment_dir(run, 2, 1200, 1205) / names.shard_name(0),
         names.segment_dir(run, 2, 1200, 1205) / names.marker_name(0),

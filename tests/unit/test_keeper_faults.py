@@ -30,7 +30,7 @@ from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.messages import OBJECT_PART_BYTES
 from everstep.keeper.registry import list_keepers
 from everstep.options import Budget
-from everstep.recover.load import contents
+from everstep.recover.load import all_contents
 from everstep.recover.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes import PidWatch, process_gone
@@ -159,7 +159,7 @@ def check_bases(run: Path) -> int:
                 ring,
                 timeout_s=TIMEOUT_S,
                 progress=silent,
-                contents=contents,
+                contents=all_contents,
             )
             assert not verdict.damages
     finally:

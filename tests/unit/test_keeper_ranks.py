@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePath
 
 import pytest
@@ -238,10 +239,38 @@ def test_every_disk_learns_the_history_and_what_is_whole(fs: SimFileSystem) -> N
     assert sorted(offer(empty, 2).bases[BASE].pieces) == []
 
 
+def test_the_mark_of_what_was_chosen_is_lifted_behind_the_fence(fs: SimFileSystem) -> None:
+    """Not of anything else; and not by whoever finds that the timeline is another start's."""
+    older = BaseId(1, 5)
+    for base in (older, BASE):
+        for rank in range(2):
+            write_part(fs, rank, base)
+        disk(fs).perform(Do(base, WriteManifest(manifest(base))))
+    marks = [base_dir(RUN, 1, base.step) / "manifest.condemned" for base in (older, BASE)]
+    for mark in marks:
+        fs.rename(mark.with_name(MANIFEST), mark)
+    choice = choose([offer(fs)])
+    assert choice.base == BASE
+    open_on_disk(fs, RUN, record(2, "theirs"), replace(choice, base=None), "t")
+    assert not open_on_disk(fs, RUN, record(2), choice, "a")
+    assert all(str(mark) in fs.paths() for mark in marks)
+    assert open_on_disk(fs, RUN, record(3), choice, "a")
+    image = next(fs.crash_images(0, 0))
+    assert [str(mark) in image.paths() for mark in marks] == [True, False]
+    assert [found.status for found in scan_run(image, RUN).bases] == ["condemned", "committed"]
+
+
 def test_what_is_being_deleted_is_not_committed_anew(fs: SimFileSystem) -> None:
     write_part(fs).perform(Do(BASE, WriteManifest(manifest())))
     directory = base_dir(RUN, 1, 10)
     fs.rename(directory / MANIFEST, directory / "manifest.condemned")
+    keep_manifest(fs, RUN, manifest(), "b")
+    assert [found.status for found in scan_run(fs, RUN).bases] == ["condemned"]
+    seen = disk(fs).perform(Do(BASE, LookAtBases()))
+    assert isinstance(seen, BasesSeen)
+    assert seen.committed == (BASE,)  # nothing of it is gone: the rules say what becomes of it
+    assert sorted(offer(fs).bases[BASE].pieces) == [0]
+    fs.rename(directory / "manifest.condemned", directory / "manifest.deleting")
     keep_manifest(fs, RUN, manifest(), "b")
     assert [found.status for found in scan_run(fs, RUN).bases] == ["condemned"]
     seen = disk(fs).perform(Do(BASE, LookAtBases()))

@@ -24,7 +24,9 @@ from tests.unit.test_log import World
 
 run, steps = sys.argv[1], int(sys.argv[2])
 world = World(seed=int(sys.argv[3]))
-method = everstep.Method(base="multistep", parts=3, overlap_forward=sys.argv[4] == "True")
+method = everstep.Method(
+    base="multistep", parts=3, overlap_forward=sys.argv[4] == "True", rebuild=sys.argv[5]
+)
 ckpt = everstep.Checkpointer(run, world.state, method=method, every=3, keep=50)
 found = ckpt.resume()
 os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
@@ -42,10 +44,12 @@ print("restarts", ckpt.stats().keeper_restarts, flush=True)
 Said = dict[str, list[list[str]]]
 
 
-def train(run: Path, seed: int, *, overlap: bool, failing: str = "") -> Said:
+def train(
+    run: Path, seed: int, *, overlap: bool, failing: str = "", rebuild: str = "keeper"
+) -> Said:
     """Trains in a process of its own; what it said, by its first word."""
     found = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(run), str(STEPS), str(seed), str(overlap)],
+        [sys.executable, "-c", TRAIN, str(run), str(STEPS), str(seed), str(overlap), rebuild],
         cwd=ROOT,
         env={**os.environ, "EVERSTEP_FAILPOINTS": failing, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -69,9 +73,9 @@ def uninterrupted() -> dict[str, str]:
     return found
 
 
-def check_end(run: Path, *, overlap: bool, at: set[str]) -> None:
+def check_end(run: Path, *, overlap: bool, at: set[str], rebuild: str = "keeper") -> None:
     """A new process goes on from where the run is, and ends where training would have."""
-    said, wanted = train(run, 9, overlap=overlap), uninterrupted()
+    said, wanted = train(run, 9, overlap=overlap, rebuild=rebuild), uninterrupted()
     assert said["status"] == [["0"]], said["errors"]
     step, _, exact, digest = said["resumed"][0]
     assert step in at
@@ -98,6 +102,37 @@ def test_a_trainer_that_is_killed_in_a_window(run_folder: Path, place: str, at: 
     assert said["status"] == [["-9"]], said["errors"]
     assert dict(said["step"]).items() <= uninterrupted().items()
     check_end(run_folder, overlap=False, at=at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ("window.after_part=kill:3", {"5"}),
+        ("window.before_assemble=kill:2", {"5"}),
+        ("window.after_assemble=kill:2", {"8"}),
+        ("capture.after_captured=kill:1", {"5"}),
+    ],
+)
+def test_a_trainer_that_is_killed_where_recovery_makes_it_whole(
+    run_folder: Path, place: str, at: set[str]
+) -> None:
+    said = train(run_folder, 1, overlap=True, failing=place, rebuild="recovery")
+    assert said["status"] == [["-9"]], said["errors"]
+    assert dict(said["step"]).items() <= uninterrupted().items()
+    check_end(run_folder, overlap=True, at=at, rebuild="recovery")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["rebuild.before", "rebuild.after", "save.before_marker"])
+def test_a_keeper_that_is_killed_where_recovery_makes_it_whole(
+    run_folder: Path, place: str
+) -> None:
+    said = train(run_folder, 1, overlap=True, failing=f"{place}=kill:1", rebuild="recovery")
+    assert said["status"] == [["0"]], said["errors"]
+    assert dict(said["step"]) == uninterrupted()
+    assert said["restarts"] == [["1"]]
+    check_end(run_folder, overlap=True, at={str(STEPS)}, rebuild="recovery")
 
 
 @pytest.mark.parametrize(

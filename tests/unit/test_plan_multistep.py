@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from everstep.cli import app
 from everstep.cli._common import ExitCode
 from everstep.errors import OptionError
-from everstep.plan.multistep import Pipeline, best_parts, lower_bound_s, overlap
+from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
+from everstep.plan.multistep_cut import best_cut, best_parts, fewest, filling_shares
 
 HELD: tuple[int | None, ...] = (None, 0, 1, 2)
 ALL = 1000  # steps; as if device memory had no end
@@ -162,10 +163,72 @@ def test_parts_need_not_be_equal() -> None:
             overlap(given, 2, None, shares)
 
 
-def test_gradients_that_exceed_the_link_make_it_lazy() -> None:
+def test_the_best_number_of_parts() -> None:
     for held in (None, 0, 1):
-        assert best_parts(pipeline(8, 4 / 12), held).parts == 1
-    assert best_parts(pipeline(4, 2 / 14), 1).stall_s == 0
+        # Gradients as large as the state take the link as long as what they bring forward.
+        assert best_parts(pipeline(8, 1.0), held).parts == 1
+        # Equal parts never beat a lazy base there; parts that fill their windows do.
+        assert min(overlap(pipeline(8, 4 / 12), k, held).stall_s for k in range(1, 25)) == 7
+        assert best_parts(pipeline(8, 4 / 12), held).stall_s <= 6
+    found = best_parts(pipeline(4, 2 / 14), 1)
+    assert (found.parts, found.stall_s) == (6, pytest.approx(0, abs=1e-6))
+    assert fewest([3.0, 1.01, 1.0]) == 2
+    assert fewest([3.0, 1.03, 1.0]) == 3
+    assert fewest([0.0, 0.0]) == 1
+
+
+# --- Parts that fill their windows ------------------------------------------------------
+
+steps = st.builds(
+    pipeline, st.floats(0.1, 12), st.floats(0.01, 0.9), st.one_of(st.just(0.0), st.floats(0, 0.6))
+)
+
+
+@given(steps, st.sampled_from(HELD))
+def test_no_cut_is_worse_than_equal_parts(given: Pipeline, held: int | None) -> None:
+    found = [best_cut(given, parts, held) for parts in range(1, 25)]
+    for parts, cut in enumerate(found, start=1):
+        assert len(cut.shares) == parts == cut.overlap.parts
+        assert sum(cut.shares) == pytest.approx(1)
+        assert min(cut.shares) >= 0
+        assert cut.overlap.stall_s <= overlap(given, parts, held).stall_s + 1e-9
+    if held == 1:  # and the more the better
+        stalls = [cut.overlap.stall_s for cut in found]
+        assert all(more <= less + 1e-6 for less, more in itertools.pairwise(stalls))
+
+
+@given(
+    steps,
+    st.lists(st.floats(0, 1), min_size=2, max_size=8).filter(lambda some: sum(some) > 0.01),
+    st.sampled_from([None, 1]),
+)
+def test_no_other_cut_waits_less(given: Pipeline, some: list[float], held: int | None) -> None:
+    shares = [share / sum(some) for share in some]
+    best = best_cut(given, len(shares), held)
+    assert best.overlap.stall_s <= overlap(given, len(shares), held, shares).stall_s + 1e-6
+    near = [0.8 * b + 0.2 * s for b, s in zip(best.shares, shares, strict=True)]
+    assert best.overlap.stall_s <= overlap(given, len(shares), held, near).stall_s + 1e-6
+
+
+@given(st.floats(1.1, 12), st.floats(0.02, 0.9), st.integers(1, 24))
+def test_stalls_by_the_closed_form(copy_steps: float, ratio: float, parts: int) -> None:
+    """Held for a step: what is captured goes towards ``1 / (r T)``."""
+    captured = 0.0
+    for _ in range(parts - 1):
+        captured = min(1.0, captured * (1 - ratio) + 1 / copy_steps)
+    stall_s = max(0.0, copy_steps - 1 - captured * copy_steps * (1 - ratio))
+    found = best_cut(pipeline(copy_steps, ratio), parts, 1).overlap.stall_s
+    assert found == pytest.approx(stall_s, abs=1e-5)
+    assert found >= copy_steps - 1 / ratio - 1e-6
+
+
+def test_windows_are_no_fuller_than_they_must_be() -> None:
+    given = pipeline(4, 1 / 7)
+    (shares,) = filling_shares(given, 12, 1)
+    gradients = [4 / 7 * sum(shares[:number]) for number in range(12)]
+    busy = [4 * share + before for share, before in zip(shares, gradients, strict=True)]
+    assert max(busy) == pytest.approx(min(busy), abs=1e-4)
+    assert max(busy) < 0.75
 
 
 def test_memory() -> None:
@@ -200,7 +263,7 @@ def test_command() -> None:
     assert found["async"]["stall_s"] == pytest.approx(0.56)
     assert found["lazy"]["stall_s"] == pytest.approx(0.42)
     assert found["sync"]["stall_s"] == pytest.approx(7)
-    assert found["best"] == {"gockpt": 4, "gockpt_o": 6, "held": 8}
+    assert found["best"] == {"gockpt": 4, "gockpt_o": 6, "held": 6}
     assert len(found["gockpt"]) == 24
     assert found["gockpt"][3]["stall_s"] == pytest.approx(0.12)
     shown = run().stdout

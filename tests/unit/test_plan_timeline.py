@@ -36,7 +36,8 @@ def test_a_plan_keeps_to_all_constraints(seed: int) -> None:
     seconds, leaving, link = random_step(seed)
     plan = plan_departures(seconds, leaving, link)
     peak = peak_of(plan.problem, plan.placements)
-    found = Schedule("direct", plan.placements, peak, 0, 0)
+    chunk_bytes = max(place.chunk.size_bytes for place in plan.placements)
+    found = Schedule("direct", plan.placements, peak, 0, chunk_bytes)
     assert not validate(plan.problem, found)
     grain = 64 * 1024 * len(plan.problem.seconds)
     assert peak <= bound(plan.problem, "direct") + grain

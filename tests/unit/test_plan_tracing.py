@@ -18,11 +18,13 @@ from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.devices import device, seconds_of, times_of
 from everstep.plan.groundtruth import missed_writes
 from everstep.plan.parallel import Buckets
+from everstep.plan.schedule import Mode, problem_of, schedule, validate
 from everstep.plan.steps import WAIT, Operator, StepTrace, difference
 from everstep.plan.trace import trace_training
 from everstep.plan.tracing import drawn_out, trace_of
 
 Made = tuple[nn.Module, Callable[[], Tensor]]
+MODES: tuple[Mode, ...] = ("paper", "direct")
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -117,6 +119,104 @@ def test_autocast_to_what_is_no_half() -> None:
 def test_copied_modules_are_of_one_world() -> None:
     trace = trace_of(published("transformer").training, 2, sgd, autocast=torch.bfloat16)
     assert trace.notes
+
+
+# --- Scaled losses ----------------------------------------------------------------------
+
+FLAGS: dict[str, dict[str, bool]] = {"for-loop": {"foreach": False}, "fused": {"fused": True}}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_no_write_is_missed_with_a_scaler(flags: dict[str, bool]) -> None:
+    """What unscales, looks for infinities and updates, next to digests of the whole state."""
+    torch.manual_seed(2)
+    model, loss = normalised(4)
+    optimizer = torch.optim.AdamW(model.parameters(), **flags)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trace, missed = missed_writes(model, optimizer, halved(loss), scaler)
+    assert missed == []
+    last = len(trace.operators) - 1
+    assert trace.operators[last].name == "aten::_amp_update_scale_"
+    writes = {tensor.name: tensor.first_write for tensor in trace.state}
+    assert writes["scaler/scale"] == writes["scaler/growth_tracker"] == last
+    names = [operator.name for operator in trace.operators]
+    looked = names.index("aten::_amp_foreach_non_finite_check_and_unscale_")
+    for name, write in writes.items():
+        if name in dict(model.named_parameters()):
+            assert write is not None
+            assert looked < write < last, name
+
+
+def halved(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def low() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return loss()
+
+    return low
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_a_step_that_the_scaler_leaves_out(flags: dict[str, bool]) -> None:
+    """It writes nothing that one which updates does not write: no plan is too late for it."""
+    traces = []
+    for overflows in (False, True):
+        torch.manual_seed(2)
+        model, loss = normalised(4)
+        count = itertools.count()
+
+        def maybe_infinite(loss: Any = loss, count: Any = count, over: bool = overflows) -> Tensor:
+            result: Tensor = loss()
+            return result * torch.inf if over and next(count) else result * 1.0
+
+        optimizer = torch.optim.AdamW(model.parameters(), **flags)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        trace, missed = missed_writes(model, optimizer, halved(maybe_infinite), scaler)
+        assert missed == []
+        assert (scaler.get_scale() < 8.0) == overflows
+        traces.append(trace)
+    updated, left_out = ({t.name: t.first_write for t in trace.state} for trace in traces)
+    assert (updated == left_out) == ("fused" in flags)
+    if "fused" not in flags:
+        assert {n for n, w in left_out.items() if w is not None} == {
+            *("1.running_mean", "1.running_var", "1.num_batches_tracked"),
+            *("scaler/scale", "scaler/growth_tracker"),
+        }
+
+
+@pytest.mark.parametrize("ranks", [None, 4])
+@pytest.mark.parametrize(("training", "dtype"), [(normalised, None), (gpt, torch.float16)])
+def test_without_data_a_scaler_is_as_with_them(
+    training: Callable[[int], Made], dtype: torch.dtype | None, ranks: int | None
+) -> None:
+    torch.manual_seed(2)
+    model, loss = training(4)
+    real = trace_training(
+        model,
+        sgd(model.parameters()),
+        loss if dtype is None else halved(loss),
+        parallel=None if ranks is None else Buckets(model, ranks),
+        scaler=torch.amp.GradScaler("cpu", init_scale=1.0),
+    )
+    dry = trace_of(training, 4, sgd, autocast=dtype, scaled=True, ranks=ranks)
+    assert dry.device == ("meta" if dtype is None else "cpu")
+    assert difference(real, dry) is None
+
+
+def test_scaled_and_inside_of_backward() -> None:
+    with pytest.raises(OptionError, match="not unscaled"):
+        trace_of(normalised, 4, sgd, scaled=True, in_backward=True)
+
+
+def test_a_scaled_step_is_planned() -> None:
+    """A checkpoint of it leaves without extra memory, and nothing leaves after it was written."""
+    trace = trace_of(normalised, 64, sgd, autocast=torch.float16, scaled=True)
+    seconds, _ = times_of(trace, device("v100"))
+    problem = problem_of(trace, seconds, 900e9)
+    for mode in MODES:
+        found = schedule(problem, mode)
+        assert validate(problem, found) == []
+        assert found.gap <= 0.025
+    assert found.peak_bytes == problem.peak_bytes
 
 
 # --- Ranks ------------------------------------------------------------------------------

@@ -291,7 +291,9 @@ def test_a_shard_of_another_base_is_refused(run_folder: Path) -> None:
     assert (recovery.step, value) == (1, 1)
 
 
-def test_a_base_of_more_ranks_is_refused(run_folder: Path) -> None:
+def test_files_that_are_not_what_the_manifest_of_more_ranks_says_are_refused(
+    run_folder: Path,
+) -> None:
     train_on(run_folder, until=1)
     folder = base_folder(run_folder, 1)
     marker = Marker.decode((folder / "rank-00000.done").read_bytes(), PurePath("x"))
@@ -299,7 +301,7 @@ def test_a_base_of_more_ranks_is_refused(run_folder: Path) -> None:
     files = tuple(replace(f, name="rank-00001.safetensors") for f in marker.files)
     manifest = Manifest((two, replace(two, rank=1, files=files)))
     (folder / "manifest.json").write_bytes(manifest.encode())
-    with pytest.raises(RecoveryError, match="2 ranks"):
+    with pytest.raises(RecoveryError, match="a shard of another base"):
         look(run_folder)
 
 

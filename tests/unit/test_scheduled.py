@@ -29,6 +29,7 @@ from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, forget, freeze, inventory_of
 
 SLOW = 30e6  # bytes per second: a step's copies take as long as the step
+OVERFLOWS = (5, 9, 10)  # steps whose gradients are infinite, where there is a scaler
 
 
 class Loop:
@@ -55,9 +56,11 @@ class Loop:
             self.optimizers["first"] = torch.optim.SGD(parameters[::2], lr=0.1, momentum=0.9)
             self.optimizers["second"] = torch.optim.AdamW(parameters[1::2], lr=0.05)
         else:
-            flags = {"foreach": {"foreach": True}, "fused": {"fused": True}}.get(kind, {})
+            flags = {which: True for which in ("foreach", "fused") if which in kind}
             self.optimizers["optimizer"] = torch.optim.AdamW(parameters, lr=0.05, **flags)
         self.state |= self.optimizers
+        if self.kind.startswith("scaled"):
+            self.state["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
 
     @staticmethod
     def _update_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
@@ -80,6 +83,9 @@ class Loop:
             self._backward(step)
         if self.kind.startswith("inside"):
             return
+        if self.kind.startswith("scaled"):
+            self._scaled_update()
+            return
         for key, optimizer in self.optimizers.items():
             if self.kind == "skips" and step % 4 == 0:
                 continue
@@ -88,17 +94,33 @@ class Loop:
             optimizer.step()
             optimizer.zero_grad(set_to_none=self.kind != "zeroes")
 
+    def _scaled_update(self) -> None:
+        scaler, optimizer = self.state["scaler"], self.optimizers["optimizer"]
+        if self.kind == "scaled clipped":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
     def _backward(self, step: int) -> None:
         result = torch.randn(8, 48)
         layers = list(self.model)
         if self.kind == "wanders" and step in (5, 9, 10, 11):
             layers[0], layers[3] = layers[3], layers[0]
-        for layer in layers:
-            result = layer(result)
-        result.square().mean().backward()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=self.kind.startswith("scaled")):
+            for layer in layers:
+                result = layer(result)
+        loss = result.float().square().mean()
+        if self.kind.startswith("scaled"):
+            # Infinite gradients: the scaler leaves the update out, and halves its scale.
+            loss = self.state["scaler"].scale(loss * (torch.inf if step in OVERFLOWS else 1.0))
+        loss.backward()
 
     def snapshot(self) -> Any:
         parts = {key: part.state_dict() for key, part in self.optimizers.items()}
+        if "scaler" in self.state:
+            parts["scaler"] = self.state["scaler"].state_dict()
         return freeze({"model": self.model.state_dict(), **parts, "seen": self.state["seen"]})
 
 
@@ -114,6 +136,9 @@ KINDS = [
     "skips",
     "wanders",
     "zeroes",
+    "scaled",
+    "scaled clipped",
+    "scaled fused",
 ]
 
 
@@ -171,6 +196,29 @@ def test_no_tensor_is_torn(kind: str, run_folder: Path) -> None:
         for step in range(12, 3, -1):
             ckpt.resume(step)
             assert other.snapshot() == snapshots[step], step
+
+
+@pytest.mark.parametrize("kind", ["scaled", "scaled fused"])
+def test_a_step_that_updates_nothing(kind: str, run_folder: Path) -> None:
+    """It is captured like any other; an optimizer that is not called lets the step stray."""
+    loop, snapshots, strays = Loop(kind), {}, {}
+    with checkpointer(run_folder, loop.state, lane=lambda: EmulatedLink(SLOW)) as ckpt:
+        for step in range(1, 13):
+            loop.train(step)
+            snapshots[step] = loop.snapshot()
+            ckpt.step()
+            ckpt._saver.finish_captures()
+            strays[step] = stats_of(ckpt).strayed_steps
+    called = kind == "scaled fused"  # whose kernel looks at the gradients itself
+    assert (strays[5] == strays[4]) == called
+    scales = [snapshots[step]["scaler"]["scale"] for step in (4, 5, 9, 10)]
+    assert scales == [("float", scale) for scale in (16.0, 8.0, 8.0, 4.0)]
+    parameter = "0.weight"
+    for step in OVERFLOWS:
+        before, after = snapshots[step - 1], snapshots[step]
+        assert after["model"][parameter] == before["model"][parameter]
+        assert after["model"]["1.running_mean"] != before["model"]["1.running_mean"]
+        assert restored(run_folder, kind, step) == after
 
 
 class HeldLane(CpuLane):

@@ -291,18 +291,23 @@ def test_small_files_are_deleted(tmp_path: Path) -> None:
     assert not store.folder.exists()
 
 
+@pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("stays", [False, True])
-def test_what_may_have_its_old_name_again_is_not_written_over(tmp_path: Path, stays: bool) -> None:
+def test_what_may_have_its_old_name_again_is_not_written_over(
+    tmp_path: Path, stays: bool, new: bool
+) -> None:
     """The renaming is not known to be durable: a power loss would show the new bytes there."""
     store = Store(tmp_path)
     filesystem = HookedFileSystem()
     slots = SlotStore(filesystem, PurePath(store.folder))
 
     def fail(op: str, path: PurePath) -> None:
-        if (op == "sync_dir" and path.name == SLOTS_DIR) or (stays and op == "unlink"):
+        unsynced = op == "sync_dir" and path.name == (SLOTS_DIR if new else "base")
+        if unsynced or (stays and op == "unlink"):
             raise OSError(28, "No space left on device")
 
-    path = store.file("a", MIB)
+    (tmp_path / "base").mkdir()
+    path = store.file("base/a", MIB)
     filesystem.hook = fail
     with pytest.raises((OSError, StorageError)):
         slots.park(path, MIB)

@@ -15,7 +15,7 @@ import torch
 
 import everstep
 from everstep import checkpointer as checkpointer_module
-from everstep.recover.load import contents
+from everstep.recover.load import all_contents
 from everstep.recover.scan import BaseFound, Inventory, scan_run
 from everstep.recover.verify import Verdict, verify_base
 from everstep.seams import (
@@ -195,7 +195,7 @@ def opened(
 
 def forget(path: Path) -> None:
     """Lets the next Checkpointer of ``path`` be one of another process, as far as it knows."""
-    checkpointer_module._live.pop(PurePath(path), None)
+    checkpointer_module._live.pop((PurePath(path), 0), None)
 
 
 def seed_everything(seed: int) -> None:
@@ -239,7 +239,12 @@ def verdict_of(base: BaseFound) -> Verdict:
     ring = ChunkRing(2, 1)
     try:
         return verify_base(
-            PosixFileSystem(), base, ring, timeout_s=TIMEOUT_S, progress=silent, contents=contents
+            PosixFileSystem(),
+            base,
+            ring,
+            timeout_s=TIMEOUT_S,
+            progress=silent,
+            contents=all_contents,
         )
     finally:
         ring.close()

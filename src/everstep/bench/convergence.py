@@ -36,15 +36,17 @@ from everstep.bench.workloads import (
 from everstep.compress.training import Compressor
 from everstep.errors import OptionError
 
-__all__ = ["ARMS", "ConvergenceOptions", "ConvergenceReport", "Learned", "present",
-           "run_convergence"]  # fmt: skip
+__all__ = ["ARMS", "LAST_STEPS", "ConvergenceOptions", "ConvergenceReport", "Learned", "loss_on",
+           "present", "run_convergence"]  # fmt: skip
 
 OptimizerName = Literal["AdamW", "SGD"]
 
 _DEMO = GPTConfig(layers=4, width=128, heads=4, context=128)
 _TEXT_BYTES, _UNSEEN_BYTES = 4 << 20, 256 << 10
 _UNSEEN_BATCHES = 8
-_LAST_STEPS = 20
+LAST_STEPS = 20
+"""Losses are means of so many."""
+
 _SGD_LR = 0.3
 _WITHOUT = {"error_feedback": False}
 ARMS: Mapping[str, dict[str, Any] | None] = {
@@ -168,7 +170,10 @@ def run_convergence(options: ConvergenceOptions, display: Display) -> Convergenc
                     training = _training(options, optimizer, seed, text[:cut])
                     parameters = sum(p.numel() for p in training.model.parameters())
                     _train(training, options, compression, one)
-                    one.unseen.append(_loss_on(training, text[cut:], options))
+                    unseen = loss_on(
+                        training, text[cut:], context=options.model.context, batch=options.batch
+                    )
+                    one.unseen.append(unseen)
                 display.advance(f"{optimizer}, {arm}")
             learned.append(one)
     return ConvergenceReport(options, parameters, time.monotonic() - begun_s, learned)
@@ -190,7 +195,7 @@ def present(report: ConvergenceReport, console: Console) -> None:
     console.print(table)
     console.print(
         Text(
-            f"loss: nats per byte, mean of the last {_LAST_STEPS} steps and of the seeds (a byte "
+            f"loss: nats per byte, mean of the last {LAST_STEPS} steps and of the seeds (a byte "
             "drawn blindly from 256 costs 5.55). to dense: by how much it is worse than dense "
             "training of the same seeds. unseen text: of which no step has seen anything. MB a "
             "step: of the gradients that the optimizer consumes, as a log holds them."
@@ -222,7 +227,7 @@ def _train(
     if compression is not None:
         compressor = Compressor(training.optimizer, **compression)
     losses = [training.step() for _ in range(options.steps)]
-    learned.losses.append(math.fsum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]))
+    learned.losses.append(math.fsum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]))
     sizes = {id(p): p.numel() * p.element_size() for p in training.model.parameters()}
     learned.dense_bytes = float(sum(sizes.values()))
     forms = {} if compressor is None else compressor.last
@@ -237,8 +242,9 @@ def _train(
 
 
 @torch.no_grad()
-def _loss_on(training: Training, text: bytes, options: ConvergenceOptions) -> float:
-    loader = WindowLoader(text, context=options.model.context, batch=options.batch, seed=0)
+def loss_on(training: Training, text: bytes, *, context: int, batch: int) -> float:
+    """Mean loss on some of a text, in nats per byte; training is over then."""
+    loader = WindowLoader(text, context=context, batch=batch, seed=0)
     training.model.eval()
     losses = []
     for inputs, targets in _batches(loader):

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from everstep.capture.gather import Gather
 from everstep.state.layout import ShardLayout
 from everstep.state.tensors import byte_view, host_bytes
 
@@ -53,10 +54,10 @@ class SpotCheck:
         chosen: Collection[str],
     ) -> None:
         self._live: dict[_Kind, list[torch.Tensor]] = {}
-        self._host: dict[_Kind, list[npt.NDArray[Any]]] = {}
         self._names: dict[_Kind, list[str]] = {}
         self._ends: dict[_Kind, list[int]] = {}
         where: dict[_Kind, list[torch.Tensor]] = {}
+        host: dict[_Kind, list[npt.NDArray[Any]]] = {}
         for layout, offset in layouts:
             for place in layout.placed:
                 name = place.entry.name
@@ -79,15 +80,15 @@ class SpotCheck:
                 ends.append((ends[-1] if ends else 0) + few.numel())
                 if tensor.device.type == "cpu":
                     whole = np.frombuffer(host_bytes(tensor), f"i{width}")
-                    self._host.setdefault(kind, []).append(whole[::stride])
+                    host.setdefault(kind, []).append(whole[::stride])
         self._where = {kind: torch.cat(parts) for kind, parts in where.items()}
+        self._host = {kind: Gather(views) for kind, views in host.items()}
 
     def take(self) -> Sample:
         """The elements as they are now; on a device, as they will be at this point of the
         current stream."""
         packed = {
-            # Of strided views NumPy makes one array eight times as fast.
-            kind: torch.from_numpy(np.concatenate(self._host[kind]))
+            kind: torch.from_numpy(self._host[kind].take())
             if kind in self._host
             else torch.cat(live)
             for kind, live in self._live.items()

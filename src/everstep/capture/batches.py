@@ -7,7 +7,7 @@ packed by one ``torch.cat``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from everstep.state.layout import Placed, ShardLayout
 from everstep.state.tensors import byte_view
 
-__all__ = ["Batch", "plan_batches", "run_batch"]
+__all__ = ["Batch", "in_chunks", "plan_batches", "run_batch"]
 
 _SMALL_BYTES = 256 << 10
 _PACK_BYTES_MAX = 8 << 20
@@ -83,6 +83,27 @@ def plan_batches(
     return batches
 
 
+def in_chunks(batches: Sequence[Batch], chunk_bytes: int) -> list[Batch]:
+    """The same copies in pieces of at most ``chunk_bytes``: whatever is more urgent waits for one
+    of them, and not for a batch.
+
+    What lies on a device is left as it is: copies on a stream are not overtaken, however they are
+    cut, and each takes time to enqueue.
+
+    Args:
+        chunk_bytes: from 1. A row of a tensor whose elements are rearranged is not cut.
+    """
+    found: list[Batch] = []
+    for batch in batches:
+        if batch.end - batch.begin <= chunk_bytes or _lies_on_device(batch):
+            found.append(batch)
+        elif batch.rearranged is not None:
+            found += _rows(batch, batch.rearranged, chunk_bytes)
+        else:
+            found += _pieces(batch, chunk_bytes)
+    return found
+
+
 def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copies a batch into ``block`` (flat ``uint8``, in host memory)."""
     target = block[batch.begin : batch.end]
@@ -95,6 +116,38 @@ def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) 
         target.copy_(batch.sources[0], non_blocking=non_blocking)
     else:
         torch.cat(batch.sources, out=target)
+
+
+def _lies_on_device(batch: Batch) -> bool:
+    tensor = batch.sources[0] if batch.rearranged is None else batch.rearranged
+    return tensor.device.type != "cpu"
+
+
+def _pieces(batch: Batch, chunk_bytes: int) -> Iterator[Batch]:
+    """Small tensors stay packed, and large ones are cut."""
+    packed: list[torch.Tensor] = []
+    begin = end = batch.begin
+    for source in batch.sources:
+        for piece in torch.split(source, chunk_bytes):
+            if packed and end - begin + piece.numel() > chunk_bytes:
+                yield Batch(begin, end, tuple(packed))
+                packed, begin = [], end
+            packed.append(piece)
+            end += piece.numel()
+    yield Batch(begin, end, tuple(packed))
+
+
+def _rows(batch: Batch, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Batch]:
+    """Runs of indices of the first dimension, whose bytes follow each other in the file."""
+    if tensor.dim() == 0:
+        yield batch
+        return
+    row_bytes = (batch.end - batch.begin) // tensor.shape[0]
+    at = batch.begin
+    for rows in torch.split(tensor, max(1, chunk_bytes // row_bytes)):
+        end = at + rows.shape[0] * row_bytes
+        yield Batch(at, end, (), rows)
+        at = end
 
 
 def _large(place: Placed, tensor: torch.Tensor, plain: bool, offset: int) -> list[Batch]:

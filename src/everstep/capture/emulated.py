@@ -21,7 +21,9 @@ class EmulatedLink(CpuLane):
     """A CPU lane that copies no faster than a link of the given bandwidth would.
 
     The link is busy from when a copy was issued, or the one before it has ended, for as long as its
-    bytes take; that a thread wakes up late makes the copies behind it no later.
+    bytes take; that a thread wakes up late makes the copies behind it no later. What is under way
+    is not interrupted, and copies keep their order; but a mark, for which training stands still,
+    goes before those that were submitted: it waits for one batch of them at most.
 
     Args:
         bytes_per_s: of the link.
@@ -30,15 +32,23 @@ class EmulatedLink(CpuLane):
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
         self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._marks = 0  # that go before what was submitted
         self._free_s = 0.0  # the link is, from then on
         self._issued_s = 0.0  # what the thread is about to copy
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        for batch in batches:
-            end_s = self._busy_until(batch, time.monotonic())
-            super().mark([batch], block)
-            _sleep_until(end_s)
+        with self._lock:
+            self._marks += 1
+        try:
+            for batch in batches:
+                end_s = self._busy_until(batch, time.monotonic())
+                super().mark([batch], block)
+                _sleep_until(end_s)
+        finally:
+            with self._lock:
+                self._marks -= 1
+                self._lock.notify_all()
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         issued_s = time.monotonic()
@@ -49,7 +59,9 @@ class EmulatedLink(CpuLane):
         self._issued_s = issued_s
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        end_s = self._busy_until(batch, self._issued_s)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._marks)
+            end_s = self._busy_until(batch, self._issued_s)
         super()._copy(batch, block)
         _sleep_until(end_s)
 

@@ -24,6 +24,8 @@ from everstep.seams.threads import IoThreads
 
 __all__ = ["CpuLane", "CpuTransfer", "Lane", "Progress", "Transfer"]
 
+_FEW_BYTES = 32 << 10  # for which torch would not use several threads either
+
 Progress = Callable[[int], None]
 """Told that all bytes of a block up to this one are there."""
 
@@ -126,7 +128,10 @@ class CpuLane:
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
-            run_batch(batch, block)
+            if batch.end - batch.begin <= _FEW_BYTES:
+                _copy_alone(batch, block)
+            else:
+                run_batch(batch, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         transfer = CpuTransfer()
@@ -155,10 +160,15 @@ class CpuLane:
         self._threads.close()
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        if len(batch.sources) != 1 or batch.sources[0].device.type != "cpu":
-            run_batch(batch, block)
-            return
-        # Not Tensor.copy_, which would use as many threads as torch has for training.
-        copy_memory(
-            block.data_ptr() + batch.begin, batch.sources[0].data_ptr(), batch.end - batch.begin
-        )
+        _copy_alone(batch, block)
+
+
+def _copy_alone(batch: Batch, block: torch.Tensor) -> None:
+    """Copies a batch in this thread: not by ``Tensor.copy_``, if it is one tensor, which would use
+    as many threads as torch has for training."""
+    if len(batch.sources) != 1 or batch.sources[0].device.type != "cpu":
+        run_batch(batch, block)
+        return
+    copy_memory(
+        block.data_ptr() + batch.begin, batch.sources[0].data_ptr(), batch.end - batch.begin
+    )

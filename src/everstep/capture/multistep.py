@@ -2,15 +2,17 @@
 
 A *unit* is what must be captured at one step: a parameter, and all the state that its optimizer
 has of it. Parts are runs of units in the order of the state, so that small tensors which lie side
-by side in the file are still copied together; no part is larger than it must be.
+by side in the file are still copied together. Parts are equal, and no larger than they must be, or
+of sizes that fill their windows (:mod:`everstep.plan.multistep_cut`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Unit", "cut_parts"]
+__all__ = ["Unit", "cut_as", "cut_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,32 @@ def cut_parts(units: Sequence[Unit], count: int) -> list[list[Unit]]:
         at = runs.index(large)
         runs[at : at + 1] = _halves(large)
     return runs
+
+
+def cut_as(units: Sequence[Unit], shares: Sequence[float]) -> list[list[Unit]]:
+    """Cuts units into runs, none of them empty, that end as close as can be to where parts of
+    these shares would: as many as there are shares, or units if these are fewer.
+
+    Args:
+        units: in the order of the state.
+        shares: of the bytes of all units; their sum is 1.
+    """
+    count = min(len(shares), len(units))
+    whole = _size_bytes(list(units))
+    ends = [0]  # bytes of all units before each
+    for unit in units:
+        ends.append(ends[-1] + unit.size_bytes)
+    runs: list[list[Unit]] = []
+    begin, wanted = 0, 0.0
+    for number in range(count - 1):
+        wanted += shares[number] * whole
+        last = len(units) - (count - 1 - number)  # one is left for each of the others
+        end = min(max(bisect_left(ends, wanted), begin + 1), last)
+        if end - 1 > begin and wanted - ends[end - 1] < ends[end] - wanted:
+            end -= 1
+        runs.append(list(units[begin:end]))
+        begin = end
+    return [*runs, list(units[begin:])]
 
 
 def _runs(units: Sequence[Unit], size_bytes: int) -> list[list[Unit]]:

@@ -11,11 +11,25 @@ from rich.console import Console
 
 from everstep.cli._common import ExitCode, console, emit
 
-__all__ = ["Batch", "Check", "Folder", "FreeCore", "Link", "Params", "Seed", "measured", "tell"]
+__all__ = [
+    "Arms",
+    "Batch",
+    "Check",
+    "Folder",
+    "FreeCore",
+    "Link",
+    "Params",
+    "Repeats",
+    "Seed",
+    "measured",
+    "tell",
+]
 
 _Report = TypeVar("_Report")
 
 Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
+Repeats = Annotated[int, typer.Option(help="Rounds, or saves, that count; others warm up.")]
+Arms = Annotated[str | None, typer.Option(help="Only these, like lazy,gockpt_o,torch.save.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")]
 FreeCore = Annotated[
     bool,

@@ -6,7 +6,19 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli._bench import Batch, Check, Folder, FreeCore, Link, Params, Seed, measured, tell
+from everstep.cli._bench import (
+    Arms,
+    Batch,
+    Check,
+    Folder,
+    FreeCore,
+    Link,
+    Params,
+    Repeats,
+    Seed,
+    measured,
+    tell,
+)
 from everstep.cli._common import JsonFlag
 from everstep.cli._units import parse_bytes, parse_bytes_per_s, parse_seconds
 
@@ -20,11 +32,13 @@ def multistep(
     ratios: Annotated[
         str, typer.Option(help="Bytes of gradients to bytes of state: 2/14, or 2/14,4/12.")
     ] = "2/14,4/12",
-    parts: Annotated[str, typer.Option(help="Numbers of parts: 1-24, or 1,4,8.")] = "1-24",
+    parts: Annotated[
+        str, typer.Option("--parts", "--k", help="Numbers of parts: 1-24, or 1,2,4,7,12,24.")
+    ] = "1-24",
     step_ms: Annotated[float, typer.Option(help="Milliseconds of a step.")] = 100.0,
     state_bytes: Annotated[str, typer.Option(help="Of parameters and moments.")] = "48MB",
     layers: Annotated[int, typer.Option(help="Parameters that are trained.")] = 48,
-    repeats: Annotated[int, typer.Option(help="Saves of each that count.")] = 3,
+    repeats: Repeats = 3,
     seed: Seed = 1234,
     free_core: FreeCore = True,
     folder: Folder = None,
@@ -34,7 +48,8 @@ def multistep(
     """Bases over several steps: how long each number of parts holds training up, and the model.
 
     Steps are as long as is asked for; copies go through an EMULATED link that takes so many of
-    them for the whole state. The model is that of everstep plan multistep.
+    them for the whole state. The model is that of everstep plan multistep. How long all of it
+    takes is said before it begins.
     """
     from everstep.bench.multistep.options import (
         MultistepOptions,
@@ -42,7 +57,7 @@ def multistep(
         parse_parts,
         parse_ratios,
     )
-    from everstep.bench.multistep.run import run_multistep
+    from everstep.bench.multistep.run import about_s, run_multistep
     from everstep.bench.multistep.show import present
 
     options = MultistepOptions(
@@ -57,6 +72,7 @@ def multistep(
         free_core=free_core,
         folder=folder,
     )
+    typer.echo(f"this takes about {about_s(options) / 60:.1f} minutes", err=True)
     report = measured(run_multistep, options)
     tell(report, present, json_output=json_output, failed=check and not report.all_met())
 
@@ -72,12 +88,10 @@ def crash_interval(
     spare_keeper: Annotated[
         bool, typer.Option("--spare-keeper", help="Kill training only, not its keeper.")
     ] = False,
-    repeats: Annotated[int, typer.Option(help="Rounds in which costs are measured.")] = 5,
+    repeats: Repeats = 5,
     seed: Seed = 1234,
     free_core: FreeCore = True,
-    arms: Annotated[
-        str | None, typer.Option(help="Only these, like lazy,gockpt_o,torch.save.")
-    ] = None,
+    arms: Arms = None,
     folder: Folder = None,
     check: Check = False,
     json_output: JsonFlag = False,

@@ -7,8 +7,21 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli._bench import Batch, Check, Folder, FreeCore, Link, Params, Seed, measured, tell
+from everstep.cli._bench import (
+    Arms,
+    Batch,
+    Check,
+    Folder,
+    FreeCore,
+    Link,
+    Params,
+    Repeats,
+    Seed,
+    measured,
+    tell,
+)
 from everstep.cli._bench_gockpt import crash_interval, multistep
+from everstep.cli._bench_lossy import lossy_recovery
 from everstep.cli._common import JsonFlag
 from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
@@ -17,12 +30,15 @@ __all__ = [
     "convergence",
     "crash_interval",
     "frequency",
+    "lossy_recovery",
     "multistep",
     "persist",
     "schedule",
     "stall",
     "step",
 ]
+
+_EXACT_S = 115.0  # two minutes, with what a solver takes to notice
 
 app = typer.Typer(
     name="bench",
@@ -40,7 +56,7 @@ def _group() -> None:
 @app.command()
 def persist(
     size: Annotated[str, typer.Option(help="Of the state: parameters and moments.")] = "1GiB",
-    repeats: Annotated[int, typer.Option(help="Rounds that count; one more warms up.")] = 5,
+    repeats: Repeats = 5,
     seed: Annotated[int, typer.Option(help="Of the state, and of the order of arms.")] = 1234,
     folder: Folder = None,
     check: Check = False,
@@ -66,7 +82,7 @@ def schedule(
     gpu: Annotated[str, typer.Option(help="Whose data sheet gives the times.")] = "rtx3090",
     adam: Annotated[bool, typer.Option("--adam", help="Adam in place of plain SGD.")] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Solve integer programs, too, 120 s each at most.")
+        bool, typer.Option("--exact", help="Solve integer programs, too, 2 minutes each at most.")
     ] = False,
     executed: Annotated[
         bool, typer.Option("--executed", help="Carry plans out here, and compare, instead.")
@@ -74,6 +90,7 @@ def schedule(
     compute: Annotated[
         bool, typer.Option("--compute", help="With --executed: layers that are not paced.")
     ] = False,
+    disk: Annotated[str, typer.Option(help="Bandwidth of the disk, like 3GB/s.")] = "3GB/s",
     folder: Folder = None,
     check: Check = False,
     json_output: JsonFlag = False,
@@ -92,12 +109,19 @@ def schedule(
         failed = check and not found.all_met()
         tell(found, show_executed.present, json_output=json_output, failed=failed)
         return
+    from everstep.bench.schedule.report import ScheduleOptions
     from everstep.bench.schedule.show import present
-    from everstep.bench.schedule.tables import ScheduleOptions, run_schedule
+    from everstep.bench.schedule.tables import run_schedule
 
-    limit_s = 120.0 if exact else None
-    report = measured(run_schedule, ScheduleOptions(gpu=gpu, adam=adam, exact_s=limit_s))
-    tell(report, present, json_output=json_output)
+    options = ScheduleOptions(
+        gpu=gpu,
+        adam=adam,
+        exact_s=_EXACT_S if exact else None,
+        disk_bytes_per_s=parse_bytes_per_s("--disk", disk),
+    )
+    report = measured(run_schedule, options)
+    failed = check and not report.all_met()
+    tell(report, present, json_output=json_output, failed=failed)
 
 
 @app.command()
@@ -106,7 +130,7 @@ def stall(
     every: Annotated[
         str, typer.Option(help="Steps of a block, each with one save: one number, or 1,10,50.")
     ] = "8",
-    repeats: Annotated[int, typer.Option(help="Rounds that count; one more warms up.")] = 5,
+    repeats: Repeats = 5,
     seed: Seed = 1234,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     link: Link = None,
@@ -118,9 +142,7 @@ def stall(
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Also with each mechanism off in turn.")
     ] = False,
-    arms: Annotated[
-        str | None, typer.Option(help="Only these, like lazy,dcp-warm,torch.save.")
-    ] = None,
+    arms: Arms = None,
     folder: Folder = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw a save of some arms (needs matplotlib).")
@@ -201,9 +223,7 @@ def step(
     ] = True,
     seed: Seed = 1234,
     free_core: FreeCore = True,
-    arms: Annotated[
-        str | None, typer.Option(help="Only these, like lowdiff,checkfreq,torch.save.")
-    ] = None,
+    arms: Arms = None,
     folder: Folder = None,
     check: Check = False,
     json_output: JsonFlag = False,
@@ -250,9 +270,7 @@ def frequency(
     repeats: Annotated[int, typer.Option(help="Paired rounds for each interval.")] = 3,
     seed: Seed = 1234,
     free_core: FreeCore = True,
-    arms: Annotated[
-        str | None, typer.Option(help="Only these, like lowdiff,checkfreq,torch.save.")
-    ] = None,
+    arms: Arms = None,
     folder: Folder = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -300,5 +318,6 @@ def convergence(
     tell(report, present, json_output=json_output)
 
 
+app.command("lossy-recovery")(lossy_recovery)
 app.command()(multistep)
 app.command("crash-interval")(crash_interval)

@@ -61,6 +61,7 @@ class _Row:
 
     Attributes:
         offset: of its first byte in the file.
+        lsn: last update of the base that it is of.
     """
 
     entry: Entry
@@ -70,6 +71,7 @@ class _Row:
     digest: str
     aliases: tuple[str, ...]
     is_object: bool
+    lsn: int
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class _Found:
     Attributes:
         vouched: whether a marker or manifest vouches for the header.
         segments: of the log of the run, if it is one.
-        records: of the segment, if the file is one.
+        records: of the segment, if the file is one, or of what makes the base whole.
         audit: what the keeper's audit has said of the base.
     """
 
@@ -174,7 +176,8 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
         for marker in base.manifest.markers:
             opened = OpenBase.open(filesystem, base, marker.rank)
             opened.close()
-            found.headers += [(path.name, header) for _, _, header, path in opened.shards]
+            found.headers += [(path.name, header) for _, _, header, path in opened.files]
+            found.records += opened.heads
     return found
 
 
@@ -245,6 +248,7 @@ def _rows(found: _Found) -> list[_Row]:
                     hex_,
                     tuple(aliases.get(name, ())),
                     name.startswith(OBJECT_PREFIX) or name == LOG_OBJECT,
+                    header.identity.lsn,
                 )
             )
     return rows
@@ -418,6 +422,11 @@ def _note(row: _Row) -> str:
         notes.append(f"= {len(row.aliases) - 3} more")
     if row.entry.stride is not None:
         notes.append("strides " + ",".join(map(str, row.entry.stride)))
+    if row.entry.lsn != row.lsn:
+        notes.append(f"has seen update {row.entry.lsn}")
     if row.entry.global_shape != row.entry.shape:
-        notes.append("of " + "x".join(map(str, row.entry.global_shape)))
+        offset = ",".join(map(str, row.entry.global_offset))
+        notes.append(f"at {offset} of " + "x".join(map(str, row.entry.global_shape)))
+    if row.entry.placement != "whole":
+        notes.append(row.entry.placement)
     return ", ".join(notes)

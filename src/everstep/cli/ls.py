@@ -82,10 +82,9 @@ def would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         if marker.run != inventory.run:
             skipped[base.id] = "it belongs to another run"
             continue
-        if marker.world != 1:
-            return Choice(None, skipped, f"{base.id} was saved by {marker.world} ranks")
         try:
-            OpenBase.open(filesystem, base, rank=0).close()
+            for each in base.manifest.markers:
+                OpenBase.open(filesystem, base, each.rank).close()
         except NewerFormatError:
             raise
         except (DamageError, FormatError) as error:

@@ -40,11 +40,13 @@ def multistep(
 ) -> None:
     """How long training waits for a base that is copied over several steps.
 
-    In as many parts as steps (GoCkpt section 4.2, its errors mended: docs/PLANNING.md), next to
-    sync, async and lazy bases. gockpt: the update waits for gradients; gockpt_o: the next
-    backward does; held: gradients are kept for more steps, in device memory of their own.
+    In as many parts as steps, cut so that each fills its step (GoCkpt section 4.2, its errors
+    mended: docs/PLANNING.md), next to sync, async and lazy bases. gockpt: the update waits for
+    gradients; gockpt_o: the next backward does; held: gradients are kept for more steps, in device
+    memory of their own.
     """
-    from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
+    from everstep.plan.multistep import Pipeline, lower_bound_s
+    from everstep.plan.multistep_cut import best_cut
 
     link_bytes_per_s = parse_bytes_per_s("--link", link)
     state = parse_bytes("--state-bytes", state_bytes)
@@ -56,7 +58,7 @@ def multistep(
     )
     ways = {"gockpt": None, "gockpt_o": 0, "held": held_steps}
     rows: dict[str, list[Overlap]] = {
-        name: [overlap(pipeline, parts, held) for parts in range(1, parts_max + 1)]
+        name: [best_cut(pipeline, parts, held).overlap for parts in range(1, parts_max + 1)]
         for name, held in ways.items()
     }
     bounds = [lower_bound_s(pipeline, parts) for parts in range(1, parts_max + 1)]
@@ -108,8 +110,10 @@ def _document(
 
 
 def _best(rows: list[Overlap]) -> int:
-    """Parts with the least stall; of equals, the fewest."""
-    return min(rows, key=lambda row: (round(row.stall_s, 9), row.parts)).parts
+    """As few parts as come near the least stall."""
+    from everstep.plan.multistep_cut import fewest
+
+    return fewest([row.stall_s for row in rows])
 
 
 def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
@@ -131,7 +135,8 @@ def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
     sync_s = found["sync"]["stall_s"]
     sync = "as long as the disk takes (--write-bw)" if sync_s is None else _ms(sync_s)
     out.print(f"sync: {sync}; async: {_ms(found['async']['stall_s'])}; lazy: one part")
-    out.print("bound: of what has copied all by the end of the last step")
+    out.print("parts are cut so that each fills its step; bound: of equal parts, which have copied")
+    out.print("all by the end of the last step")
     held = found["held"][best["held"] - 1]
     kept = in_words(round(held["held_s"] * link_bytes_per_s))
     out.print(f"held {steps}: gradients of {kept} are kept on the device, where it is best")

@@ -200,7 +200,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.format.plan import BasePlan, plan_files
     from everstep.keeper.persist import Persister
     from everstep.recover.folder import open_run_folder
-    from everstep.recover.load import contents
+    from everstep.recover.load import all_contents
     from everstep.recover.resume import open_timeline
     from everstep.recover.scan import scan_base
     from everstep.recover.verify import verify_base
@@ -234,7 +234,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     base = scan_base(filesystem, run, BaseId(number, state.step))
     with progress("verify", plan.size_bytes) as bar:
         verdict = verify_base(
-            filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=bar, contents=contents
+            filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=bar, contents=all_contents
         )
     if verdict.damages:
         raise StorageError(

@@ -139,7 +139,7 @@ def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> s
     newest = max(inventory.timelines, default=0)
     if base.status == "incomplete" and base.id.timeline >= newest:
         return f"{base.id} is unfinished: a process may be writing it right now"
-    if base.status in ("incomplete", "condemned"):
+    if base.status in ("incomplete", "condemned") and not base.is_usable:
         return None
     good = _newest_good(filesystem, inventory)
     if good is None:
@@ -185,6 +185,7 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
     from everstep.format.names import (
         AUDIT_RECORD,
         CONDEMNED,
+        DELETING,
         MANIFEST,
         TEMPORARY_SUFFIX,
         parse_marker,
@@ -192,7 +193,7 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
     )
 
     def goes(file: DirEntry) -> bool:
-        records = (AUDIT_RECORD, MANIFEST, CONDEMNED)
+        records = (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
         if parse_marker(file.name) is not None or file.name in records:
             return file.kind != "dir"
         ours = parse_shard(file.name) is not None or file.name.endswith(TEMPORARY_SUFFIX)

@@ -53,6 +53,9 @@ def schedule(
     autocast: Annotated[
         _Half | None, typer.Option(help="The loss is computed under autocast to this type.")
     ] = None,
+    scaler: Annotated[
+        bool, typer.Option("--scaler", help="A GradScaler scales the loss, as fp16 needs it.")
+    ] = False,
     gpu: Annotated[
         str,
         typer.Option(help="Whose data sheet gives the times of operators; cpu, cuda: measured."),
@@ -120,6 +123,7 @@ def schedule(
         _optimizer(optimizer),
         in_backward=in_backward,
         autocast=_dtype(autocast),
+        scaled=scaler,
         ranks=ranks,
         measured_on=gpu if on is None else None,
     )
@@ -139,6 +143,7 @@ def schedule(
         "gpu": gpu,
         "in_backward": in_backward,
         "autocast": None if autocast is None else autocast.value,
+        "scaler": scaler,
         "ranks": ranks,
         "network_bytes_per_s": network_bytes_per_s,
     }

@@ -160,7 +160,7 @@ def check_base(
         DeadlineError: the storage hangs.
     """
     from everstep.format.names import marker_name
-    from everstep.recover.load import contents
+    from everstep.recover.load import all_contents
     from everstep.recover.verify import Damage, verify_base
 
     checked = Checked(base)
@@ -184,7 +184,7 @@ def check_base(
                 ring,
                 timeout_s=_TIMEOUT_S,
                 progress=progress,
-                contents=contents,
+                contents=all_contents,
             )
         checked.entries, checked.size_bytes = verdict.entries, verdict.size_bytes
         # Damage to records is named one by one above; these are summaries and repetitions.

@@ -184,6 +184,15 @@ class Agreement:
         self._repeated_s = 0.0
         self._told_silent = False
 
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """The ranks that have to say something next; none: nobody waits for this one either."""
+        if self.rank != COORDINATOR:
+            return () if self.over else (COORDINATOR,)
+        if self._command is None:
+            return ()
+        return tuple(rank for rank in range(self.world) if rank not in self._answers)
+
     def start(self) -> list[AgreementOut]:
         """Rank 0 begins; the others wait for it."""
         return self._lead("offer", b"") if self.rank == COORDINATOR else []

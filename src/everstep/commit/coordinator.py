@@ -37,7 +37,7 @@ from everstep.commit.steps import (
     ReadBack,
     Send,
 )
-from everstep.format.records import Manifest
+from everstep.format.records import Manifest, Marker
 
 __all__ = ["Coordinator"]
 
@@ -60,8 +60,9 @@ class Coordinator(Member):
         recovered: BaseId | None = None,
         unreadable: Collection[BaseId] = (),
         pace: Pace | None = None,
+        kept: Mapping[BaseId, Marker] | None = None,
     ) -> None:
-        super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace)
+        super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace, kept=kept)
         self._keep = keep
         self.verified: set[BaseId] = set() if recovered is None else {recovered}
         self.damaged: set[BaseId] = set(unreadable)
@@ -74,6 +75,12 @@ class Coordinator(Member):
         self._reading: BaseId | None = None
         self._read: dict[int, str] = {}
         self._repeated_s = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being told, read back or deleted: no rank is waited for."""
+        under_way = self._kept or self._deletions or self._reading is not None
+        return not under_way and not any(self._owes(rank) for rank in self.cluster.leaders)
 
     def heard(self, sender: int, message: Message) -> list[Out]:
         """A message of this session has come from ``sender``."""

@@ -45,10 +45,11 @@ class Branch:
 def branches_of(
     timelines: Mapping[int, TimelineRecord | None], there: Collection[BaseId]
 ) -> dict[int, Branch]:
-    """Where each timeline forked from. With a damaged record: from the one before it.
+    """Where each timeline forked from. With a damaged record: from all of the one before it.
 
-    A timeline without bases whose own base was deleted while it was opened (its process died
-    before it could choose another) must not hide what is newer: all of its parent counts.
+    A timeline without bases whose own base was deleted while it was opened: nobody has trained on
+    it, and it must not hide what is newer. It counts as forked from all of the newest one before
+    it that rests on something.
 
     Args:
         timelines: their records by number; None where the record is damaged.
@@ -56,16 +57,24 @@ def branches_of(
     """
     found: dict[int, Branch] = {}
     used = {base.timeline for base in there}
+    resting: int | None = None  # the newest so far that has bases, or forked from one
     for number in sorted(timelines):
         record = timelines[number]
         if record is None:
             found[number] = Branch(number, max(found, default=None), None)
-            continue
-        origin = record.base or (record.parent, record.fork_step)
-        forked = record.parent is None or BaseId(*origin) in there  # type: ignore[arg-type]
-        fork_step = record.fork_step if forked or number in used else None
-        found[number] = Branch(number, record.parent, fork_step)
+            resting = number if number in used else resting
+        elif _is_void(record, there, used):
+            found[number] = Branch(number, record.parent if resting is None else resting, None)
+        else:
+            found[number] = Branch(number, record.parent, record.fork_step)
+            resting = number if number in used or record.parent is not None else resting
     return found
+
+
+def _is_void(record: TimelineRecord, there: Collection[BaseId], used: Collection[int]) -> bool:
+    if record.parent is None or record.timeline in used:
+        return False
+    return BaseId(*(record.base or (record.parent, record.fork_step))) not in there
 
 
 def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int | None]]:

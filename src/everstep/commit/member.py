@@ -13,6 +13,7 @@ without rank 0, and only reclamation waits for the next start of the job.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.commit.cluster import COORDINATOR, Cluster
@@ -87,6 +88,8 @@ class Member:
     Args:
         timeline: the one that was opened; every message is of its session, or not handed over.
         recovered: what the timeline began with; durable on all ranks.
+        kept: of a member that takes the place of one that is lost: this rank's markers of bases of
+            the timeline that are on disk. Others may still wait for them.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Member:
         *,
         recovered: BaseId | None = None,
         pace: Pace | None = None,
+        kept: Mapping[BaseId, Marker] | None = None,
     ) -> None:
         self.cluster, self.rank, self.timeline = cluster, rank, timeline
         self.watermark = Watermark(recovered)
@@ -105,6 +109,9 @@ class Member:
         self.leads = cluster.leader_of(rank) == rank
         self._flight: _InFlight | None = None
         self._queue: list[ShardIdentity] = []
+        self._on_disk = dict(kept or {})
+        self._begun = set(self._on_disk)
+        self._ended = ""
         self._early: dict[BaseId, dict[int, Marker]] = {}
         self._manifests: dict[BaseId, Manifest] = {}
         self._given_up: dict[BaseId, str] = {}
@@ -116,8 +123,32 @@ class Member:
         """A base of this rank has been captured: its turn comes when the one before is over."""
         if self.fenced:
             return []
+        self._begun.add(BaseId(identity.timeline, identity.step))
         self._queue.append(identity)
-        return self._begin()
+        return [*self._refuse_early(), *self._begin()]
+
+    def drop(self, base: BaseId, reason: str) -> list[Out]:
+        """A base whose turn has not come will not be written after all."""
+        left = [
+            one for one in self._queue if (one.timeline, one.step) != (base.timeline, base.step)
+        ]
+        if self.fenced or len(left) == len(self._queue):
+            return []
+        self._queue = left
+        return self._refuse(base, reason)
+
+    def refuse(self, base: BaseId, reason: str) -> list[Out]:
+        """A base that was lost with this member's predecessor, before it had a marker."""
+        if self.fenced or base in self._begun:
+            return []
+        return self._refuse(base, reason)
+
+    def no_more(self, reason: str) -> list[Out]:
+        """Nothing more will be captured here: what only others have begun will not exist."""
+        if self.fenced:
+            return []
+        self._ended = reason
+        return self._refuse_early()
 
     def done(self, base: BaseId, event: Event) -> list[Out]:
         """What an action has led to."""
@@ -288,6 +319,8 @@ class Member:
             return []
         if answer := self._known(base):
             return [Send(sender, answer)]
+        if why := self._never(base):
+            return self._refuse(base, why)
         flight = self._flight
         if flight is None or flight.commit.base != base:
             if base.timeline == self.timeline and base not in self._given_up:
@@ -299,16 +332,41 @@ class Member:
     def _on_wanted(self, sender: int, base: BaseId) -> list[Out]:
         if answer := self._known(base):
             return [Send(sender, answer)]
+        if why := self._never(base):
+            return self._refuse(base, why)
         flight = self._flight
         if flight is not None and flight.commit.base == base and self.rank in flight.markers:
             return [Send(sender, MarkerTold(flight.markers[self.rank]))]
         return []
+
+    def _never(self, base: BaseId) -> str:
+        """Why this rank will never begin a base that another one has begun; "" if it may, or
+        has. There is no marker of it here, so nobody can have committed it."""
+        if base.timeline != self.timeline or base in self._begun:
+            return ""
+        newest = max(self._begun, default=None)
+        if newest is not None and base < newest:
+            return (
+                f"rank {self.rank} has taken a base of step {newest.step}, and none of {base.step}"
+            )
+        return self._ended
+
+    def _refuse(self, base: BaseId, why: str) -> list[Out]:
+        self._given_up[base] = why
+        self._early.pop(base, None)
+        return [Send(rank, GivenUp(base, why)) for rank in self.cluster.others(self.rank)]
+
+    def _refuse_early(self) -> list[Out]:
+        found = [(base, self._never(base)) for base in sorted(self._early)]
+        return [out for base, why in found if why for out in self._refuse(base, why)]
 
     def _known(self, base: BaseId) -> Message | None:
         if base in self._manifests:
             return ManifestTold(self._manifests[base])
         if base in self._given_up:
             return GivenUp(base, self._given_up[base])
+        if base in self._on_disk:
+            return MarkerTold(self._on_disk[base])
         return None
 
     def _on_manifest(self, manifest: Manifest) -> list[Out]:

@@ -5,13 +5,14 @@
 ``sparse``     ``Sparse``: exact top-k, sampled threshold, all that is not zero
 ``quantized``  ``Int8``: eight bits and a scale for each block
 ``forms``      the kinds by name; the adaptive choice by size
+``lossy``      copies of gradients that training does not consume
 ``feedback``   error feedback: what was left out comes back in the next step
 ``training``   ``Compressor``: an optimizer consumes the gradients that are logged
 ``ddp``        ``DDPCompression``: ranks exchange compressed gradients
 
 A log of compressed gradients restores a training exactly if the training consumed just these
-(LowDiff): ``training`` and ``ddp`` see to that. Compressing only what is logged (TierCheck)
-restores an approximation.
+(LowDiff): ``training`` and ``ddp`` see to that. Compressing only what is logged
+(TierCheck; ``lossy``) restores an approximation.
 """
 
 from __future__ import annotations

@@ -139,7 +139,11 @@ def plan_segment(
 
 
 class SegmentBody:
-    """The body of a segment, gathered from the memory of its records."""
+    """The body of a segment, gathered from the memory of its records.
+
+    Attributes:
+        index: its object, which says what the records are.
+    """
 
     def __init__(
         self, layout: ShardLayout, sources: Mapping[str, memoryview], index: bytes
@@ -149,7 +153,11 @@ class SegmentBody:
         self._placed = [*layout.placed, last]
         self._ends = [place.end for place in self._placed]
         self._sources = {**sources, LOG_OBJECT: memoryview(index)}
-        self._index_bytes = len(index)
+        self.index = index
+
+    def source(self, name: str) -> bytes:
+        """A copy of an entry."""
+        return bytes(self._sources[name])
 
     def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
         """See :class:`everstep.state.body.Body`."""
@@ -165,7 +173,7 @@ class SegmentBody:
 
     def objects_bytes(self) -> Mapping[str, int]:
         """The one object that says what the records are."""
-        return {LOG_OBJECT: self._index_bytes}
+        return {LOG_OBJECT: len(self.index)}
 
 
 def records_of_segment(

@@ -13,6 +13,7 @@ __all__ = [
     "AUDIT_RECORD",
     "BASE_DIR",
     "CONDEMNED",
+    "DELETING",
     "FORMAT_VERSION",
     "LOG_DIR",
     "MANIFEST",
@@ -39,6 +40,7 @@ TIMELINE_RECORD = "timeline.json"
 MANIFEST = "manifest.json"
 AUDIT_RECORD = "audit.json"
 CONDEMNED = "manifest.condemned"
+DELETING = "manifest.deleting"
 BASE_DIR = "base"
 LOG_DIR = "log"
 SLOTS_DIR = "slots"

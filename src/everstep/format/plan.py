@@ -18,10 +18,11 @@ class ShardPlan:
     """One file of a base.
 
     Attributes:
-        layout: its tensors; their LSN is that of the base.
+        layout: its tensors; their LSN is that of the base, but for those in ``lsns``.
         aliases: ``other name -> entry name``.
         room_bytes: reserved for the header.
         objects_bytes: what the objects behind the tensors will take, about.
+        lsns: number of the last update of each entry that was captured before the base's step.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ShardPlan:
     aliases: Mapping[str, str]
     room_bytes: int
     objects_bytes: int
+    lsns: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:

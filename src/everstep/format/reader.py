@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_futures
 from pathlib import PurePath
+from typing import NamedTuple
 
 from everstep.arena import Block
 from everstep.errors import DamageError, DeadlineError, FormatError
@@ -87,21 +88,29 @@ def read_body(
     progress: ProgressSink,
     sink: Callable[[int, memoryview], None] | None = None,
     on_damage: Callable[[DamageError], None] | None = None,
+    wanted: Sequence[int] | None = None,
+    on_entry: Callable[[int], None] | None = None,
 ) -> None:
-    """Reads and verifies all entries; a few threads read ahead, the caller's verifies.
+    """Reads and verifies entries; a few threads read ahead, the caller's verifies.
 
     Args:
         sink: gets ``(offset in the body, bytes)`` in order; the piece is only
             valid during the call. It sees bytes before their entry's digest is known: what
             it made of them is worth nothing if this function raises.
         on_damage: called for each damaged entry instead of raising at the first.
+        wanted: indices of the entries to read, in ascending order; None: all of them, and the
+            file as a whole.
+        on_entry: called with the index of each entry that has proved to be good.
 
     Raises:
         DamageError: naming the entry whose digest does not match.
         DeadlineError: when a transfer hangs.
     """
 
-    def check(index: int, found: str) -> None:
+    chosen = range(len(header.placed)) if wanted is None else wanted
+
+    def check(number: int, found: str) -> None:
+        index = chosen[number]
         if found != header.digests[index]:
             name = header.placed[index].entry.name
             damage = DamageError(
@@ -114,46 +123,80 @@ def read_body(
             if on_damage is None:
                 raise damage
             on_damage(damage)
+        elif on_entry is not None:
+            on_entry(index)
 
-    digester = Digester(header.placed, check)
+    # Before an entry is complete, its last bytes have gone to the sink.
+    digester = Digester([header.placed[index] for index in chosen], check)
     size = record.length - header.room_bytes
-    chunks = deque(range(0, size, _READ_BYTES))
-    under_way: deque[tuple[int, Block, Future[int]]] = deque()
+    chunks = deque(_chunks([(0, size)] if wanted is None else _ranges(header, wanted)))
+    under_way: deque[tuple[_Chunk, Block, Future[int]]] = deque()
     try:
         while chunks or under_way:
             while chunks and len(under_way) < _READ_AHEAD_CHUNKS:
-                begin = chunks.popleft()
+                chunk = chunks.popleft()
                 block = ring.take(timeout_s)
-                offset = header.room_bytes + begin
-                want = min(_READ_BYTES, size - begin)
-                future = ring.threads.submit(_read, file, block, want, offset)
-                under_way.append((begin, block, future))
-            begin, block, future = under_way[0]
+                offset = header.room_bytes + chunk.at
+                future = ring.threads.submit(_read, file, block, chunk.end - chunk.at, offset)
+                under_way.append((chunk, block, future))
+            chunk, block, future = under_way[0]
             got = _result(future, timeout_s, path)
             under_way.popleft()
-            want = min(_READ_BYTES, size - begin)
-            if got < want:
-                raise DamageError(f"{path}: ends at byte {begin + got} of its body", path=path)
+            if got < chunk.end - chunk.at:
+                raise DamageError(f"{path}: ends at byte {chunk.at + got} of its body", path=path)
             try:
-                for at in range(0, want, PIECE_BYTES):
-                    piece = block.view[at : min(want, at + PIECE_BYTES)]
-                    digester.update(piece)
+                for begin in range(chunk.begin, chunk.end, PIECE_BYTES):
+                    end = min(chunk.end, begin + PIECE_BYTES)
+                    piece = block.view[begin - chunk.at : end - chunk.at]
                     if sink is not None:
-                        sink(begin + at, piece)
+                        sink(begin, piece)
+                    digester.update(piece)
             finally:
                 ring.give(block)
-            progress.advance(want)
+            progress.advance(chunk.end - chunk.begin)
     finally:
         wait_futures([future for _, _, future in under_way], timeout=timeout_s)
         for _, block, future in under_way:
             if future.done():  # a hung read may still write into its chunk: never reuse that one
                 ring.give(block)
+    if wanted is not None:
+        return
     whole = digest_of_file(record.header_digest, header.digests)
     if whole != record.digest:
         damage = DamageError(f"{path}: the file's digest does not match its marker", path=path)
         if on_damage is None:
             raise damage
         on_damage(damage)
+
+
+class _Chunk(NamedTuple):
+    """Bytes ``[begin, end)`` of a body, read from ``at`` on, where a page begins."""
+
+    at: int
+    begin: int
+    end: int
+
+
+def _chunks(ranges: Iterable[tuple[int, int]]) -> Iterator[_Chunk]:
+    for first, last in ranges:
+        begin = first
+        while begin < last:
+            at = begin - begin % DIRECT_ALIGNMENT_BYTES
+            end = min(last, at + _READ_BYTES)
+            yield _Chunk(at, begin, end)
+            begin = end
+
+
+def _ranges(header: ShardHeader, wanted: Iterable[int]) -> list[tuple[int, int]]:
+    """Half-open ranges of the body that the wanted entries fill; neighbours are joined."""
+    found: list[tuple[int, int]] = []
+    for index in wanted:
+        place = header.placed[index]
+        if found and found[-1][1] == place.begin:
+            found[-1] = (found[-1][0], place.end)
+        else:
+            found.append((place.begin, place.end))
+    return found
 
 
 def _read(file: ReadFile, block: Block, want: int, offset: int) -> int:

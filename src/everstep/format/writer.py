@@ -105,7 +105,7 @@ def write_shard(
         OSError: what the file system said.
         DeadlineError: when a transfer hangs.
     """
-    layout = at_lsn(shard.layout, identity.lsn)
+    layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
     digester = Digester(layout.placed)
     transfers: list[Future[None]] = []
 
@@ -141,7 +141,7 @@ def write_shard(
 
 def digest_shard(shard: ShardPlan, identity: ShardIdentity, body: Body) -> Written:
     """What :func:`write_shard` would return, without writing anything."""
-    layout = at_lsn(shard.layout, identity.lsn)
+    layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
     placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
     digester = Digester(placed)
     end = placed[-1].end if placed else 0

@@ -10,6 +10,7 @@ In the trainer:
 ``standby``   asks the keeper's replica for bases (``asked``), with ``samples`` of the state
 ``keepers``   which keeper is in service: a process or a thread; started anew when it is lost
 ``attach``, ``spawn``, ``remote``   finds or starts a keeper process; talks to it
+``preemption``   a last base when a signal announces the end
 
 In the keeper process (``python -m everstep.keeper``, without torch), or in a thread:
 

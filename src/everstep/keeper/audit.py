@@ -34,6 +34,7 @@ class DigestAudit:
                 place.entry.name: (place.entry.dtype, place.entry.shape)
                 for shard in plan.shards
                 for place in shard.layout.placed
+                if place.entry.name in plan.kinds or place.entry.name not in shard.lsns
             }
             idle = plan.identity.lsn == self._lsn
             for name, kind in plan.kinds.items():

@@ -35,13 +35,16 @@ _SLOT_S = 600.0
 _NEVER_STEPS = 1 << 62
 
 
-def host_budget_bytes(options: Options, state_bytes: int) -> int:
-    """Host memory for captured state.
+def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -> int:
+    """Host memory for captured state: by default, half of what is available.
+
+    Args:
+        ranks_here: of the job on this machine, which share that half.
 
     Raises:
         OutOfSpaceError: when the method needs more, with the number of bytes.
     """
-    budget = options.budget.host_bytes or memory_available_bytes() // 2
+    budget = options.budget.host_bytes or memory_available_bytes() // (2 * ranks_here)
     times = 2 if options.is_scheduled else 1  # the one before stays until the next is whole
     if options.method.base != "sync" and budget < times * state_bytes:
         raise OutOfSpaceError(
@@ -228,6 +231,8 @@ def announcement(
             host += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
         host += f" (budget {decimal(host_bytes)})"
     written = f"{decimal(state_bytes)} per base"
+    if options.leaves_bases_fuzzy:
+        written += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
     if options.log_on_disk:
         written += f", {log} per step"
     return (

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
-from everstep.format.plan import BasePlan
+from everstep.format.log import SegmentBody
+from everstep.format.plan import BasePlan, ShardPlan
 from everstep.format.writer import Written
 from everstep.keeper.save import Save
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.body import Body, Seen, pieces
 
-__all__ = ["ArenaBody", "Capture", "Incoming", "shard_offsets"]
+__all__ = ["ArenaBody", "Capture", "Incoming", "RedoFile", "shard_offsets"]
 
 _LOOK_AGAIN_S = 0.001
 
@@ -28,6 +29,20 @@ def shard_offsets(plan: BasePlan) -> tuple[tuple[int, ...], int]:
         size = shard.layout.size_bytes
         position += -(-size // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
     return tuple(offsets), position
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RedoFile:
+    """One more file of a base whose parts are of different updates: what brings them to its step.
+
+    Attributes:
+        parts: what of its body lies where in the arena, as ``(offset, size)``, or else itself; in
+            the order of the file, without the objects.
+    """
+
+    plan: ShardPlan
+    body: SegmentBody
+    parts: tuple[tuple[int, int] | bytes, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +63,7 @@ class Capture:
         users: who still needs the block: those who fill it, and those who write it.
         arena: that its block is in; None: the training process's.
         assembling: all of it has arrived, and it is being made whole (:mod:`.rebuilds`).
+        redo: what whoever restores it makes it whole with; None: it is.
     """
 
     number: int
@@ -65,6 +81,14 @@ class Capture:
     users: int = 2
     arena: Arena | None = None
     assembling: bool = False
+    redo: RedoFile | None = None
+
+    @property
+    def files(self) -> BasePlan:
+        """All of its files; those of its block, which :attr:`plan` has, come first."""
+        if self.redo is None:
+            return self.plan
+        return replace(self.plan, shards=(*self.plan.shards, self.redo.plan))
 
     @property
     def durable(self) -> bool:
@@ -86,11 +110,11 @@ class Capture:
         return self.save.parked
 
     def bodies(self, arena: Arena) -> list[Body]:
-        """One body per shard, over the memory of ``arena``."""
+        """One body per file, over the memory of ``arena``."""
         offsets, size = shard_offsets(self.plan)
         ends = (*offsets[1:], size)
         last = len(offsets) - 1
-        return [
+        bodies: list[Body] = [
             ArenaBody(
                 arena.view[self.offset + begin : self.offset + end],
                 shard.layout.size_bytes,
@@ -102,6 +126,7 @@ class Capture:
                 zip(self.plan.shards, offsets, ends, strict=True)
             )
         ]
+        return bodies if self.redo is None else [*bodies, self.redo.body]
 
 
 class Incoming:

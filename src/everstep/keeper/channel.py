@@ -101,6 +101,8 @@ class BackgroundChannel:
         Raises:
             EverstepError: the oldest one, with the policy ``"raise"``; the others stay.
         """
+        if not (self._notices or self._errors or self._under_way):
+            return  # mostly: seen without the lock
         with self._lock:
             notices, self._notices = self._notices, []
         for notice in notices:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.capture.batches import Batch, plan_batches
+from everstep.compress.lossy import Lossy, lossy_copies
 from everstep.errors import UnsupportedStateError
 from everstep.keeper.recordable import (
     Grouping,
@@ -22,6 +23,7 @@ from everstep.keeper.recordable import (
     eager,
     form_entries,
     groupings_of,
+    lossy_entries,
 )
 from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import kind_name
@@ -91,12 +93,17 @@ class _Outline(NamedTuple):
 class Consumption:
     """Looks at what the optimizers of a state are going to consume.
 
+    Args:
+        lossy_ratio: gradients are looked at in lossy copies, which keep this share of large ones
+            (:mod:`everstep.compress.lossy`); None: as they are.
+
     Raises:
         OptionError: a Compressor is of an optimizer that is not in the state.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, lossy_ratio: float | None = None) -> None:
         self._state = state
+        self._lossy_ratio = lossy_ratio
         self._compressors = compressors_of(state)
         self._groupings: dict[str, Grouping] = {}
         self._last: dict[tuple[str, frozenset[str] | None], _Last] = {}
@@ -136,6 +143,7 @@ class Consumption:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         last = self._last_of(key, only)
         compact = self._compact(key)
+        lossy = self._lossy([p for p in parameters if id(p) not in compact])
         named: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
         compressed: dict[str, Any] = {}
@@ -147,6 +155,10 @@ class Consumption:
             if compact and (form := compact.get(id(parameter))) is not None:
                 bare = name.removeprefix(GRADIENT)
                 compressed[bare] = form_entries(bare, gradient, form, others)
+                continue
+            if lossy and (copy := lossy.get(id(parameter))) is not None:
+                bare = name.removeprefix(GRADIENT)
+                compressed[bare] = lossy_entries(bare, gradient, copy, others)
                 continue
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
                 raise _not_plain(name.removeprefix(GRADIENT))
@@ -179,6 +191,8 @@ class Consumption:
         }
         if compressed:
             about["compressed"] = compressed
+        if any("lossy" in fields for fields in compressed.values()):
+            about["lossy"] = True
         in_host_memory = not any(tensor.is_cuda for tensor in named.values())
         batches: Sequence[Batch]
         if last.outline is not None and in_host_memory:
@@ -196,6 +210,13 @@ class Consumption:
             chosen = [GRADIENT + n if only is None or n in only else None for n in names]
             last = self._last[(key, only)] = _Last(chosen)
         return last
+
+    def _lossy(self, parameters: Sequence[torch.Tensor]) -> Mapping[int, Lossy]:
+        """Lossy copies of gradients, by ``id(parameter)``, if these are what is recorded."""
+        if self._lossy_ratio is None:
+            return {}
+        found = {id(p): p.grad for p in parameters if type(p.grad) is torch.Tensor}
+        return lossy_copies(found, self._lossy_ratio)
 
     def _compact(self, key: str) -> Mapping[int, Any]:
         """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""

@@ -30,9 +30,11 @@ from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.rebuilds import Rebuilds
 from everstep.keeper.replicas import Replicas
 from everstep.keeper.save import Save
+from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
+from everstep.seams.peers import PeerMailbox
 
 __all__ = ["HANDLERS", "Duties"]
 
@@ -69,6 +71,7 @@ class Duties:
         self.rebuilds = Rebuilds(seams.filesystem, run, self.holding)
         self.auditor: Auditor | None = None
         self.mirrors: Mirrors | None = None
+        self.mailbox: PeerMailbox | None = None  # of the next timeline, if there are several ranks
         self.timeline = 0
         self._arena: Arena | None = None
         self.timeout_s = timeout_s
@@ -80,6 +83,7 @@ class Duties:
             self.auditor.close()
         if self.mirrors is not None:
             self.mirrors.close()
+        mailbox, self.mailbox = self.mailbox, None
         if self.keeper is not None:
             if self.keeper.waiting:  # two that write at once would take each other's files away
                 raise KeeperError("earlier captures are still being written: settle first")
@@ -91,6 +95,7 @@ class Duties:
             self._seams.clock,
             progress_timeout_s=self.timeout_s,
         )
+        seat = message.get("seat")
         self.keeper = LocalKeeper(
             self._seams,
             self._run,
@@ -103,6 +108,8 @@ class Duties:
             timeout_s=self.timeout_s,
             history=message.get("history", "last"),
             on_done=lambda capture: self._on_done(trainer, channel, capture),
+            seat=None if seat is None else Seat.from_wire(seat),
+            mailbox=mailbox,
         )
         self.timeline, self._arena = message["timeline"], trainer.arena
         self.keeper.sweep_behind()
@@ -129,6 +136,23 @@ class Duties:
                 channel.post,
                 lambda: self.logs.settle(self.timeout_s),
             )
+
+    def listen(self, trainer: Attached, message: dict[str, Any]) -> None:
+        """The keepers of other ranks are going to send messages."""
+        reply: dict[str, Any] = {"kind": "listening", "port": 0, "error": None}
+        if self.mailbox is not None:
+            self.mailbox.close()
+        try:
+            self.mailbox = PeerMailbox(message["host"], message["port"])
+            reply["port"] = self.mailbox.address[1]
+        except OSError as error:
+            reply["error"] = error_to_wire(no_mailbox(message["host"], message["port"], error))
+        trainer.tell(reply)
+
+    def settle(self) -> None:
+        """A new start begins: what only waits for other ranks is left to it."""
+        if self.keeper is not None:
+            self.keeper.release()
 
     def layout(self, trainer: Attached, message: dict[str, Any]) -> None:
         """A layout of files that captures will have."""
@@ -272,6 +296,8 @@ class Duties:
             if not there and self.keeper is not None:
                 _log.info("step %d was not captured whole", capture.step)
                 self.keeper.abandon(capture, None)  # nobody is there to be told
+        if self.keeper is not None:
+            self.keeper.no_more()
 
     def stats(self) -> dict[str, Any]:
         """What was done so far, as messages hold it."""
@@ -334,6 +360,8 @@ class Duties:
             self.mirrors.close()
         if self.keeper is not None:
             self.keeper.close()
+        if self.mailbox is not None:
+            self.mailbox.close()
         self.logs.flush()
         self.logs.close(self.timeout_s)
 
@@ -374,6 +402,7 @@ def _report(trainer: Attached, error: EverstepError) -> None:
 
 
 HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {
+    "listen": Duties.listen,
     "serve": Duties.serve,
     "layout": Duties.layout,
     "begin": Duties.begin,

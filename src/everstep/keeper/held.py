@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -23,25 +23,32 @@ __all__ = ["base_from_wire", "base_to_wire", "recalled_from_wire"]
 def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:
     """Where a captured base lies in the arena; and what makes files of it, headers and objects,
     which are named by their place in the list: they may be too large for one message."""
-    offsets, _ = shard_offsets(capture.plan)
     blobs: list[bytes] = []
     shards = []
-    for shard, written, offset in zip(capture.plan.shards, capture.written, offsets, strict=True):
-        first = len(blobs)
-        blobs.append(written.header)
-        if shard is capture.plan.shards[-1]:
-            blobs += capture.incoming.objects().values()
-        shards.append(
-            {
-                "record": dataclasses.asdict(written.record),
-                "offset": capture.offset + offset,
-                "tensors_bytes": shard.layout.size_bytes,
-                "header": first,
-                "objects": list(range(first + 1, len(blobs))),
-            }
-        )
+    for written, body in zip(capture.written, _bodies(capture), strict=True):
+        parts: list[tuple[int, int] | int] = []
+        for part in (written.header, *body):
+            if isinstance(part, bytes):
+                blobs.append(part)
+                parts.append(len(blobs) - 1)
+            else:
+                parts.append(part)
+        shards.append({"record": dataclasses.asdict(written.record), "parts": parts})
     identity = identity_to_wire(capture.plan.identity)
     return {"identity": identity, "durable": capture.durable, "shards": shards}, blobs
+
+
+def _bodies(capture: Capture) -> Iterator[list[tuple[int, int] | bytes]]:
+    """What the body of each file consists of: ``(offset, size)`` in the arena, or bytes."""
+    offsets, _ = shard_offsets(capture.plan)
+    for shard, offset in zip(capture.plan.shards, offsets, strict=True):
+        body: list[tuple[int, int] | bytes] = []
+        body.append((capture.offset + offset, shard.layout.size_bytes))
+        if shard is capture.plan.shards[-1]:
+            body += capture.incoming.objects().values()
+        yield body
+    if capture.redo is not None:
+        yield [*capture.redo.parts, capture.redo.body.index]
 
 
 def base_from_wire(
@@ -50,10 +57,10 @@ def base_from_wire(
     """The base, over the memory of ``arena``."""
     files = []
     for shard in fields["shards"]:
-        begin = shard["offset"]
-        tensors = arena.view[begin : begin + shard["tensors_bytes"]]
-        objects = [memoryview(blobs[number]) for number in shard["objects"]]
-        parts = [memoryview(blobs[shard["header"]]), tensors, *objects]
+        parts = [
+            memoryview(blobs[part]) if isinstance(part, int) else arena.view[part[0] : sum(part)]
+            for part in shard["parts"]
+        ]
         files.append((MemoryFile(parts), FileRecord(**shard["record"])))
     identity = identity_from_wire(fields["identity"])
     marker = Marker(

@@ -136,7 +136,7 @@ class Holding:
             identity = capture.plan.identity
             written = tuple(
                 digest_shard(shard, identity, body)
-                for shard, body in zip(capture.plan.shards, capture.bodies(theirs), strict=True)
+                for shard, body in zip(capture.files.shards, capture.bodies(theirs), strict=True)
             )
             try:
                 audit(capture.plan, written)

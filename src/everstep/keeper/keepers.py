@@ -24,11 +24,14 @@ from everstep.keeper.messages import identity_to_wire
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.saver import Keeper
+from everstep.keeper.seat import Seat, no_mailbox
 from everstep.options import Options
 from everstep.recover.held import Recalled
 from everstep.recover.scan import newest_timeline
 from everstep.seams import PosixFileSystem, Seams, SystemClock
+from everstep.seams.peers import PeerMailbox
 from everstep.seams.processes import available_cores
+from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import TierOptions
 
@@ -65,6 +68,7 @@ class Keepers:
         ring: ChunkRing,
         arena_bytes: int,
         replica_bytes: int = 0,
+        info: RankInfo = ONE_RANK,
     ) -> None:
         self._options = options
         self._seams = seams
@@ -74,6 +78,9 @@ class Keepers:
         self._ring = ring
         self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self._replica_bytes = replica_bytes
+        self._info = info
+        self._seat: Seat | None = None
+        self._mailbox: PeerMailbox | None = None
         self._remote: RemoteKeeper | None = None
         self._before = KeeperStats()  # of keepers that are no longer in service
         self._why_not: EverstepError | None = None
@@ -165,12 +172,33 @@ class Keepers:
             _log.warning("%s", remote.lost)
             return Recalled()
 
-    def serve(self, timeline: int, verified: BaseId | None = None) -> Keeper:
+    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Opens the keeper's mailbox for those of other ranks; returns its address.
+
+        Raises:
+            KeeperError: it cannot.
+        """
+        if self._remote is not None:
+            timeout_s = self._options.progress_timeout_s
+            return host, self._remote.listen(host, port, timeout_s)
+        if self._mailbox is not None:
+            self._mailbox.close()
+        try:
+            self._mailbox = PeerMailbox(host, port)
+        except OSError as error:
+            raise no_mailbox(host, port, error) from error
+        return self._mailbox.address
+
+    def serve(
+        self, timeline: int, verified: BaseId | None = None, seat: Seat | None = None
+    ) -> Keeper:
         """From now on bases are of ``timeline``.
 
         Args:
             verified: a base on disk that has just been read and found whole.
+            seat: of this rank among several.
         """
+        self._seat = seat
         self._before = self.stats
         self._before.durable_step = None
         if self._remote is not None:
@@ -183,12 +211,14 @@ class Keepers:
                 log=self._log_message(timeline),
                 history=self._options.log.history,
                 replica=self._replica_message(),
-                rebuild={"threads": self._threads} if self._options.is_multistep else None,
+                rebuild=self._rebuild_message(),
+                seat=None if seat is None else seat.to_wire(),
             )
             self.current = self._remote
             return self._remote
         if self.current is not None:
             self.current.close()
+        mailbox, self._mailbox = self._mailbox, None
         keeper = LocalKeeper(
             self._seams,
             self._run,
@@ -200,6 +230,8 @@ class Keepers:
             verified=verified,
             timeout_s=self._options.progress_timeout_s,
             history=self._options.log.history,
+            seat=seat,
+            mailbox=mailbox,
         )
         keeper.sweep()
         if self._options.logs and self.pool is not None:
@@ -221,7 +253,8 @@ class Keepers:
 
     def _identity(self, timeline: int) -> ShardIdentity:
         """Of this rank; steps and LSNs come with each segment."""
-        return ShardIdentity(self._run_id, timeline, 0, 0, 0, 1, True)
+        rank, world = self._info.rank, self._info.world
+        return ShardIdentity(self._run_id, timeline, 0, 0, rank, world, True)
 
     def _log_message(self, timeline: int) -> dict[str, Any] | None:
         if not self._options.logs or not self._options.log.on_disk:
@@ -242,6 +275,12 @@ class Keepers:
         """Host memory that was taken: for captures and the log, and for a replica."""
         replica_bytes = self.current.replica_bytes if isinstance(self.current, RemoteKeeper) else 0
         return replica_bytes + (self.pool.touched_bytes if self.pool else 0)
+
+    def _rebuild_message(self) -> dict[str, Any] | None:
+        """How bases that are captured over several steps are made whole; None: there are none."""
+        if not self._options.is_multistep:
+            return None
+        return {"threads": self._threads, "warm": not self._options.leaves_bases_fuzzy}
 
     def _replica_message(self) -> dict[str, Any] | None:
         if not self._options.has_replica:
@@ -291,6 +330,7 @@ class Keepers:
 
     def _replace(self, timeline: int) -> None:
         lost = self.lost
+        steps = self._remote.lost_steps if self._remote is not None else ()
         with storage_errors("look for newer timelines", self._run):
             newest = newest_timeline(self._seams.filesystem, self._run)
         if newest > timeline:
@@ -304,7 +344,11 @@ class Keepers:
         assert self._remote is not None
         self._remote.settle(self._options.progress_timeout_s)  # it may still write what we took
         self.restarts += 1
-        self.serve(timeline)
+        seat = self._seat
+        if seat is not None:  # where the other ranks look for it
+            self.listen(*seat.peers[seat.rank])
+            seat = dataclasses.replace(seat, again=True, lost=steps)
+        self.serve(timeline, seat=seat)
         _log.warning("%s", lost)
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=5)
         if callable(self._options.on_failure) and lost is not None:
@@ -317,13 +361,15 @@ class Keepers:
             self.current.close()
         if self._remote is not None and self._remote is not self.current:
             self._remote.close()
-        self.current = self._remote = None
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self.current = self._remote = self._mailbox = None
 
     def _attach(self) -> RemoteKeeper:
         return attach(
             self._run,
             self._run_id,
-            0,
+            self._info.rank,
             self._arena_bytes,
             self._options.keeper,
             self._channel,

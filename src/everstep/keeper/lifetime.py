@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, Protocol
 
-import torch.distributed
-
 from everstep.errors import (
     DeadlineError,
     EverstepError,
-    NonFiniteError,
     StateError,
     UnavailableError,
 )
+from everstep.keeper.recorder import Recorder
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
+from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.state.image import State
 
 __all__ = [
     "AtExit",
@@ -28,7 +28,7 @@ __all__ = [
     "check_usable",
     "close_earlier",
     "finish_at_exit",
-    "say_no_last_base",
+    "no_last_base",
     "wait_through",
 ]
 
@@ -49,14 +49,6 @@ def check_platform() -> None:
         raise UnavailableError(
             "everstep does not run on Windows", hint="Linux, WSL 2, or macOS on the CPU"
         )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world = distributed.get_world_size()
-        if world > 1:
-            raise UnavailableError(
-                f"this job has {world} ranks; this version saves jobs of one rank",
-                rank=distributed.get_rank(),
-            )
 
 
 def check_usable(is_open: bool, pid: int, run: PurePath | None) -> None:
@@ -139,14 +131,19 @@ def finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:
     keeper.close()
 
 
-def say_no_last_base(run: PurePath, step: int, bad: NonFiniteError) -> None:
-    """Says why the end of training takes no base: nobody would want to go on from that."""
+def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
+    """Whether the end of training takes no base, since nobody would want to go on from it: its
+    parameters are not finite. Says so."""
+    bad = None if recorder is None else recorder.nonfinite
+    if bad is None or not nonfinite_parameter(state):
+        return False
     before = "" if bad.step is None else f"; ckpt.rewind({bad.step - 1}) before it keeps what was"
     print(
-        f"everstep: {run}: close() takes no base of step {step}, whose parameters are not finite "
+        f"everstep: {run}: no last base is taken of step {step}, whose parameters are not finite "
         f"({bad.message}); ckpt.save() before it would{before}",
         file=sys.stderr,
     )
+    return True
 
 
 def close_earlier(earlier: Closing | None, run: PurePath) -> None:

@@ -23,13 +23,17 @@ from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.audit import DigestAudit
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, Work
+from everstep.keeper.commits import RankCommits
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
+from everstep.keeper.seat import Seat
+from everstep.keeper.waiting import not_durable_yet, storage_hangs
 from everstep.recover.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
+from everstep.seams.mailbox import Mailbox
 from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.body import Body
 from everstep.state.layout import ShardLayout
@@ -38,7 +42,7 @@ from everstep.tiers.slots import SlotStore
 
 __all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
 
-WRITERS = 2
+WRITERS = 6  # transfers under way at a time: a virtual or an NVMe disk wants several
 CHUNKS = WRITERS + 2
 _LOOK_AGAIN_S = 0.2
 
@@ -97,6 +101,8 @@ class LocalKeeper:
         on_done: called after the retention that follows a base.
         timeout_s: a transfer that takes longer counts as hung.
         history: which segments of the log stay (see :class:`.retain.Retention`).
+        seat: of this rank among several; None: it is alone.
+        mailbox: to the keepers of the others.
     """
 
     def __init__(
@@ -113,6 +119,8 @@ class LocalKeeper:
         timeout_s: float,
         history: str = "last",
         on_done: Callable[[Capture], None] = lambda capture: None,
+        seat: Seat | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self._filesystem = filesystem = seams.filesystem
         self._clock = seams.clock
@@ -132,9 +140,26 @@ class LocalKeeper:
             keep=keep,
             timeout_s=timeout_s,
             history=history,
+            clock=seams.clock,
         )
         if verified is not None:
             self._retention.verified.add(verified)
+        self._commits: RankCommits | None = None
+        if seat is not None:
+            assert mailbox is not None
+            mailbox.open(seat.session, seat.rank, seat.peers)
+            self._commits = RankCommits(
+                seams,
+                run,
+                timeline,
+                seat,
+                mailbox,
+                self._persister,
+                ring,
+                keep=keep,
+                post=channel.post,
+                timeout_s=timeout_s,
+            )
         self._audit = DigestAudit()
         self.records: LogStore | None = None  # where this keeper is a thread of the trainer
         self._on_done = on_done
@@ -159,6 +184,9 @@ class LocalKeeper:
     def sweep(self) -> None:
         """Cleans up after crashes; a failure is reported, and no reason to stop."""
         try:
+            if self._commits is not None:
+                self._commits.sweep()
+                return
             with storage_errors("clean up", self._run):
                 inventory = scan_run(self._filesystem, self._run)
                 self._retention.sweep(inventory, in_flight=())
@@ -180,6 +208,17 @@ class LocalKeeper:
             audit = self._audit.of(plan)
             self._persist(plan, bodies, save, bar if show else silent, audit)
         self._retain(save)
+
+    def release(self) -> None:
+        """Whoever resumes the run comes next: what only waits for other ranks fails now."""
+        if self._commits is not None:
+            self._commits.release()
+
+    def no_more(self) -> None:
+        """Behind what was captured whole nothing more will come."""
+        if self._commits is not None:
+            self._start()
+            self._jobs.put(self._commits.no_more)
 
     def begin(self, capture: Capture) -> None:
         """A capture has begun; one that streams is written as it arrives."""
@@ -264,16 +303,10 @@ class LocalKeeper:
                     seen = self._written.count
                 self._channel.check()
                 if self._channel.hung():  # reported already; waiting on would be for ever
-                    raise DeadlineError(
-                        f"{len(self._waiting)} base(s) are not durable: the storage hangs",
-                        hint="look at the disk or the network file system (dmesg, df, iostat)",
-                    )
+                    raise storage_hangs(len(self._waiting))
                 waited_s = self._clock.monotonic_s() - start_s
                 if timeout_s is not None and waited_s > timeout_s:
-                    raise DeadlineError(
-                        f"{len(self._waiting)} base(s) are not durable after {waited_s:.0f} s",
-                        hint="wait longer, or look at the disk",
-                    )
+                    raise not_durable_yet(len(self._waiting), waited_s)
         self._channel.check()
 
     def close(self) -> None:
@@ -291,6 +324,8 @@ class LocalKeeper:
             thread.join(timeout=_LOOK_AGAIN_S if self._waiting else self._timeout_s)
             if thread.is_alive():
                 return  # the storage hangs: not one more call to it
+        if self._commits is not None:
+            self._commits.close()
         with contextlib.suppress(OSError):  # nobody will overwrite them now
             self._slots.clear()
 
@@ -332,7 +367,7 @@ class LocalKeeper:
             failpoint("keeper.before_persist")
             audit = self._audit.of(capture.plan)
             capture.written = self._persist(
-                capture.plan, capture.bodies(arena), save, self._written, audit
+                capture.files, capture.bodies(arena), save, self._written, audit
             )
         except EverstepError as error:
             if not capture.withdrawn:
@@ -366,7 +401,7 @@ class LocalKeeper:
         start_s = self._clock.monotonic_s()
         work = self._channel.begin(f"writing the base of step {save.step}", save.step)
         try:
-            written = self._persister.persist(
+            written = (self._commits or self._persister).persist(
                 plan, bodies, _Watched(self._channel, work, shown), audit
             )
         except BaseException as error:
@@ -387,7 +422,10 @@ class LocalKeeper:
         start_s = self._clock.monotonic_s()
         work = self._channel.begin("cleaning up old bases", save.step)
         try:
-            self._retention.run(self._channel.post)
+            if self._commits is not None:
+                self._commits.retain()
+            else:
+                self._retention.run(self._channel.post)
         except (FencedError, StorageError, DeadlineError) as error:
             self._channel.post(error)
         except Exception as error:

@@ -30,6 +30,7 @@ from everstep.keeper.budget import check_disk_budget
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_fuzzy import fuzzy_parts, redo_bytes, spots_at_mark
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_parts import PartCopies
 from everstep.keeper.multistep_plan import PartsPlan, units_of
@@ -242,12 +243,19 @@ class Multistep:
         assert memory is not None
         prepared = self._saver.asked(survey, identity)
         units = self._units(prepared)
-        count = self._choice.parts(
-            units, prepared.size_bytes, pool.arena.size_bytes, waits=self._updates.waits
-        )
         plan = self._plan
-        if plan is None or plan.prepared is not prepared or plan.count != count:
-            plan = self._plan = PartsPlan(prepared, units, count)
+        if plan is not None and plan.prepared is not prepared:
+            plan = None
+        cut = self._choice.cut(
+            units,
+            prepared.size_bytes,
+            pool.arena.size_bytes,
+            waits=self._updates.waits,
+            now=None if plan is None else plan.cut,
+        )
+        if plan is None or plan.cut is not cut:
+            plan = self._plan = PartsPlan(prepared, cut, self._choice.chunk_bytes)
+        plan.copy_in(self._choice.chunk_bytes)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             timed = self._choice.timed("base", prepared.size_bytes)
@@ -258,7 +266,10 @@ class Multistep:
         save = self._last = Save(identity.step + len(plan.parts) - 1, identity.timeline)
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
         try:
-            check_disk_budget(self._options, self._run, prepared.plan(identity).size_bytes)
+            size_bytes = prepared.plan(identity).size_bytes
+            if self._options.leaves_bases_fuzzy:
+                size_bytes += redo_bytes(plan.cut)
+            check_disk_budget(self._options, self._run, size_bytes)
             room = self._saver.acquire(prepared.size_bytes)
         except EverstepError as error:
             failed(save.staged, error)
@@ -302,6 +313,7 @@ class Multistep:
         part = window.plan.parts[window.next]
         copies = window.plan.copies(part.entries, survey.tensors)
         self._parts.submit(window, copies, part.size_bytes)
+        window.seen.append((window.identity.lsn, part.entries))
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
         window.at_mark = AtMark.of(survey, window.plan.prepared.marked)
@@ -314,7 +326,10 @@ class Multistep:
         begin = window.next + 1
         last = window.plan.last(begin)
         copies = window.plan.copies(last.entries, survey.tensors)
-        samples = self._samples(window.plan, begin, survey)
+        samples, spots = self._samples(window.plan, begin, survey), {}
+        fuzzy = self._options.leaves_bases_fuzzy
+        if fuzzy:
+            spots = spots_at_mark(window.plan.captured(begin), survey.tensors, identity.step)
         self.stats.finishing(window.watch, identity.step, self._clock.monotonic_s())
 
         def tell(capture: Capture, objects: Mapping[str, bytes]) -> None:
@@ -323,7 +338,13 @@ class Multistep:
                 raise window.failed
             failpoint("window.before_assemble")
             window.told = True
-            assembly = Assembly(window.digest, window.partial_updates(), samples)
+            left = None
+            if fuzzy:
+                memory = window.pool.arena.view[window.room.offset :]
+                left = fuzzy_parts(capture.plan, memory, objects, window.seen, spots)
+                window.tie_updates()
+            updates = window.partial_updates(all_of_them=fuzzy)
+            assembly = Assembly(window.digest, updates, samples, left)
             window.keeper.assemble(capture, objects, assembly, rebuilt)
             failpoint("window.after_assemble")
 
@@ -435,8 +456,10 @@ class Multistep:
         return None
 
     def _samples(self, plan: PartsPlan, end: int, survey: Survey) -> list[Samples]:
-        """Of what was captured in steps before, as it is now; on the CPU, where replay gives the
-        same bits (I8)."""
+        """Of what was captured in steps before, as it is now; on the CPU, where the keeper's replay
+        gives the same bits (I8)."""
+        if self._options.leaves_bases_fuzzy:
+            return []
         names = [n for n in plan.captured(end) if survey.tensors[n].device.type == "cpu"]
         check = plan.check(frozenset(names), survey.tensors)
         if check is None:

@@ -1,17 +1,20 @@
-"""Into how many parts a base is cut: by what copies, steps and memory are like (GoCkpt 4.2.3)."""
+"""Into which parts a base is cut: by what copies, steps and memory are like (GoCkpt 4.2.3)."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everstep.capture.multistep import Unit
+from everstep.capture.multistep import Unit, cut_parts
+from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.keeper.multistep_stats import MultistepStats
 from everstep.options import Options
-from everstep.plan.multistep import PARTS_MAX, Pipeline, overlap
+from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
+from everstep.plan.multistep_cut import best_cut, fewest
 from everstep.seams import Clock
 
 __all__ = ["Choice", "OnCopy", "Timed"]
@@ -20,6 +23,9 @@ _STEPS = 32  # that are remembered
 _COPIES = 32
 _LEAST_BYTES = 1 << 16  # of a copy that tells something about the link
 _HELD_STEPS = 1  # gradients are copied by the next update of their optimizer
+_CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
+_CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 64 << 10, 4 << 20  # at most those of GoCkpt (section 4.4.2)
+_KEPT = 0.02  # of a step: a cut is not changed for less
 
 OnCopy = Callable[[str, float, float, int], None]
 """Told of each copy, in the lane's thread: what it was of (``"part"`` or ``"gradients"``), when it
@@ -101,27 +107,66 @@ class Choice:
         self._parts_max = max(1, (self._stats.parts or 1) // 2)
         self._told = True  # with the base that was given up
 
-    def parts(
-        self, units: Sequence[Unit], base_bytes: int, arena_bytes: int, *, waits: bool
-    ) -> int:
-        """How many parts the next base has; 1: it is a lazy one.
+    @property
+    def chunk_bytes(self) -> int:
+        """That are copied in one go: what the link manages in a millisecond, as far as it is known,
+        and a power of two, so that it seldom changes."""
+        wanted = self._options.method.chunk_bytes
+        if isinstance(wanted, int):
+            return wanted
+        link = self._stats.link_bytes_per_s
+        if link is None:
+            return _CHUNK_BYTES_MAX
+        fits = 1 << max(0, int(link * _CHUNK_S).bit_length() - 1)
+        return max(_CHUNK_BYTES_MIN, min(fits, _CHUNK_BYTES_MAX))
+
+    def cut(
+        self,
+        units: Sequence[Unit],
+        base_bytes: int,
+        arena_bytes: int,
+        *,
+        waits: bool,
+        now: Sequence[Sequence[Unit]] | None,
+    ) -> Sequence[Sequence[Unit]]:
+        """The parts of the next base; a single one: it is a lazy base.
 
         Args:
             units: that may be captured apart.
             base_bytes: of the base in memory.
             arena_bytes: of the memory for it and for gradients.
             waits: updates wait for the copies of their gradients.
+            now: the parts of these units that are in use, which are kept unless others are worth
+                the work of planning them.
         """
+        count = self.parts(units, base_bytes, arena_bytes, waits=waits)
+        pipeline = self._pipeline(units)
+        if now is not None and pipeline is None and len(now) == count:
+            return now
+        if pipeline is None or count == 1:
+            return cut_parts(units, count)
+        room_s = self._room_s(pipeline, units, arena_bytes - base_bytes)
+        held_steps = None if waits else _HELD_STEPS
+        found = cut_units(units, pipeline, count, held_steps, room_s)
+        explicit = isinstance(self._options.method.parts, int)
+        most = count if explicit else self._most(units, base_bytes, arena_bytes)
+        if now is None or not (count if explicit else 2) <= len(now) <= most:
+            return found
+        kept, new = (modelled(one, pipeline, held_steps) for one in (now, found))
+        gained_s = self._lost_s(kept) - self._lost_s(new)
+        enough = kept.gradients_s <= room_s
+        return now if enough and gained_s <= _KEPT * pipeline.step_s else found
+
+    def parts(
+        self, units: Sequence[Unit], base_bytes: int, arena_bytes: int, *, waits: bool
+    ) -> int:
+        """How many parts the next base has; 1: it is a lazy one. Arguments as for :meth:`cut`."""
         wanted = self._options.method.parts
-        state_bytes = sum(unit.size_bytes for unit in units)
-        gradient_bytes = sum(unit.gradient_bytes for unit in units)
-        most = min(len(units), self._parts_max)
-        room_bytes = max(0, arena_bytes - base_bytes)
-        if gradient_bytes:
-            most = min(most, 1 + 2 * room_bytes // gradient_bytes)
+        most = self._most(units, base_bytes, arena_bytes)
         if isinstance(wanted, int):
-            if wanted > most and wanted <= len(units) and not self._told:
+            if most < wanted <= len(units) and not self._told:
                 self._told = True
+                gradient_bytes = sum(unit.gradient_bytes for unit in units)
                 need = base_bytes + gradient_bytes * (wanted - 1) // 2
                 warnings.warn(
                     f"everstep: a base in {wanted} parts takes {need} bytes of host memory, which "
@@ -130,22 +175,53 @@ class Choice:
                     stacklevel=2,
                 )
             return max(1, min(wanted, most))
-        if self._options.every.steps is not None:
-            most = min(most, self._options.every.steps)
-        link = self._stats.link_bytes_per_s
-        if link is None or not self._steps or not self._immutable or most <= 1:
+        pipeline = self._pipeline(units)
+        if pipeline is None or most <= 1:
             return 1
+        held_steps = None if waits else _HELD_STEPS
+        room_s = self._room_s(pipeline, units, arena_bytes - base_bytes)
+
+        def lost_s(parts: int) -> float:
+            found = best_cut(pipeline, parts, held_steps).overlap
+            if found.gradients_s > room_s:
+                found = overlap(pipeline, parts, held_steps)
+            return self._lost_s(found)
+
+        return fewest([lost_s(parts) for parts in range(1, most + 1)])
+
+    def _most(self, units: Sequence[Unit], base_bytes: int, arena_bytes: int) -> int:
+        """Equal parts that there is memory for, and that are copied before the next base is due."""
+        gradient_bytes = sum(unit.gradient_bytes for unit in units)
+        most = min(len(units), self._parts_max)
+        if gradient_bytes:
+            most = min(most, 1 + 2 * max(0, arena_bytes - base_bytes) // gradient_bytes)
+        automatic = not isinstance(self._options.method.parts, int)
+        if automatic and self._options.every.steps is not None:
+            most = min(most, self._options.every.steps)
+        return most
+
+    def _lost_s(self, found: Overlap) -> float:
+        """What a base costs training: it waits, and begins the copies of each step."""
+        return found.stall_s + self._stats.step_cost_s * (found.parts - 1)
+
+    def _pipeline(self, units: Sequence[Unit]) -> Pipeline | None:
+        """Steps and copies, as far as they are known."""
+        link = self._stats.link_bytes_per_s
+        if link is None or not self._steps or not self._immutable:
+            return None
         step_s = statistics.median(self._steps)
         immutable_s = min(step_s, statistics.median(self._immutable))
         if immutable_s <= 0:
-            return 1
-        pipeline = Pipeline(
+            return None
+        state_bytes = sum(unit.size_bytes for unit in units)
+        gradient_bytes = sum(unit.gradient_bytes for unit in units)
+        return Pipeline(
             state_bytes / link, gradient_bytes / link, immutable_s, 0.0, step_s - immutable_s
         )
-        held_steps = None if waits else _HELD_STEPS
-        cost_s = self._stats.step_cost_s
 
-        def lost_s(parts: int) -> float:
-            return overlap(pipeline, parts, held_steps).stall_s + cost_s * (parts - 1)
-
-        return min(range(1, most + 1), key=lambda parts: (round(lost_s(parts), 9), parts))
+    def _room_s(self, pipeline: Pipeline, units: Sequence[Unit], room_bytes: int) -> float:
+        """Copy seconds of gradients that there is memory for."""
+        gradient_bytes = sum(unit.gradient_bytes for unit in units)
+        if not gradient_bytes:
+            return math.inf
+        return pipeline.gradients_s * max(0, room_bytes) / gradient_bytes

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, plan_batches
-from everstep.capture.multistep import Unit, cut_parts
+from everstep.capture.batches import Batch, in_chunks, plan_batches
+from everstep.capture.multistep import Unit
 from everstep.keeper.prepared import Copies, Prepared
 from everstep.recover.offline import parameter_names
 from everstep.state.image import State
@@ -62,10 +62,12 @@ class _Planned:
     """Copies of some entries, and the tensors that they were planned for.
 
     Attributes:
+        batches: of the copies, before they are cut into chunks.
         seen: the mapping that they were last taken from, which never changes.
     """
 
     tensors: tuple[torch.Tensor, ...]
+    batches: Sequence[Batch]
     copies: Copies
     seen: Mapping[str, torch.Tensor]
 
@@ -76,8 +78,8 @@ class PartsPlan:
 
     Args:
         prepared: the layout.
-        units: what may be captured before the last step, in the order of the state.
-        count: of parts, at most.
+        cut: what may be captured before the last step, in parts, in the order of the state.
+        chunk_bytes: that are copied in one go.
 
     Attributes:
         parts: all but what belongs to the last step mark.
@@ -85,22 +87,25 @@ class PartsPlan:
     """
 
     prepared: Prepared
-    units: Sequence[Unit]
-    count: int
+    cut: Sequence[Sequence[Unit]]
+    chunk_bytes: int
     parts: tuple[Part, ...] = ()
     rest: frozenset[str] = frozenset()
-    _cut: Sequence[Sequence[Unit]] = ()
     _planned: dict[frozenset[str], _Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._cut = cut_parts(self.units, self.count)
-        self.parts = tuple(Part.of(units) for units in self._cut)
+        self.parts = tuple(Part.of(units) for units in self.cut)
         captured = {name for unit in self.units for name in unit.entries}
         self.rest = frozenset(self.prepared.gated) - captured
 
+    @property
+    def units(self) -> list[Unit]:
+        """What may be captured before the last step, in the order of the state."""
+        return [unit for units in self.cut for unit in units]
+
     def last(self, begin: int) -> Part:
         """All that is left from part ``begin`` on, as the last part."""
-        units = [unit for units in self._cut[begin:] for unit in units]
+        units = [unit for units in self.cut[begin:] for unit in units]
         return Part.of(units, self.rest)
 
     def captured(self, end: int) -> frozenset[str]:
@@ -114,7 +119,7 @@ class PartsPlan:
             return known.copies
         mine = tuple(tensors[name] for name in sorted(names))
         if known is None or not same_objects(mine, known.tensors):
-            known = self._planned[names] = _Planned(mine, self._plan(names, tensors), tensors)
+            known = self._planned[names] = _Planned(mine, *self._plan(names, tensors), tensors)
         known.seen = tensors
         return known.copies
 
@@ -122,7 +127,18 @@ class PartsPlan:
         """Looks at a few elements of entries that were captured in other steps."""
         return self.copies(names, tensors).check
 
-    def _plan(self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> Copies:
+    def copy_in(self, chunk_bytes: int) -> None:
+        """From now on chunks have another size."""
+        if chunk_bytes == self.chunk_bytes:
+            return
+        self.chunk_bytes = chunk_bytes
+        for known in self._planned.values():
+            batches = tuple(in_chunks(known.batches, chunk_bytes))
+            known.copies = replace(known.copies, batches=batches)
+
+    def _plan(
+        self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Batch], Copies]:
         batches: list[Batch] = []
         ends: dict[str, int] = {}
         owners = self.prepared.shape.owners
@@ -133,7 +149,7 @@ class PartsPlan:
                     ends[owners[place.entry.name].optimizer or ""] = offset + place.end
         layouts = list(self._shards())
         check = SpotCheck([(s.layout, o) for s, o in layouts], tensors, names) if names else None
-        return Copies(tuple(batches), ends, check)
+        return batches, Copies(tuple(in_chunks(batches, self.chunk_bytes)), ends, check)
 
     def _shards(self) -> Iterable[tuple[Any, int]]:
         return zip(self.prepared.shards, self.prepared.offsets, strict=True)

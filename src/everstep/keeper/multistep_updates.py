@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from everstep.capture.batches import plan_batches
+from everstep.capture.batches import in_chunks, plan_batches
 from everstep.capture.lane import Lane, Transfer
 from everstep.errors import AuditError, DeadlineError, EverstepError
-from everstep.format.log import RecordHead
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_gradients import GradientCheck, HeldGradients, are_alone
@@ -119,7 +118,7 @@ class UpdateCopies:
                 self._wait(under.transfer, under.layout.size_bytes)
             window.updates.append(under)
             self._lane.run(lambda: self._encode(window, under))
-        return window.account(lsn)
+        return window.account(lsn, copied=under is not None)
 
     def _copy(
         self,
@@ -163,12 +162,12 @@ class UpdateCopies:
                 batches = plan_batches(layout, consumed.tensors, gradients.keys())
         timed = self._choice.timed("gradients", layout.size_bytes)
         progress = check.copied if check is not None else lambda end: None
-        transfer = self._lane.submit(batches, into, progress)
+        chunks = in_chunks(batches, self._choice.chunk_bytes)
+        transfer = self._lane.submit(chunks, into, progress)
         window.watch.gradient_bytes += layout.size_bytes
         if consumed.written:  # by the update, which must not begin before the copy ends
             self._wait(transfer, layout.size_bytes)
-        identity = window.identity
-        head = RecordHead("update", identity.timeline, step, lsn, window.digest, identity.exact)
+        head = window.head(step, lsn)
         return CopiedUpdate(head, layout, transfer, room, timed, consumed, held, check)
 
     def _room(self, window: Window, size_bytes: int) -> Room | None:

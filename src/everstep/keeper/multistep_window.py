@@ -27,6 +27,8 @@ from everstep.state.survey import Shape
 
 __all__ = ["CopiedUpdate", "Copying", "Window"]
 
+_NOTHING = ShardLayout(())
+
 
 @dataclass(eq=False, slots=True)
 class Copying:
@@ -79,6 +81,8 @@ class Window:
         room: where the base goes; ``block`` is its memory, and ``memory`` all of the arena.
         next: number of the part that is copied next.
         captured: names of captured parameters, by the key of their optimizer.
+        others: updates of nothing that was captured before them.
+        seen: of each captured part, the last update that it has seen, and its entries.
         lsn: every update up to this one is accounted for.
         at_mark: what the state was at the last mark besides what optimizers own.
         failed: what went wrong in the lane's thread.
@@ -101,16 +105,30 @@ class Window:
     next: int = 0
     captured: dict[str, frozenset[str]] = field(default_factory=dict)
     updates: list[CopiedUpdate] = field(default_factory=list)
+    others: list[RecordHead] = field(default_factory=list)
+    seen: list[tuple[int, frozenset[str]]] = field(default_factory=list)
     rooms: list[Room] = field(default_factory=list)
     at_mark: AtMark | None = None
     failed: EverstepError | None = None
     told: bool = False
 
-    def account(self, lsn: int) -> bool:
-        """An update is accounted for; False: one before it was not."""
+    def account(self, lsn: int, *, copied: bool = False) -> bool:
+        """An update is accounted for; False: one before it was not.
+
+        Args:
+            copied: it is one of :attr:`updates`.
+        """
         follows = lsn == self.lsn + 1
-        self.lsn = lsn if follows else self.lsn
+        if follows:
+            self.lsn = lsn
+            if not copied:
+                self.others.append(self.head(self.identity.step + 1, lsn))
         return follows
+
+    def head(self, step: int, lsn: int) -> RecordHead:
+        """Of the record of an update."""
+        timeline, exact = self.identity.timeline, self.identity.exact
+        return RecordHead("update", timeline, step, lsn, self.digest, exact)
 
     def release_updates(self) -> None:
         """The gradients are not needed any more; in any thread, any number of times."""
@@ -118,9 +136,20 @@ class Window:
             while True:  # two threads may come at once: each room is taken by one of them
                 self.pool.release(self.rooms.pop())
 
-    def partial_updates(self) -> list[PartialUpdate]:
-        """As the keeper is told of them."""
-        return [
+    def tie_updates(self) -> None:
+        """The gradients are needed as long as the base: they are given back with it."""
+        self.room.others, self.rooms = tuple(self.rooms), []
+
+    def partial_updates(self, *, all_of_them: bool) -> list[PartialUpdate]:
+        """As the keeper is told of them.
+
+        Args:
+            all_of_them: those of nothing that was captured, too.
+        """
+        found = [
             PartialUpdate(update.head, update.layout, update.objects, update.room.offset)
             for update in self.updates
         ]
+        if all_of_them:
+            found += [PartialUpdate(head, _NOTHING, {}, 0) for head in self.others]
+        return sorted(found, key=lambda update: update.head.lsn)

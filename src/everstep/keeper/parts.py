@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -35,7 +36,6 @@ from everstep.keeper.standby import (
     why_inexact,
 )
 from everstep.options import Options
-from everstep.recover.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.state.image import State
 
@@ -66,8 +66,13 @@ class Parts:
     cadence: Cadence
 
 
-def assemble(options: Options, run: PurePath, state: State, seams: Seams) -> Parts:
+def assemble(
+    options: Options, run: PurePath, open_run: Callable[[], str], state: State, seams: Seams
+) -> Parts:
     """Makes all parts, and says what they will take.
+
+    Args:
+        open_run: makes the folder a run; returns its id.
 
     Raises:
         OutOfSpaceError: more than a budget allows.
@@ -77,18 +82,20 @@ def assemble(options: Options, run: PurePath, state: State, seams: Seams) -> Par
     shape = state.survey().shape
     tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
     gradients = gradients_of(state.optimizers.values())
-    host_bytes = host_budget_bytes(options, tensors_bytes)
+    host_bytes = host_budget_bytes(options, tensors_bytes, state.ranks.here)
     replica_bytes = replica_budget_bytes(options, host_bytes, tensors_bytes, gradients[1])
     arena_bytes = host_bytes - replica_bytes
     check_disk_budget(options, run, max(1, shape.size_bytes))
-    run_id = open_run_folder(seams.filesystem, run).run or ""
+    run_id = open_run()
     clock = seams.clock
     channel = BackgroundChannel(
         options.on_failure, clock, progress_timeout_s=options.progress_timeout_s
     )
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
-    keepers = Keepers(options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes)
+    keepers = Keepers(
+        options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes, state.ranks
+    )
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
@@ -114,7 +121,8 @@ def assemble(options: Options, run: PurePath, state: State, seams: Seams) -> Par
     if options.is_scheduled and not keepers.in_process:
         why = "without a keeper process nobody holds captures between bases: none is taken"
         print(f"everstep: {run}: {why}", file=sys.stderr)
-    if (standby is not None or multistep is not None) and (why := why_inexact(state)):
+    computes = multistep is not None and not options.leaves_bases_fuzzy
+    if (standby is not None or computes) and (why := why_inexact(state)):
         print(f"everstep: {run}: {why}", file=sys.stderr)
     return Parts(
         run_id,

@@ -98,8 +98,7 @@ class Persister:
                 action: Action | None = commit.start()
                 while action is not None:
                     if isinstance(action, WriteFiles):
-                        written = self._write_files(plan, bodies, directory, progress)
-                        audit({k: v for shard in written for k, v in shard.digests.items()})
+                        written = self.write(plan, bodies, progress, audit)
                         event: Event = FilesDurable(tuple(shard.record for shard in written))
                     else:
                         event = self._perform(action, plan, directory)
@@ -114,6 +113,23 @@ class Persister:
             except BaseException:
                 self._clean_up(plan, directory)
                 raise
+
+    def write(
+        self,
+        plan: BasePlan,
+        bodies: Sequence[Body],
+        progress: ProgressSink,
+        audit: Audit = lambda digests: None,
+    ) -> tuple[Written, ...]:
+        """Writes the files of one rank, so that they have their names, durably; no more.
+
+        Raises:
+            OSError, EverstepError: and leaves what there is to the caller.
+        """
+        directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
+        written = self._write_files(plan, bodies, directory, progress)
+        audit({k: v for shard in written for k, v in shard.digests.items()})
+        return written
 
     def _look_at_fence(self) -> FenceSeen:
         return FenceSeen(newest_timeline(self._filesystem, self._run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from everstep.arena.allocator import Allocator
@@ -23,12 +23,14 @@ class Room:
     Attributes:
         forget: set while the block is kept only so that a restarted training process can
             restore from it: called when the memory is needed.
+        others: blocks that are given back with it.
     """
 
     offset: int
     size_bytes: int
     word: int
     forget: Callable[[], None] | None = None
+    others: Sequence[Room] = ()
 
 
 class CapturePool:
@@ -166,6 +168,8 @@ class CapturePool:
         self._free(room)
 
     def _free(self, room: Room) -> None:
+        for other in room.others:
+            self._free(other)
         self._allocator.free(room.offset)
         if room.word != _NO_WORD:
             self._words.append(room.word)

@@ -46,7 +46,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain import delete_files, perform_deletion
 from everstep.recover.ranks import keep_manifest
-from everstep.recover.scan import newest_timeline, scan_run
+from everstep.recover.scan import BaseFound, newest_timeline, scan_run
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, temporary, write_durably
 
@@ -116,7 +116,11 @@ class RankDisk:
             return ReadBackDone(problem, newest)
         assert isinstance(action, LookAtBases)
         inventory = scan_run(self._filesystem, self._run)
-        committed = tuple(found.id for found in inventory.bases if found.status == "committed")
+        committed = tuple(
+            found.id
+            for found in inventory.bases
+            if found.status == "committed" or _is_spared(found)
+        )
         return BasesSeen(committed, inventory.branches)
 
     def withdraw(self, base: BaseId) -> None:
@@ -151,7 +155,7 @@ class RankDisk:
             FencedError: a newer timeline has begun.
         """
         for found in scan_run(self._filesystem, self._run).bases:
-            unfinished = found.status in ("incomplete", "condemned")
+            unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
             if unfinished and found.id.timeline < timeline and found.id != spare:
                 if newest_timeline(self._filesystem, self._run) > timeline:
                     raise self._fenced(found.id)
@@ -200,3 +204,9 @@ class RankDisk:
             return MarkersSeen(found)
         except (FileNotFoundError, EverstepError):  # gone meanwhile, or damaged: not there
             return MarkersSeen({})
+
+
+def _is_spared(found: BaseFound) -> bool:
+    """Whether a base is condemned, and nothing of it was removed from this disk: the rules say what
+    becomes of it, as of any other (``adr/004``)."""
+    return found.status == "condemned" and found.manifest is not None

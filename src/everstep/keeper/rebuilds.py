@@ -1,7 +1,8 @@
 """Bases that were captured over several steps, until they are whole: the keeper's side.
 
-A thread of its own brings the parts to one step (:mod:`.rebuild_state`), so that messages are
-answered meanwhile. From then on it is a base like any other; until then the one before it stays.
+A thread of its own brings the parts to one step (:mod:`.rebuild_state`), or puts together what
+whoever restores them needs for it (:mod:`.fuzzy`), so that messages are answered meanwhile. From
+then on it is a base like any other; until then the one before it stays.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.keeper.assembly import Assembly, PartialUpdate
+from everstep.keeper.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.keeper.attached import Attached
 from everstep.keeper.capture import Capture
+from everstep.keeper.fuzzy import leave_fuzzy
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
-from everstep.keeper.samples import Samples
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.threads import IoThreads
@@ -54,6 +55,7 @@ class Rebuilds:
         self._threads = wanted["threads"]
         if self._thread is None:
             self._thread = IoThreads(1, "everstep-rebuild")
+        if wanted["warm"]:
             self._thread.submit(_warm)  # it takes seconds, and the first base some steps
 
     def update(self, trainer: Attached, message: Mapping[str, Any]) -> None:
@@ -88,9 +90,8 @@ class Rebuilds:
         updates = self._updates.pop(capture.number, [])
         if self._thread is None:
             raise KeeperError("a base in parts, of a process that has not spoken of any")
-        samples = tuple(Samples(*some) for some in message["samples"])
+        assembly = assembly_from_wire(message, updates)
         capture.assembling = True
-        assembly = Assembly(message["shape"], updates, samples)
         self._thread.submit(self._rebuild, trainer, capture, objects, assembly, keeper)
 
     def forget(self, number: int) -> None:
@@ -118,18 +119,11 @@ class Rebuilds:
         """In the thread."""
         error: EverstepError | None = None
         try:
-            from everstep.keeper.rebuild_state import rebuild
-
             failpoint("rebuild.before")
-            made, objects = rebuild(
-                capture,
-                trainer.arena,
-                objects,
-                assembly,
-                self._record(capture.plan.identity.timeline),
-                threads=self._threads,
-            )
-            capture.plan = BasePlan(made, capture.plan.shards, capture.plan.kinds)
+            if assembly.fuzzy is not None:
+                leave_fuzzy(capture, trainer.arena, objects, assembly, assembly.fuzzy)
+            else:
+                objects = self._rebuilt(trainer, capture, objects, assembly)
             failpoint("rebuild.after")
         except EverstepError as found:
             error = found
@@ -137,7 +131,7 @@ class Rebuilds:
             what = f"internal error while a base was made whole: {found!r}"
             error = EverstepError(what, step=capture.step)
             error.__cause__ = found
-        # The updates are read no more; the base's own block is kept until it is durable.
+        # A base that is whole needs its updates no more; its own block is kept until it is durable.
         trainer.tell({"kind": "rebuilt", "number": capture.number, "whole": error is None})
         if error is not None:
             _log.error("%s", error)
@@ -146,6 +140,27 @@ class Rebuilds:
         self._whole = True
         self._holding.take(capture, trainer.arena)
         keeper.captured(capture, objects)
+
+    def _rebuilt(
+        self,
+        trainer: Attached,
+        capture: Capture,
+        objects: Mapping[str, bytes],
+        assembly: Assembly,
+    ) -> Mapping[str, bytes]:
+        """Brings all parts to one step; returns the objects."""
+        from everstep.keeper.rebuild_state import rebuild
+
+        made, objects = rebuild(
+            capture,
+            trainer.arena,
+            objects,
+            assembly,
+            self._record(capture.plan.identity.timeline),
+            threads=self._threads,
+        )
+        capture.plan = BasePlan(made, capture.plan.shards, capture.plan.kinds)
+        return objects
 
     def _record(self, timeline: int) -> TimelineRecord | None:
         path = timeline_dir(self._run, timeline) / TIMELINE_RECORD

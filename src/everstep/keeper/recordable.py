@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.compress.training import Compressor
@@ -35,6 +36,7 @@ __all__ = [
     "form_entries",
     "groupings_of",
     "look_for_nonfinite",
+    "lossy_entries",
     "refuse_optimizers",
 ]
 
@@ -222,6 +224,14 @@ def form_entries(
         return {**about, "counts": form.counts}
     named[INT8 + name], named[SCALES + name] = form.values, form.scales
     return {**about, "dtype": form.dtype}
+
+
+def lossy_entries(
+    name: str, gradient: torch.Tensor, copy: Lossy, named: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """:func:`form_entries` of a lossy copy."""
+    about = form_entries(name, gradient, copy.form, named)
+    return {**about, "dtype": copy.dtype, "lossy": True, "exponent": copy.exponent}
 
 
 def look_for_nonfinite(head: RecordHead, layout: ShardLayout, data: torch.Tensor) -> None:

@@ -132,7 +132,8 @@ class Recorder:
         self._under: _Under | None = None
         self._layouts = Layouts()
         self._declared = DeclaredLog(state)
-        self._consumption = Consumption(state)
+        ratio = options.log.ratio if options.method.log == "adaptive" else None
+        self._consumption = Consumption(state, lossy_ratio=ratio)
         self._replaced = Replaced(state)
         self.untold = Untold(channel)
         self.nonfinite: NonFiniteError | None = None

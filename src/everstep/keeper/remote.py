@@ -30,6 +30,7 @@ from everstep.keeper.messages import (
 )
 from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done, failed
+from everstep.keeper.waiting import keeper_gone, keeper_silent, not_durable_yet, storage_hangs
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.held import Recalled
 from everstep.seams import Clock
@@ -95,8 +96,8 @@ class RemoteKeeper:
         self._timeline = 0
         self._heard_s = clock.monotonic_s()
         self._written_bytes = 0
-        self._hung = False
-        self._closing = False
+        self._hung = self._closing = False
+        self.lost_steps: tuple[int, ...] = ()  # of captures that were lost with it
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
         )
@@ -112,6 +113,7 @@ class RemoteKeeper:
         history: str = "last",
         replica: Mapping[str, Any] | None = None,
         rebuild: Mapping[str, Any] | None = None,
+        seat: Mapping[str, Any] | None = None,
     ) -> None:
         """From now on bases are of this timeline.
 
@@ -120,8 +122,9 @@ class RemoteKeeper:
             history: which of its segments stay.
             replica: what the replica may take (see :class:`.replica.ReplicaLimits`); None: there
                 is none.
-            rebuild: ``threads`` that make bases whole which are captured over several steps; None:
-                there will be none.
+            rebuild: ``threads`` that make bases whole which are captured over several steps, and
+                whether to be ready for it (``warm``); None: there will be none.
+            seat: of this rank among several (see :class:`.commits.Seat`); None: it is alone.
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline, self.stats = timeline, KeeperStats()
@@ -137,8 +140,21 @@ class RemoteKeeper:
                 "replica": replica,
                 "rebuild": rebuild,
                 "tiers": self.tiers,
+                "seat": seat,
             }
         )
+
+    def listen(self, host: str, port: int, timeout_s: float) -> int:
+        """The keeper opens a mailbox for the keepers of other ranks; returns its port.
+
+        Raises:
+            KeeperError, DeadlineError: as for :meth:`settle`.
+        """
+        ask = {"kind": "listen", "host": host, "port": port}
+        reply, _ = self._request(ask, "listening", timeout_s)
+        if reply["error"] is not None:
+            raise error_from_wire(reply["error"])
+        return int(reply["port"])
 
     def settle(self, timeout_s: float) -> None:
         """Waits until what an earlier trainer left is durable or has failed.
@@ -339,16 +355,10 @@ class RemoteKeeper:
                 self._channel.check()
                 self._check_alive()
                 if self._hung:  # reported already; waiting on would be for ever
-                    raise DeadlineError(
-                        f"{len(self._waiting)} base(s) are not durable: the storage hangs",
-                        hint="look at the disk or the network file system (dmesg, df, iostat)",
-                    )
+                    raise storage_hangs(len(self._waiting))
                 waited_s = self._clock.monotonic_s() - start_s
                 if timeout_s is not None and waited_s > timeout_s:
-                    raise DeadlineError(
-                        f"{len(self._waiting)} base(s) are not durable after {waited_s:.0f} s",
-                        hint="wait longer, or look at the disk",
-                    )
+                    raise not_durable_yet(len(self._waiting), waited_s)
         self._channel.check()
 
     def close(self) -> None:
@@ -368,7 +378,7 @@ class RemoteKeeper:
         try:
             self._connection.send(message)
         except (KeeperError, OSError) as error:
-            self._lose(_lost(self.pid, error))
+            self._lose(keeper_gone(self.pid, error))
 
     def _request(
         self, message: dict[str, Any], reply: str, timeout_s: float
@@ -396,10 +406,7 @@ class RemoteKeeper:
     def _check_alive(self) -> None:
         silent_s = self._clock.monotonic_s() - self._heard_s
         if silent_s > self._timeout_s:
-            raise DeadlineError(
-                f"the keeper (process {self.pid}) has said nothing for {silent_s:.0f} s",
-                hint="it is stopped, or this machine is overloaded",
-            )
+            raise keeper_silent(self.pid, silent_s)
 
     def _read(self) -> None:
         error: BaseException | None = None
@@ -416,7 +423,7 @@ class RemoteKeeper:
         except Exception as found:
             error = found
         if not self._closing:
-            self._lose(_lost(self.pid, error))
+            self._lose(keeper_gone(self.pid, error))
         self._connection.close()
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -426,7 +433,7 @@ class RemoteKeeper:
             self.replica_step, self.replica_applied, self.replica_bytes = message["replica"]
         if kind == "blob":
             self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
-        elif kind in ("settled", "recalled"):
+        elif kind in ("settled", "recalled", "listening"):
             message["blobs"], self._blobs = self._blobs, {}
             with self._changed:
                 self._replies[kind] = (message, fds)
@@ -483,6 +490,7 @@ class RemoteKeeper:
                 return
             self.lost = error or KeeperError("this keeper was let go")
             captures = list(self._writing.values())
+            self.lost_steps = tuple(capture.step for capture in captures)
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()
@@ -490,11 +498,3 @@ class RemoteKeeper:
         for capture in captures:
             failed(capture.save.durable, self.lost)
             capture.on_end(capture)
-
-
-def _lost(pid: int, error: BaseException | None) -> KeeperError:
-    why = f": {error}" if error is not None else ""
-    return KeeperError(
-        f"the keeper (process {pid}) is gone{why}",
-        hint="training goes on; a new keeper is started, and a new base taken",
-    )

@@ -1,16 +1,16 @@
 """Retention and cleaning: what is no longer needed goes, in an order that any crash survives.
 
-A base is deleted in two steps. First it is condemned: its manifest is renamed, durably, and
-from then on no recovery will choose it. Then, after one more look at the fence, its files
-go. A process that resumes opens its timeline first and looks for the condemned mark second,
-so either it sees the mark and chooses another base, or the deleter sees the new timeline
-and lifts the mark again: never both go ahead.
+A base is deleted in two steps. First it is condemned: its manifest is renamed, durably. Then,
+after one more look at the fence, the mark is renamed once more, and its files go. A process
+that resumes opens its timeline first and looks for the mark second, so either it sees the mark,
+or the deleter sees the new timeline and lifts the mark again. If it sees the mark and needs the
+base, it lifts the mark itself; where both rename, one of them succeeds (``adr/004``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
 
 from everstep.commit.deletion import (
@@ -26,11 +26,11 @@ from everstep.commit.deletion import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import CheckFence, FenceSeen
-from everstep.commit.retention import plan_retention
-from everstep.errors import DamageError, FencedError, StorageError
+from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
+    DELETING,
     MANIFEST,
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
@@ -39,18 +39,19 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
+from everstep.keeper.readback import ReadBack
+from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments, needed_by
+from everstep.options import History
+from everstep.recover.lift import lift_mark
 from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
-from everstep.recover.verify import Verdict, verify_base
+from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem
-from everstep.seams.progress import silent
 from everstep.tiers.disk import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 
 __all__ = ["Retention", "delete_base", "delete_files", "perform_deletion"]
-
-_MAY_BE_NEEDED = ("committed", "complete", "damaged")
 
 
 class Retention:
@@ -58,7 +59,7 @@ class Retention:
 
     Args:
         keep: bases to keep, at least 1.
-        history: ``"last"``: segments of the log that no base needs go; ``"all"``: none does.
+        history: steps that can be gone back to (:meth:`everstep.options.History.parse`).
         slots: where data files of deleted bases are parked.
     """
 
@@ -73,18 +74,23 @@ class Retention:
         keep: int,
         timeout_s: float,
         history: str = "last",
+        clock: Clock,
     ) -> None:
-        self._history = history
+        self._history = History.parse(history)
+        self._clock = clock
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
-        self._ring = ring
         self._slots = slots
-        self._keep = keep
-        self._timeout_s = timeout_s
-        self.verified: set[BaseId] = set()
-        self.damaged: set[BaseId] = set()
+        self._good = ReadBack(
+            filesystem, lambda: contextlib.nullcontext(ring), keep=keep, timeout_s=timeout_s
+        )
         self.deleted = 0
+
+    @property
+    def verified(self) -> set[BaseId]:
+        """Bases that were read and found whole."""
+        return self._good.verified
 
     def run(self, post: Callable[[DamageError], None]) -> None:
         """Runs after a commit: deletes what may go, and cleans up after crashes.
@@ -102,15 +108,17 @@ class Retention:
             self.sweep(inventory, in_flight=())
 
     def sweep(self, inventory: Inventory, *, in_flight: Collection[BaseId]) -> None:
-        """Removes what crashes have left: temporary files, unfinished and condemned bases,
-        parked files of older timelines. Nothing of a newer timeline is touched."""
+        """Removes what crashes have left: temporary files, bases that are unfinished or half
+        deleted, parked files of older timelines. Nothing of a newer timeline is touched, and no
+        base of which nothing is gone: that is for the rules to say."""
         self._check_fence()
         here = {self._timeline, *(n for n in inventory.timelines if n <= self._timeline)}
         self._remove_temporary(self._run)
         for base in inventory.bases:
             if base.id.timeline > self._timeline or base.id in in_flight:
                 continue
-            if base.status in ("incomplete", "condemned") and _only_ours(base):
+            unfinished = base.status in ("incomplete", "condemned") and not base.is_usable
+            if unfinished and _only_ours(base):
                 delete_files(self._filesystem, base, self._slots)
             elif base.status in ("committed", "complete"):
                 self._remove_temporary(base.path)
@@ -123,55 +131,45 @@ class Retention:
                 SlotStore(self._filesystem, directory / SLOTS_DIR).clear()
 
     def _retain(self, inventory: Inventory, post: Callable[[DamageError], None]) -> None:
-        bases = {base.id: base for base in inventory.bases if base.status == "committed"}
-        while True:
-            plan = plan_retention(
-                bases,
-                inventory.branches,
-                keep=self._keep,
-                verified=self.verified,
-                damaged=self.damaged,
-            )
-            if plan.verify is None:
-                break
-            verdict = self._read_back(bases[plan.verify])
-            if verdict.damages:
-                first = verdict.damages[0]
-                if any(damage.unreadable for damage in verdict.damages):
-                    raise StorageError(  # no reason to call it damaged: nothing is deleted now
-                        f"{plan.verify} could not be read back: {first.problem}",
-                        step=plan.verify.step,
-                        tier="disk",
-                        path=first.path,
-                        hint="look at the disk or the network file system (dmesg, df, mount)",
-                    )
-                self.damaged.add(plan.verify)
-                post(
-                    DamageError(
-                        f"{plan.verify} was committed, but read back it is damaged: "
-                        f"{first.problem}; older bases are kept",
-                        entry=first.entry,
-                        step=plan.verify.step,
-                        path=first.path,
-                        hint="the disk or memory of this machine may be failing",
-                    )
-                )
-            else:
-                self.verified.add(plan.verify)
-        for victim in plan.delete:
+        bases = {base.id: base for base in inventory.bases if self._counts(base)}
+        going = self._good.plan(bases, inventory.branches, post)
+        if going and self._history.is_more:
+            needed = self._needed(inventory, bases, going)
+            going = tuple(base for base in going if base not in needed)
+        for base in bases.values():  # condemned by a process that died: it is kept after all
+            if base.status == "condemned" and base.id not in going:
+                self._check_fence()
+                lift_mark(self._filesystem, base.path)
+        for victim in going:
             delete_base(
                 self._filesystem, self._run, bases[victim], self._slots, timeline=self._timeline
             )
-            self.verified.discard(victim)
-            self.damaged.discard(victim)
+            self._good.forget(victim)
             self.deleted += 1
+
+    def _needed(
+        self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], going: Collection[BaseId]
+    ) -> set[BaseId]:
+        """Bases that would go, and that a step of the history is replayed from."""
+        lsns = {
+            base.id: base.manifest.markers[0].lsn
+            for base in bases.values()
+            if base.manifest is not None and base.id not in self._good.damaged
+        }
+        now_s = self._clock.unix_s()
+        promise = Promise.of(self._filesystem, inventory, self._history, now_s=now_s)
+        return promise.needed(lsns, [base for base in going if base in lsns])
+
+    def _counts(self, base: BaseFound) -> bool:
+        """Whether a base is one to keep, or to delete by the rules: also where another process
+        has condemned it, as long as nothing of it is gone."""
+        spared = base.status == "condemned" and base.is_usable
+        return base.status == "committed" or (spared and base.id.timeline <= self._timeline)
 
     def _retain_log(self) -> None:
         """Segments that lead nowhere from any base that is left."""
-        if self._history == "all":
-            return
         inventory = scan_run(self._filesystem, self._run)
-        left = [base.id for base in inventory.bases if base.status in _MAY_BE_NEEDED]
+        left = [b.id for b in inventory.bases if b.is_usable or b.status == "damaged"]
         mine = [number for number in inventory.timelines if number <= self._timeline]
         delete_segments(
             self._filesystem,
@@ -180,11 +178,6 @@ class Retention:
             lambda segment: not needed_by(segment, left),
             self._check_fence,
             own=self._timeline,
-        )
-
-    def _read_back(self, base: BaseFound) -> Verdict:
-        return verify_base(
-            self._filesystem, base, self._ring, timeout_s=self._timeout_s, progress=silent
         )
 
     def _check_fence(self) -> None:
@@ -237,31 +230,45 @@ def perform_deletion(
         return FenceSeen(newest_timeline(filesystem, run))
     try:
         if isinstance(action, Condemn):
-            filesystem.rename(path / MANIFEST, path / CONDEMNED)
-            filesystem.sync_dir(path)
+            _condemn(filesystem, path)
             failpoint("retain.after_condemn")
             return Condemned()
         if isinstance(action, Lift):
-            filesystem.rename(path / CONDEMNED, path / MANIFEST)
-            filesystem.sync_dir(path)
-            return Lifted()
+            lifted = lift_mark(filesystem, path)
+            return Lifted() if lifted else BaseGone(newest_timeline(filesystem, run))
+        filesystem.rename(path / CONDEMNED, path / DELETING)  # or somebody lifts the mark first
         _delete_files(filesystem, path, slots)
         return FilesDeleted()
-    except FileNotFoundError:  # somebody else was deleting it, too
+    except FileNotFoundError:  # somebody else was deleting it, too, or has lifted the mark
         return BaseGone(newest_timeline(filesystem, run))
 
 
+def _condemn(filesystem: FileSystem, path: PurePath) -> None:
+    try:
+        filesystem.rename(path / MANIFEST, path / CONDEMNED)
+    except FileNotFoundError:  # it has the mark of a deleter that died
+        if all(entry.name != CONDEMNED for entry in filesystem.scan(path)):
+            raise
+    filesystem.sync_dir(path)
+
+
 def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | None) -> None:
-    """Removes the files of a base that is condemned or was never finished.
+    """Removes the files of a base that was never finished or is half deleted; not of one that has
+    become whole since it was looked at.
 
     Markers first: with them gone nothing can be made of the files that are left.
     """
+    if base.status == "condemned":
+        with contextlib.suppress(FileNotFoundError):  # the mark says so already, or was lifted
+            filesystem.rename(base.path / CONDEMNED, base.path / DELETING)
+        if all(entry.name != DELETING for entry in filesystem.scan(base.path)):
+            return
     _delete_files(filesystem, base.path, slots)
 
 
 def _delete_files(filesystem: FileSystem, base: PurePath, slots: SlotStore | None) -> None:
     entries = sorted(filesystem.scan(base), key=lambda entry: entry.name)
-    filesystem.sync_dir(base)  # the mark of whoever condemned it, if that was not durable
+    filesystem.sync_dir(base)  # the mark, before anything that it speaks of is gone
     for entry in entries:
         if parse_marker(entry.name) is not None:
             remove_if_there(filesystem, base / entry.name)
@@ -278,7 +285,7 @@ def _delete_files(filesystem: FileSystem, base: PurePath, slots: SlotStore | Non
             remove_if_there(filesystem, path)
     filesystem.sync_dir(base)
     # Last: until then the directory says what it was.
-    for name in (AUDIT_RECORD, MANIFEST, CONDEMNED):
+    for name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING):
         remove_if_there(filesystem, base / name)
     with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
         filesystem.remove_dir(base)
@@ -290,8 +297,8 @@ def _only_ours(base: BaseFound) -> bool:
 
     def ours(name: str) -> bool:
         name = name.removesuffix(TEMPORARY_SUFFIX)
-        known = name in (AUDIT_RECORD, MANIFEST, CONDEMNED) or parse_marker(name) is not None
-        return known or parse_shard(name) is not None
+        known = name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING)
+        return known or parse_marker(name) is not None or parse_shard(name) is not None
 
     return all(entry.kind == "file" and ours(entry.name) for entry in base.files)
 

@@ -7,17 +7,16 @@ it; then the fence is looked at once more; then its files go.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
-from everstep.commit.lineage import BaseId
-from everstep.commit.retention import plan_retention
-from everstep.errors import DamageError, FencedError, StorageError
+from everstep.errors import DamageError, FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, parse_marker
 from everstep.format.writer import ChunkRing
 from everstep.keeper.place import ROOT, CopyPlace
+from everstep.keeper.readback import ReadBack
+from everstep.recover.lift import lift_mark_in
 from everstep.recover.scan import BaseFound
-from everstep.recover.verify import verify_base
-from everstep.seams.progress import silent
 
 __all__ = ["CopyRetention"]
 
@@ -42,11 +41,15 @@ class CopyRetention:
         timeout_s: float,
     ) -> None:
         self._place = place
-        self._keep = keep
         self._post = post
-        self._timeout_s = timeout_s
-        self._verified: set[BaseId] = set()
-        self._damaged: set[BaseId] = set()
+        self._good = ReadBack(
+            place.files,
+            lambda: contextlib.closing(ChunkRing(_CHUNKS, _READERS)),
+            keep=keep,
+            timeout_s=timeout_s,
+            tier=place.tier.traits.kind,
+            url=place.tier.url,
+        )
         self.deleted = 0
 
     def run(self) -> None:
@@ -57,24 +60,24 @@ class CopyRetention:
             StorageError, DeadlineError
         """
         inventory = self._place.inventory()
-        bases = {base.id: base for base in inventory.bases if base.status == "committed"}
-        while True:
-            plan = plan_retention(
-                bases,
-                inventory.branches,
-                keep=self._keep,
-                verified=self._verified,
-                damaged=self._damaged,
-            )
-            if plan.verify is None:
-                break
-            self._read_back(bases[plan.verify])
-        for victim in plan.delete:
+        bases = {base.id: base for base in inventory.bases if self._counts(base)}
+        going = self._good.plan(bases, inventory.branches, self._post)
+        for base in bases.values():  # condemned by a process that died: it is kept after all
+            if base.status == "condemned" and base.id not in going:
+                self._place.check_fence()
+                lift_mark_in(self._place.tier, _name(base))
+        for victim in going:
             self._delete(bases[victim])
-        for base in inventory.bases:  # of a process that died while it deleted
-            if base.status == "condemned" and base.id.timeline <= self._place.timeline:
+        for base in inventory.bases:  # half deleted, by a process that died
+            mine = base.id.timeline <= self._place.timeline
+            if base.status == "condemned" and mine and not base.is_usable:
                 self._place.check_fence()
                 self._delete_files(base)
+
+    def _counts(self, base: BaseFound) -> bool:
+        """As on the disk: also what is condemned, as long as nothing of it is gone."""
+        spared = base.status == "condemned" and base.is_usable
+        return base.status == "committed" or (spared and base.id.timeline <= self._place.timeline)
 
     def _delete(self, base: BaseFound) -> None:
         assert base.manifest is not None
@@ -87,8 +90,7 @@ class CopyRetention:
             self._place.tier.delete(mark)
             raise
         self._delete_files(base)
-        self._verified.discard(base.id)
-        self._damaged.discard(base.id)
+        self._good.forget(base.id)
         self.deleted += 1
 
     def _delete_files(self, base: BaseFound) -> None:
@@ -100,39 +102,6 @@ class CopyRetention:
         for name in [*records, *rest, CONDEMNED]:
             self._place.tier.delete(_name(base, name))
 
-    def _read_back(self, base: BaseFound) -> None:
-        ring = ChunkRing(_CHUNKS, _READERS)
-        try:
-            verdict = verify_base(
-                self._place.files, base, ring, timeout_s=self._timeout_s, progress=silent
-            )
-        finally:
-            ring.close()
-        if not verdict.damages:
-            self._verified.add(base.id)
-            return
-        first, tier = verdict.damages[0], self._place.tier
-        where = f"{tier.url}{first.path}"
-        if any(damage.unreadable for damage in verdict.damages):
-            raise StorageError(
-                f"the copy of {base.id} could not be read back: {first.problem}",
-                step=base.id.step,
-                tier=tier.traits.kind,
-                path=where,
-                hint="look at the store; nothing is deleted there meanwhile",
-            )
-        self._damaged.add(base.id)
-        self._post(
-            DamageError(
-                f"the copy of {base.id} is damaged: {first.problem}; older copies are kept",
-                entry=first.entry,
-                step=base.id.step,
-                tier=tier.traits.kind,
-                path=where,
-                hint="the store, or something on the way to it, damages data",
-            )
-        )
 
-
-def _name(base: BaseFound, name: str) -> str:
+def _name(base: BaseFound, name: str = "") -> str:
     return (base.path / name).relative_to(ROOT).as_posix()

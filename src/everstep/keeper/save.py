@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from everstep.errors import AuditError, EverstepError
 
-__all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed"]
+__all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "telling"]
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,22 @@ def failed(future: Future[_T], error: BaseException) -> None:
     """Sets an exception, as :func:`done` sets a result."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
+
+
+@contextlib.contextmanager
+def telling(save: Save, post: Callable[[EverstepError], object]) -> Iterator[None]:
+    """Whoever waits for ``save`` hears what fails inside; it goes to ``post``, and no further.
+    Anything else, an interrupt or a mistake, cancels the save, and goes on to the caller."""
+    try:
+        yield
+    except EverstepError as error:
+        failed(save.staged, error)
+        failed(save.durable, error)
+        post(error)
+    except BaseException:
+        save.staged.cancel()
+        save.durable.cancel()
+        raise
 
 
 def changed_while_copied(name: str, step: int) -> AuditError:

@@ -29,7 +29,7 @@ from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.prepared import Copies, Prepared, prepare
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed
+from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
@@ -194,17 +194,9 @@ class Saver:
         save = Save(identity.step, identity.timeline)
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
-        try:
+        with telling(save, self._channel.post):
             self._take(identity, save, survey, show=show)
-        except EverstepError as error:
-            failed(save.staged, error)
-            failed(save.durable, error)
-            self._channel.post(error)
-        except BaseException:
-            save.staged.cancel()
-            save.durable.cancel()
-            self._last = None
-            raise
+        self._last = save
         self._channel.check()
         return save
 
@@ -272,7 +264,7 @@ class Saver:
         prepared = self._prepare(survey, identity)
         plan = prepared.plan(identity)
         check_disk_budget(self._options, self._run, plan.size_bytes)
-        self._last = save
+        self._last = None  # an interrupted one is not what the next may be answered with
         if self._options.method.base == "sync":
             self._persist_now(plan, survey, save, show=show)
             return

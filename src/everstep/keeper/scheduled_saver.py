@@ -20,7 +20,7 @@ import torch
 from everstep.capture.batches import Batch
 from everstep.capture.lane import Lane, Progress, Transfer
 from everstep.capture.scheduled import Dispatch
-from everstep.errors import DeadlineError, EverstepError, KeeperError, StateError
+from everstep.errors import DeadlineError, KeeperError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.keeper.capture import Capture
@@ -28,7 +28,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.prepared import Copies, Prepared
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save, failed
+from everstep.keeper.save import Save, failed, telling
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled import Scheduler
 from everstep.options import Options
@@ -87,17 +87,9 @@ class ScheduledSaver(Saver):
             return
         self.scheduler.ended()
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
-        try:
+        with telling(save, self._channel.post):
             self._take(identity, save, None, show=False)
-        except EverstepError as error:
-            failed(save.staged, error)
-            failed(save.durable, error)
-            self._channel.post(error)
-        except BaseException:
-            save.staged.cancel()
-            save.durable.cancel()
-            self._last = None
-            raise
+        self._last = save
         self._channel.check()
 
     def take(self, identity: ShardIdentity, *, show: bool, survey: Survey | None = None) -> Save:

@@ -315,6 +315,7 @@ class Server:
 
     def _on_settle(self, trainer: Attached, message: dict[str, Any]) -> None:
         self._settling = True
+        self._duties.settle()
 
     def _on_bye(self, trainer: Attached, message: dict[str, Any]) -> None:
         trainer.said_bye = True

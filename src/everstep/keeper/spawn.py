@@ -42,7 +42,7 @@ __all__ = ["LINGER_S", "WRITERS", "SpawnOptions", "begin", "connect", "spawn_kee
 LINGER_S = 600.0
 """How long a keeper waits for a trainer to come back, by default."""
 
-WRITERS = 2
+WRITERS = 6
 """Threads of a keeper that write, by default."""
 
 _SPAWN_TIMEOUT_S = 60.0  # of an interpreter on a busy machine, with a slow network disk

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from typing import Any
 
 from everstep.errors import UnavailableError
@@ -40,8 +41,8 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
     """The best plan of chunks of at most ``chunk_bytes``.
 
     Args:
-        limit_s: the solver stops after so long; :attr:`.Schedule.bound_bytes` is what it has proved
-            until then.
+        limit_s: for making the program and solving it; :attr:`.Schedule.bound_bytes` is what has
+            been proved until then.
 
     Returns:
         None if these chunks do not fit behind the operators, or none was found in time.
@@ -50,6 +51,7 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
         InfeasibleError: no plan exists, whatever the chunks.
         UnavailableError: there is no solver.
     """
+    deadline_s = time.monotonic() + limit_s
     lowest, start = bound(problem, mode), greedy(problem, mode, chunk_bytes)
     if start is not None and start.peak_bytes == lowest:
         return start
@@ -58,8 +60,8 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
             "an exact plan needs PySCIPOpt, which is not installed",
             hint='pip install "everstep[plan]"; the greedy plan states its gap',
         )
-    program = _Program(problem, mode, groups_of(problem, chunk_bytes), lowest, limit_s)
-    found = program.solve(start)
+    program = _Program(problem, mode, groups_of(problem, chunk_bytes), lowest)
+    found = program.solve(start, deadline_s - time.monotonic())
     if found is None:
         return start
     placements, proved = found
@@ -70,14 +72,11 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
 
 
 class _Program:
-    def __init__(
-        self, problem: Problem, mode: Mode, groups: list[Group], lowest: int, limit_s: float
-    ) -> None:
+    def __init__(self, problem: Problem, mode: Mode, groups: list[Group], lowest: int) -> None:
         scip: Any = importlib.import_module("pyscipopt")
         self._problem, self._groups, self._paper = problem, groups, mode == "paper"
         self._model = model = scip.Model()
         model.hideOutput()
-        model.setParam("limits/time", limit_s)
         most = problem.peak_bytes + problem.size_bytes
         self._peak = model.addVar("peak", lb=lowest, ub=most)
         model.setObjective(self._peak)
@@ -119,8 +118,11 @@ class _Program:
         model.addCons(left == 0)
         return leaves
 
-    def solve(self, start: Schedule | None) -> tuple[list[Placement], int] | None:
+    def solve(self, start: Schedule | None, limit_s: float) -> tuple[list[Placement], int] | None:
         """Placements, and the peak below which it has proved that there is no plan."""
+        if limit_s <= 0:
+            return None
+        self._model.setParam("limits/time", limit_s)
         if start is not None:
             self._model.setObjlimit(start.peak_bytes + 1)
         self._model.optimize()
@@ -129,7 +131,7 @@ class _Program:
         placements = []
         for number, leaves in enumerate(self._leaves):
             group = self._groups[number]
-            chunks = iter(group.chunks)
+            chunks = iter(group.chunks())
             for at, variable in leaves.items():
                 for _ in range(round(self._model.getVal(variable))):
                     snapshot = min(group.update, at) - 1 if self._paper else None

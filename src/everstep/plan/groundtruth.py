@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import xxhash
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.plan.recorder import address_of, parts_of
@@ -45,6 +46,7 @@ def missed_writes(
     model: nn.Module,
     optimizer: Optimizer | Mapping[nn.Parameter, Optimizer],
     loss: Callable[[], Tensor],
+    scaler: GradScaler | None = None,
 ) -> tuple[StepTrace, list[Missed]]:
     """Traces a real step as :func:`.trace_training` does, and digests the state as it goes.
 
@@ -52,11 +54,11 @@ def missed_writes(
         The trace, and all changes of the state that no operator in it makes by then.
 
     Raises:
-        UnsupportedStateError: as of :func:`.trace_training`.
+        OptionError, UnsupportedStateError: as of :func:`.trace_training`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer.values())
-    watch = _Watch(lambda: {n: t for _, n, t in state_of(model, optimizers) if n})
-    trace = trace_training(model, optimizer, loss, look=watch)
+    watch = _Watch(lambda: {n: t for _, n, t in state_of(model, optimizers, scaler) if n})
+    trace = trace_training(model, optimizer, loss, look=watch, scaler=scaler)
     last = len(trace.operators) - 1
     watch.behind(last, trace.operators[-1], frozenset())
     known = {name: tensor for tensor in trace.state for name in tensor.names}

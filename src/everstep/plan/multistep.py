@@ -37,7 +37,6 @@ __all__ = [
     "PARTS_MAX",
     "Overlap",
     "Pipeline",
-    "best_parts",
     "lower_bound_s",
     "overlap",
 ]
@@ -206,18 +205,10 @@ def overlap(
     return Overlap(parts, waits_s[False], waits_s[True], link.now_s + left_s, link.held_s, copied_s)
 
 
-def best_parts(pipeline: Pipeline, held_steps: int | None, parts_max: int = PARTS_MAX) -> Overlap:
-    """The number of parts that holds training up least; of equals, the fewest.
-
-    One part, a lazy base, is among them, and wins where gradients alone exceed the link.
-    """
-    found = [overlap(pipeline, parts, held_steps) for parts in range(1, parts_max + 1)]
-    return min(found, key=lambda item: (round(item.stall_s, 9), item.parts))
-
-
 def lower_bound_s(pipeline: Pipeline, parts: int) -> float:
-    """No schedule that has copied everything by the end of the last of ``parts`` steps holds
-    training up less: the work of the link, less the time there is for it.
+    """No schedule of equal parts that has copied everything by the end of the last of them holds
+    training up less: the work of the link, less the time there is for it. Other parts have other
+    work (:mod:`.multistep_cut`).
 
     ``max(0, T (1 + r (k - 1) / 2) - k)`` in steps of time one, for a copy of ``T`` of them and
     gradients of ``r`` of the state.

@@ -12,7 +12,7 @@ from everstep.plan.exact import exact, has_solver
 from everstep.plan.schedule import Mode, Problem, Schedule, problem_of, schedule
 from everstep.plan.steps import StepTrace
 
-__all__ = ["Planned", "plan_step"]
+__all__ = ["Planned", "every_steps", "plan_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,13 @@ class Planned:
 
     def every_steps(self, disk_bytes_per_s: float) -> int:
         """The smallest ``k`` such that a disk keeps up with every ``k``-th checkpoint."""
-        return max(1, math.ceil(self.disk_bytes_per_s / disk_bytes_per_s))
+        return every_steps(self.disk_bytes_per_s, disk_bytes_per_s)
+
+
+def every_steps(needed_bytes_per_s: float, disk_bytes_per_s: float) -> int:
+    """The smallest ``k`` such that a disk keeps up with every ``k``-th checkpoint, where every one
+    takes so much."""
+    return max(1, math.ceil(needed_bytes_per_s / disk_bytes_per_s))
 
 
 def plan_step(

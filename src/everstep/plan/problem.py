@@ -170,7 +170,9 @@ def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: flo
 
 def validate(problem: Problem, plan: Schedule) -> list[str]:
     """What a plan violates, in words, from the constraints themselves and no solver."""
-    found = []
+    found = _unreadable(problem, plan)
+    if found:
+        return found
     carried = [0] * len(problem.seconds)
     covered: dict[int, list[tuple[int, int]]] = {}
     for place in plan.placements:
@@ -195,6 +197,25 @@ def validate(problem: Problem, plan: Schedule) -> list[str]:
             found.append(f"{item.name}: not all of it leaves")
     if peak_of(problem, plan.placements) != plan.peak_bytes:
         found.append("the peak is not as stated")
+    if plan.bound_bytes > plan.peak_bytes:
+        found.append("the peak is below what is said to be its bound")
+    if any(place.chunk.size_bytes > plan.chunk_bytes for place in plan.placements):
+        found.append("a chunk is larger than stated")
+    return found
+
+
+def _unreadable(problem: Problem, plan: Schedule) -> list[str]:
+    """Placements of what is not there: no operator, no item, no bytes."""
+    found = []
+    for place in plan.placements:
+        chunk = place.chunk
+        if not 0 <= chunk.item < len(problem.items):
+            found.append(f"there is no item {chunk.item}")
+        elif not 0 <= chunk.begin < chunk.end <= problem.items[chunk.item].size_bytes:
+            name = problem.items[chunk.item].name
+            found.append(f"{name}: it has no bytes {chunk.begin} to {chunk.end}")
+        if not 0 <= place.offload < len(problem.seconds):
+            found.append(f"there is no operator {place.offload} to leave behind")
     return found
 
 

@@ -55,7 +55,9 @@ __all__ = [
     "validate",
 ]
 
-_CHUNKS_BYTES = (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10)
+_CHUNKS_BYTES = (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 1 << 10)
+_LARGE_BYTES = 16 << 10
+_CHUNKS_MAX = 1 << 16  # of less than that, so that a plan stays short
 _MET = 1.005  # of the bound: refining further is not worth the time
 _LINK_BYTES_PER_S_MAX = 1e18
 _CLOSE = 1e-4  # of the bound: bisecting further is not
@@ -141,17 +143,33 @@ def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int
     return before >= size_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Group:
-    """Chunks of one size and one deadline: which of them leaves first makes no difference."""
+    """Chunks of one size and one deadline: which of them leaves first makes no difference.
+
+    Attributes:
+        count: of them.
+        runs: neighbours in one item: item, first byte, and how many.
+    """
 
     update: int
     size_bytes: int
-    chunks: list[Chunk] = field(default_factory=list)
+    count: int = 0
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
 
-    @property
-    def count(self) -> int:
-        return len(self.chunks)
+    def add(self, item: int, begin: int, count: int) -> None:
+        """So many more, one behind the other."""
+        self.count += count
+        self.runs.append((item, begin, count))
+
+    def chunks(self) -> list[Chunk]:
+        """All of them, in the order of items."""
+        size = self.size_bytes
+        return [
+            Chunk(item, begin, begin + size)
+            for item, first, count in self.runs
+            for begin in range(first, first + count * size, size)
+        ]
 
 
 def greedy(problem: Problem, mode: Mode, chunk_bytes: int) -> Schedule | None:
@@ -178,10 +196,11 @@ def greedy(problem: Problem, mode: Mode, chunk_bytes: int) -> Schedule | None:
                 low = middle + 1
             else:
                 best, high = found, middle
+    chunks = {id(group): group.chunks() for group in groups}
     placements = [
         Placement(chunk, leaving.snapshot, leaving.offload)
         for leaving in best
-        for chunk in leaving.group.chunks[leaving.begin : leaving.end]
+        for chunk in chunks[id(leaving.group)][leaving.begin : leaving.end]
     ]
     return Schedule(mode, tuple(placements), peak_of(problem, placements), lowest, chunk_bytes)
 
@@ -192,10 +211,11 @@ def schedule(problem: Problem, mode: Mode) -> Schedule:
     Raises:
         InfeasibleError: the link is too slow; with the bandwidth that would be needed.
     """
-    least_bytes = _CHUNKS_BYTES[-1]
+    sizes_bytes = _sizes_bytes(problem)
+    least_bytes = sizes_bytes[-1]
     best: Schedule | None = None
     try:
-        for chunk_bytes in _CHUNKS_BYTES:
+        for chunk_bytes in sizes_bytes:
             found = greedy(problem, mode, chunk_bytes)
             if found is not None and (best is None or found.peak_bytes < best.peak_bytes):
                 best = found
@@ -205,12 +225,19 @@ def schedule(problem: Problem, mode: Mode) -> Schedule:
         if error.needed == float("inf"):
             raise
         faster = replace(problem, link_bytes_per_s=error.needed)
-        if _fit_somehow(faster, mode, least_bytes):
+        if _fit_somehow(faster, mode, groups_of(problem, least_bytes)):
             raise
     if best is not None:
         return best
-    needed = _least(problem, lambda faster: _fit_somehow(faster, mode, least_bytes))
+    groups = groups_of(problem, least_bytes)
+    needed = _least(problem, lambda faster: _fit_somehow(faster, mode, groups))
     raise _too_slow(problem, needed, f" in chunks of {least_bytes >> 10} KiB")
+
+
+def _sizes_bytes(problem: Problem) -> list[int]:
+    """Of chunks, falling: small ones where they are not too many."""
+    least_bytes = min(_LARGE_BYTES, problem.size_bytes // _CHUNKS_MAX)
+    return [chunk_bytes for chunk_bytes in _CHUNKS_BYTES if chunk_bytes >= least_bytes]
 
 
 def _moves_all(problem: Problem, mode: Mode) -> bool:
@@ -218,10 +245,10 @@ def _moves_all(problem: Problem, mode: Mode) -> bool:
     return sum(problem.capacities(mode)) >= problem.size_bytes
 
 
-def _fit_somehow(problem: Problem, mode: Mode, chunk_bytes: int) -> bool:
+def _fit_somehow(problem: Problem, mode: Mode, groups: list[Group]) -> bool:
     """Whether chunks fit behind the operators, whatever memory that takes."""
     most = problem.peak_bytes + problem.size_bytes
-    return _Greedy(problem, mode, groups_of(problem, chunk_bytes), most).run() is not None
+    return _Greedy(problem, mode, groups, most).run() is not None
 
 
 def _least(problem: Problem, enough: Callable[[Problem], bool]) -> float:
@@ -253,10 +280,11 @@ def groups_of(problem: Problem, chunk_bytes: int) -> list[Group]:
     """All chunks, the earliest deadline first, and of equals the largest."""
     found: dict[tuple[int, int], Group] = {}
     for number, item in enumerate(problem.items):
-        for begin in range(0, item.size_bytes, chunk_bytes):
-            chunk = Chunk(number, begin, min(begin + chunk_bytes, item.size_bytes))
-            key = (item.update, -chunk.size_bytes)
-            found.setdefault(key, Group(item.update, chunk.size_bytes)).chunks.append(chunk)
+        count, rest = divmod(item.size_bytes, chunk_bytes)
+        for begin, size, many in ((0, chunk_bytes, count), (count * chunk_bytes, rest, 1)):
+            if size and many:
+                key = (item.update, -size)
+                found.setdefault(key, Group(item.update, size)).add(number, begin, many)
     return [found[key] for key in sorted(found)]
 
 

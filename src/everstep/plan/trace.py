@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
-from everstep.errors import EverstepError, UnsupportedStateError
+from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.plan.recorder import Look, Recorder
 from everstep.plan.steps import Kind, Operator, Phase, StepTrace, Traced, difference
 
@@ -56,6 +57,7 @@ def trace_training(
     timed: bool = False,
     look: Look | None = None,
     parallel: Parallel | None = None,
+    scaler: GradScaler | None = None,
 ) -> StepTrace:
     """Traces one step: ``loss().backward()``, ``optimizer.step()``.
 
@@ -71,11 +73,16 @@ def trace_training(
         timed: measure each operator, one at a time (of no use on the meta device).
         look: looks on; for checks against what has really changed.
         parallel: collectives to be seen that nobody runs.
+        scaler: scales the loss, and unscales the gradients; its scale and counter are a part of
+            the state. Where it leaves the update out, none is traced (:mod:`.scaling`).
 
     Raises:
+        OptionError: a scaler, and updates inside of backward, where gradients are not unscaled yet.
         UnsupportedStateError: an operator cannot run without data, by name; or a tensor of the
             state is given other memory during the step.
     """
+    if scaler is not None and not isinstance(optimizer, Optimizer):
+        raise OptionError("a GradScaler has not unscaled a gradient inside of backward")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model, warm_up_steps = model.module, 2
     else:
@@ -98,12 +105,14 @@ def trace_training(
             parallel.forward()
         result = loss()
         recorder.enter("backward")
+        if scaler is not None:
+            result = scaler.scale(result)
         result.backward()  # type: ignore[no-untyped-call]
         recorder.gradients(model.parameters())
         del result
         recorder.enter("update")
         if not apart:
-            optimizers[0].step()
+            _update(optimizers[0], scaler)
             optimizers[0].zero_grad(set_to_none=True)
 
     for one in optimizers:
@@ -121,7 +130,7 @@ def trace_training(
                     step()
             if timed:
                 step_s = _seconds(step, recorder.device)
-            recorder.begin(state_of(model, optimizers))
+            recorder.begin(state_of(model, optimizers, scaler))
             with recorder:
                 step()
         except (NotImplementedError, RuntimeError) as error:
@@ -132,7 +141,7 @@ def trace_training(
                 leaves=((recorder.entered, "an operator that needs data"),),
                 hint="trace a small real batch on the CPU, or register a fake kernel for it",
             ) from error
-    elsewhere = recorder.moved(state_of(model, optimizers))
+    elsewhere = recorder.moved(state_of(model, optimizers, scaler))
     if elsewhere:
         raise UnsupportedStateError(
             f"{elsewhere[0]!r} and in all {len(elsewhere)} tensors of the state are given other "
@@ -146,8 +155,16 @@ def trace_training(
     return StepTrace(operators, tensors, str(recorder.device.type), step_s)
 
 
+def _update(optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    if scaler is None:
+        optimizer.step()
+        return
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def state_of(
-    model: nn.Module, optimizers: Sequence[Optimizer]
+    model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None
 ) -> Iterator[tuple[Kind, str, Tensor]]:
     """What a checkpoint holds, and the buffers that none does, as ``"activation"``."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -175,6 +192,9 @@ def state_of(
             options = {key: value for key, value in group.items() if key != "params"}
             for key, value in _tensors(options):
                 yield "state", f"group {number}/{key}", value
+    if scaler is not None:
+        for key, value in _tensors([scaler._scale, scaler._growth_tracker]):
+            yield "state", f"scaler/{('scale', 'growth_tracker')[int(key)]}", value
 
 
 def _tensors(values: Any) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.parallel import Buckets
+from everstep.plan.scaling import UpdatingScaler
 from everstep.plan.steps import Operator, StepTrace, difference
 from everstep.plan.trace import trace_training
 
@@ -44,6 +45,7 @@ def trace_of(
     *,
     in_backward: bool = False,
     autocast: torch.dtype | None = None,
+    scaled: bool = False,
     ranks: int | None = None,
     measured_on: str | None = None,
 ) -> StepTrace:
@@ -54,13 +56,14 @@ def trace_of(
     Args:
         in_backward: each parameter is updated as soon as its gradient is there.
         autocast: the loss is computed under autocast to this dtype.
+        scaled: with a ``GradScaler``, in a step that it does not leave out.
         ranks: that many train together under DistributedDataParallel, with its defaults: what it
             does is seen, and nobody has to be there (:mod:`.parallel`).
         measured_on: trace real steps on this device, like ``"cuda"``, with times.
 
     Raises:
-        OptionError: autocast to something that is not a 16-bit float; ranks, and updates inside of
-            backward, where gradients are not averaged yet.
+        OptionError: autocast to something that is not a 16-bit float; ranks or a scaler, and
+            updates inside of backward, where gradients are neither averaged nor unscaled yet.
         UnsupportedStateError: the second step is not like the first, with where they part; or
             sizes are not linear in the batch, where small batches have to do.
     """
@@ -68,7 +71,7 @@ def trace_of(
         raise OptionError(f"autocast to {autocast}", hint="torch.bfloat16 or torch.float16")
     if ranks is not None and in_backward:
         raise OptionError("DistributedDataParallel has not averaged a gradient inside of backward")
-    asked = _Asked(training, optimizer, in_backward, autocast, ranks)
+    asked = _Asked(training, optimizer, in_backward, autocast, scaled, ranks)
     cuda = [measured_on] if measured_on is not None and measured_on.startswith("cuda") else []
     with torch.random.fork_rng(devices=cuda):
         if measured_on is not None:
@@ -164,6 +167,7 @@ class _Asked:
     optimizer: Optimizers
     in_backward: bool
     autocast: torch.dtype | None
+    scaled: bool
     ranks: int | None
 
 
@@ -213,13 +217,18 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
                 with torch.autocast(torch.device(where).type, dtype=asked.autocast):
                     return plain()
 
+            scaler = UpdatingScaler(torch.device(where).type) if asked.scaled else None
             buckets = None if asked.ranks is None else Buckets(model, asked.ranks)
             timed, found = device not in (_FAKE, "meta"), []
             for number in range(count):
                 first = not number
                 found.append(
                     trace_training(
-                        *(model, update, loss), warm_up=first, timed=timed, parallel=buckets
+                        *(model, update, loss),
+                        warm_up=first,
+                        timed=timed,
+                        parallel=buckets,
+                        scaler=scaler,
                     )
                 )
             return found

@@ -13,13 +13,21 @@ from itertools import pairwise
 from typing import Literal
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import AuditError, DamageError, EverstepError, FormatError, NewerFormatError
+from everstep.errors import (
+    AuditError,
+    DamageError,
+    EverstepError,
+    FormatError,
+    NewerFormatError,
+    ReplayError,
+    StorageError,
+    UnsupportedStateError,
+)
 from everstep.recover.chain import Chain, path_of
 from everstep.recover.offline import OfflineState
 from everstep.recover.opened import OpenBase
 from everstep.recover.rebuild import Played, Rebuilder
 from everstep.recover.scan import BaseFound
-from everstep.seams.filesystem import FileSystem
 from everstep.state.entries import Entry
 
 __all__ = ["Audit", "Pair", "audit", "pairs"]
@@ -114,10 +122,10 @@ def audit(
             return unchecked("it is the first of its timeline: the log was of another")
         return unchecked(chain.stopped)
     try:
-        expected = _digests(rebuilder.filesystem, pair.after)
+        expected = _digests(rebuilder, pair.after)
     except NewerFormatError:
         raise
-    except (DamageError, FormatError, OSError) as error:
+    except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
         return unchecked(f"{after} cannot be read: {_words(error)}")
     marks = rebuilder.log.log.index.marks
     assert pair.before.manifest is not None
@@ -126,7 +134,7 @@ def audit(
         state = rebuilder.load(pair.before, chain)
     except NewerFormatError:
         raise
-    except (DamageError, FormatError, OSError) as error:
+    except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
         return unchecked(f"{before} cannot be read: {_words(error)}")
     try:
         played = rebuilder.play(chain, state, on_step=on_step)
@@ -179,9 +187,14 @@ def _compared(
     )
 
 
-def _digests(filesystem: FileSystem, base: BaseFound) -> dict[str, tuple[str, Entry]]:
-    opened = OpenBase.open(filesystem, base, rank=0)
+def _digests(rebuilder: Rebuilder, base: BaseFound) -> dict[str, tuple[str, Entry]]:
+    opened = OpenBase.open(rebuilder.filesystem, base, rank=0)
     opened.close()
+    if opened.redo is not None:  # its entries are of several updates
+        state = rebuilder.load(base, Chain(base.id, (), ""))
+        objects = {name: Entry.whole(name, "U8", (len(d),)) for name, d in state.objects.items()}
+        entries = {**state.entries, **objects}
+        return {name: (hex_, entries[name]) for name, hex_ in state.digests().items()}
     return {
         place.entry.name: (hex_, place.entry)
         for _, _, header, _ in opened.shards
@@ -195,8 +208,6 @@ def _form(entry: Entry) -> tuple[object, ...]:
 
 def _of_the_log(error: EverstepError) -> bool:
     """Whether it says that a record cannot be used, and not that this machine cannot go on."""
-    from everstep.errors import ReplayError, StorageError, UnsupportedStateError
-
     kinds = (DamageError, FormatError, ReplayError, UnsupportedStateError)
     return isinstance(error, kinds) or type(error) is StorageError
 

@@ -16,8 +16,16 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from everstep.errors import ForeignDirectoryError, StorageError
-from everstep.format.names import MANIFEST, RUN_RECORD, TEMPORARY_SUFFIX, TIMELINE_RECORD
+from everstep.format.names import (
+    CONDEMNED,
+    DELETING,
+    MANIFEST,
+    RUN_RECORD,
+    TEMPORARY_SUFFIX,
+    TIMELINE_RECORD,
+)
 from everstep.format.reader import read_record_bytes
+from everstep.recover.lift import lift_mark_in
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk import temporary
@@ -27,6 +35,7 @@ from everstep.tiers.streams import read_record
 __all__ = ["RunWithCopies", "has_copy"]
 
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
+_MARKS = {CONDEMNED, DELETING}
 
 
 class RunWithCopies:
@@ -98,12 +107,17 @@ class RunWithCopies:
         places = [self._local, *(self._copies if self._inside(path) or path == self._run else [])]
         found: dict[str, DirEntry] = {}
         missing: FileNotFoundError | None = None
+        unmarked = False
         for place in places:
             try:
-                for entry in place.scan(path):
-                    found.setdefault(entry.name, entry)
+                entries = {entry.name: entry for entry in place.scan(path)}
             except FileNotFoundError as error:
                 missing = error
+                continue
+            unmarked |= MANIFEST in entries and not _MARKS & entries.keys()
+            found = {**entries, **found}
+        if unmarked:  # it is being deleted in one place, and stays in another
+            found = {name: entry for name, entry in found.items() if name not in _MARKS}
         if not found and missing is not None:
             raise missing
         return [found[name] for name in sorted(found)]
@@ -128,6 +142,9 @@ class RunWithCopies:
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         staged = self._staged.pop(source, None)
+        if source.name == CONDEMNED and self._inside(source):
+            self._lift(source, target)
+            return
         if staged is None:
             self._local.rename(source, target)
             return
@@ -166,6 +183,15 @@ class RunWithCopies:
 
     def free_bytes(self, path: PurePath) -> int:
         return self._local.free_bytes(path)
+
+    def _lift(self, source: PurePath, target: PurePath) -> None:
+        """Lifts the mark of a base wherever it has one."""
+        lifted = [lift_mark_in(tier, self._name(source.parent)) for tier in self._tiers]
+        try:
+            self._local.rename(source, target)
+        except FileNotFoundError:
+            if not any(lifted):
+                raise
 
     def _inside(self, path: PurePath) -> bool:
         return self._run in path.parents

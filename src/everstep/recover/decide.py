@@ -51,7 +51,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
     skipped: list[Skipped] = []
     damaged: list[Skipped] = []
     for base in inventory.bases:
-        if base.status in ("committed", "complete"):
+        if base.is_usable:
             usable[base.id] = base
         else:
             reason = "it is being deleted" if base.status == "condemned" else base.problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import uuid
@@ -29,6 +30,8 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
     """
     with storage_errors("open the run folder", run):
         ensure_dirs(filesystem, run)
+        if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
+            _keep_names(filesystem, run)
         inventory = scan_run(filesystem, run)
         record = RunRecord(run=inventory.run or uuid.uuid4().hex)
         path = run / RUN_RECORD
@@ -47,6 +50,14 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
     return inventory
 
 
+def _keep_names(filesystem: FileSystem, run: PurePath) -> None:
+    """Makes the names that lead to a folder durable: whoever made it, or a folder above it, may
+    have died before it could."""
+    for directory in run.parents:
+        with contextlib.suppress(PermissionError):  # not made by us: its owner's affair
+            filesystem.sync_dir(directory)
+
+
 def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | None) -> Inventory:
     """For a training that begins without ``resume()``: there may be nothing to resume.
 
@@ -57,8 +68,7 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
         StateError: there is.
     """
     inventory = scan_run(filesystem, run)
-    kinds = ("committed", "complete", "damaged")
-    usable = {base.id for base in inventory.bases if base.status in kinds}
+    usable = {b.id for b in inventory.bases if b.is_usable or b.status == "damaged"}
     if usable := usable | ({held.id} if held is not None else set()):
         raise StateError(
             f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "

@@ -7,6 +7,7 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,6 @@ from everstep.errors import (
     EverstepError,
     FormatError,
     MismatchError,
-    RecoveryError,
     ReplayError,
 )
 from everstep.format.records import TimelineRecord
@@ -27,7 +27,7 @@ from everstep.recover.ahead import Ahead
 from everstep.recover.chain import Chain
 from everstep.recover.decide import Skipped
 from everstep.recover.held import HeldBase
-from everstep.recover.load import LoadedBase, load_base
+from everstep.recover.load import LoadedBase, load_base, load_ranks
 from everstep.recover.logs import LogFound
 from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound, Inventory
@@ -44,6 +44,7 @@ class Loader:
 
     Attributes:
         source: where the last one came from.
+        inexact: why it is not bit for bit what training had, besides its lineage; "" if it is.
     """
 
     seams: Seams
@@ -54,6 +55,7 @@ class Loader:
     timeout_s: float
     on_touch: Callable[[], None]
     source: str = "disk"
+    inexact: str = ""
 
     def load(self, inventory: Inventory, base: BaseFound) -> LoadedBase:
         """Restores ``base``.
@@ -66,28 +68,47 @@ class Loader:
         if marker.run != inventory.run:
             raise FormatError(f"{base.path} belongs to another run", path=base.path)
         if marker.world != 1:
-            raise RecoveryError(
-                f"it was saved by {marker.world} ranks, this job has one",
-                step=marker.step,
-                path=base.path,
-                hint="resharding is not in this version",
-            )
-        held = self.held
+            return self._load_ranks(base)
+        held, trained = self.held, inventory.timelines.get(marker.timeline)
         if held is not None and held.marker == marker:
             self.source = "memory"
             try:
-                return self._load(base, held.open())
+                return self._load(base, held.open(), trained)
             except (DamageError, FormatError):
                 if not held.durable:
                     raise
         self.source = "disk"
-        return self._load(base, OpenBase.open(self.seams.filesystem, base, rank=0))
+        return self._load(base, OpenBase.open(self.seams.filesystem, base, rank=0), trained)
 
-    def _load(self, base: BaseFound, opened: OpenBase) -> LoadedBase:
+    def _load_ranks(self, base: BaseFound) -> LoadedBase:
+        """A base that several ranks have saved, for a job of one."""
+        assert base.manifest is not None
+        self.source, self.inexact = "disk", ""
+        with contextlib.ExitStack() as stack:
+            ranks: list[OpenBase] = []
+            for marker in base.manifest.markers:
+                ranks.append(OpenBase.open(self.seams.filesystem, base, marker.rank))
+                stack.callback(ranks[-1].close)
+            size_bytes = sum(one.size_bytes for one in ranks)
+            bar = stack.enter_context(progress(f"resume from step {base.id.step}", size_bytes))
+            return load_ranks(
+                ranks,
+                self.state,
+                self.ring,
+                strict=self.strict,
+                timeout_s=self.timeout_s,
+                progress=bar,
+                on_touch=self.on_touch,
+            )
+
+    def _load(
+        self, base: BaseFound, opened: OpenBase, trained: TimelineRecord | None
+    ) -> LoadedBase:
+        self.inexact = ""
         try:
             label = f"resume from step {base.id.step} ({self.source})"
             with progress(label, opened.size_bytes) as bar:
-                return load_base(
+                loaded = load_base(
                     opened,
                     self.state,
                     self.ring,
@@ -96,6 +117,20 @@ class Loader:
                     progress=bar,
                     on_touch=self.on_touch,
                 )
+                if opened.redo is not None:
+                    # Only now: most bases are whole.
+                    from everstep.recover.whole import make_live_whole
+
+                    loaded, self.inexact = make_live_whole(
+                        opened,
+                        loaded,
+                        self.state,
+                        self.ring,
+                        trained,
+                        timeout_s=self.timeout_s,
+                        progress=bar,
+                    )
+                return loaded
         finally:
             opened.close()
 
@@ -175,7 +210,8 @@ def _load(inventory: Inventory, base: BaseFound, loader: Loader) -> Restored:
     start_s = loader.seams.clock.monotonic_s()
     loaded = loader.load(inventory, base)
     load_s = loader.seams.clock.monotonic_s() - start_s
-    return Restored(base, loaded, base.id, loaded.marker.lsn, load_s=load_s)
+    lsn, inexact = loaded.marker.lsn, loader.inexact
+    return Restored(base, loaded, base.id, lsn, inexact=inexact, load_s=load_s)
 
 
 def redoable(

@@ -45,6 +45,7 @@ class HeldBase:
             header = read_header(file, record, path)
             opened.shards.append((file, record, header, path))
             check_identity(header, self.marker, path)
+        opened.set_apart()
         return opened
 
 

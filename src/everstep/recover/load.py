@@ -9,29 +9,31 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from everstep.errors import DamageError, FormatError, MismatchError, RecoveryError
+from everstep.errors import FormatError, MismatchError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.reader import read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.recover.opened import OpenBase
+from everstep.recover.pieces import Fill, PieceReads, fills
+from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
+from everstep.state.dtensors import box_of, like, local_of
 from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, State
-from everstep.state.layout import Placed, overlaps
-from everstep.state.objects import decode
+from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.placing import Box
 from everstep.state.providers import RestorePlan
 from everstep.state.tensors import empty_like_entry, host_bytes
 from everstep.state.tree import join, references
 
-__all__ = ["LoadedBase", "contents", "load_base"]
+__all__ = ["LoadedBase", "all_contents", "contents", "load_base", "load_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,12 @@ class LoadedBase:
     """What was restored.
 
     Attributes:
+        marker: of this rank, or, if it is new, of the first one that was there.
+        size_bytes: that were read.
         mismatches: what was left out, with ``strict=False``.
-        notes: what this machine could not take back, in words.
-        shape: what it consists of (see :mod:`everstep.state.shapes`).
+        notes: what could not be taken back, in words.
+        shape: what it consists of (see :mod:`everstep.state.shapes`); of one rank's base only.
+        redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
     """
 
     marker: Marker
@@ -50,10 +55,12 @@ class LoadedBase:
     mismatches: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     shape: str = ""
+    redone: int = 0
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Object trees by section, and entries by every name, which fit each other.
+    """Object trees by section, and entries by every name, which fit each other; of a base that
+    was saved by one rank.
 
     Raises:
         DamageError, FormatError: they do not, or cannot be read.
@@ -67,6 +74,34 @@ def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
     return trees, entries
 
 
+def all_contents(opened: Sequence[OpenBase]) -> None:
+    """Looks at what the files of all ranks mean together: everything that trees refer to is there,
+    whole and once, and nothing else is.
+
+    Raises:
+        DamageError, FormatError: it is not so.
+    """
+    if opened[0].marker.world == 1:
+        contents(opened[0])
+        return
+    saved, used = SavedRanks(opened), set[str]()
+    for rank in saved.ranks:
+        view, holes = saved.view_of_all(rank), dict[str, str]()
+        for name, pieces in view.pieces.items():
+            shape = view.entries[name].global_shape
+            box = Box((0,) * len(shape), shape)
+            _, missing = fills(pieces, box, memoryview(b""))
+            if missing:
+                holes[name] = f"{missing} of {box.size} elements"
+            used |= {piece.entry.name for piece in pieces}
+        if holes:
+            raise saved.hole(holes)
+    for place in (place for one in opened for place in one.placed()):
+        name = place.entry.name
+        if name not in used and not name.startswith(OBJECT_PREFIX):
+            raise FormatError(f"entry {name!r} is there, but nothing refers to it")
+
+
 def load_base(
     opened: OpenBase,
     state: State,
@@ -77,61 +112,79 @@ def load_base(
     progress: ProgressSink,
     on_touch: Any = lambda: None,
 ) -> LoadedBase:
-    """Restores ``state`` from an open base.
+    """:func:`load_ranks`, of a base that was saved by one rank."""
+    return load_ranks(
+        [opened],
+        state,
+        ring,
+        strict=strict,
+        timeout_s=timeout_s,
+        progress=progress,
+        on_touch=on_touch,
+    )
+
+
+def load_ranks(
+    opened: Sequence[OpenBase],
+    state: State,
+    ring: ChunkRing,
+    *,
+    strict: bool,
+    timeout_s: float,
+    progress: ProgressSink,
+    on_touch: Any = lambda: None,
+) -> LoadedBase:
+    """Restores this rank's part of ``state``, whatever ranks and layout saved the base.
+
+    Only entries that have something of this rank's are read, each as a whole, as its digest is
+    over all of it.
 
     Args:
+        opened: the files of all ranks that saved the base, or of those that are needed.
         strict: refuse any difference in names, shapes or dtypes; otherwise the rest is loaded.
         on_touch: called once, just before the first byte of live state is overwritten.
 
     Raises:
         MismatchError: listing every difference; nothing has been touched.
-        DamageError: naming file and entry; live state may be partly overwritten.
+        RecoveryError: files of other ranks are needed; nothing has been touched.
+        DamageError: naming file and entry; live state may be partly overwritten. Listing entries
+            of which a part is missing; nothing has been touched.
     """
-    trees, entries = contents(opened)
-    plans = state.plan_restore(trees, entries)
+    alone = opened[0].marker.world == 1
+    saved = SavedRanks(opened, contents(opened[0])[0] if alone else None)
+    view = saved.view(state)
+    plans = state.plan_restore(view.trees, view.entries, view.left_out)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
+    marker = next((o.marker for o in opened if o.marker.rank == state.ranks.rank), opened[0].marker)
     if mismatches and strict:
         listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
         raise MismatchError(
             f"the checkpoint and the live state differ in {len(mismatches)} place(s):\n{listed}",
             mismatches=mismatches,
-            step=opened.marker.step,
+            step=marker.step,
             hint="build the same model and optimizer, or resume(strict=False) to load the rest",
         )
-    tensors, copies = _targets(plans, entries)
-    targets = _by_entry(opened, tensors, copies)
-    shared = _sharing_memory(opened, tensors)
+    targets = _Targets.of(plans, view.entries)
+    shared = _sharing_memory(view, targets)
+    wanted = _fills(saved, view, targets)
     on_touch()
-    for file, record, header, path in opened.shards:
-        scatter = _Scatter(header.placed, targets)
-        read_body(
-            file,
-            header,
-            record,
-            path,
-            ring,
-            timeout_s=timeout_s,
-            progress=progress,
-            sink=scatter.write,
-        )
-    for source, live in copies:
-        _write_into(live, source)
+    size_bytes, entries = _read(saved, wanted, ring, timeout_s, progress)
+    tensors = targets.finish()
     for name, expected in shared.items():
-        flat = tensors[name].resolve_conj().resolve_neg().contiguous().cpu()
+        flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
             raise _untied(name)
-    notes: list[str] = []
+    notes: list[str] = list(view.notes)
     for section in state.restore_order():
         plan = plans[section]
         if plan.tree is not None:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
-    aliases = {k: v for _, _, header, _ in opened.shards for k, v in header.aliases.items()}
-    shape = shape_of_base(opened.placed(), aliases, trees)
-    placed = opened.placed()
-    return LoadedBase(
-        opened.marker, opened.size_bytes, len(placed), mismatches, tuple(notes), shape
-    )
+    shape = ""
+    if alone:
+        aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
+        shape = shape_of_base(opened[0].placed(), aliases, view.trees)
+    return LoadedBase(marker, size_bytes, entries, mismatches, tuple(notes), shape)
 
 
 def _objects(opened: OpenBase) -> dict[str, Any]:
@@ -143,59 +196,143 @@ def _objects(opened: OpenBase) -> dict[str, Any]:
     """
     trees: dict[str, Any] = {}
     for file, _, header, path in opened.shards:
-        for place, expected in zip(header.placed, header.digests, strict=True):
+        for index, place in enumerate(header.placed):
             name = place.entry.name
-            if not name.startswith(OBJECT_PREFIX):
-                continue
-            if place.end - place.begin > OBJECT_BYTES_MAX:
-                raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
-            data = bytearray(place.end - place.begin)
-            got = file.read_into(memoryview(data), header.room_bytes + place.begin)
-            if got != len(data) or digest(memoryview(data)) != expected:
-                raise DamageError(
-                    f"{path}: entry {name!r} is damaged: its digest does not match",
-                    entry=name,
-                    path=path,
-                    step=header.identity.step,
-                    rank=header.identity.rank,
-                )
-            trees[name.removeprefix(OBJECT_PREFIX)] = decode(bytes(data))
+            if name.startswith(OBJECT_PREFIX):
+                trees[name.removeprefix(OBJECT_PREFIX)] = read_object(file, header, index, path)
     return trees
 
 
-def _targets(
-    plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]
-) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Tensors by the name by which trees refer to them, and copies to make at the end.
+@dataclass(slots=True)
+class _Targets:
+    """What gets the values.
 
-    A live tensor that can be read into as it lies is its own target. One that cannot (on a
-    device, not contiguous) gets a fresh contiguous one first and a copy at the end.
+    Attributes:
+        tensors: by the name by which trees refer to them.
+        memory: what is read into, contiguous on the host, by the same names, and which box of
+            the whole tensor it is.
+        copies: from there into live tensors that could not be read into as they lie.
+        spread: what will be DTensors: entry, and one that is spread alike.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    fresh: list[str] = []
-    for plan in plans.values():
-        if plan.tree is None:
-            continue
-        for name in references(plan.tree):
-            live = plan.in_place.get(name)
-            if live is not None:
-                tensors[name] = live
-                if not _readable_in_place(live):
-                    copies.append((empty_like_entry(entries[name]), live))
-            else:
-                fresh.append(name)
-    # Tensors that were one when they were saved become one again.
-    distinct = {entries[name].name: entries[name] for name in fresh}
-    claimed = sum(entry.size_bytes for entry in distinct.values())
-    if claimed > memory_available_bytes():  # before any of it is taken
-        raise FormatError(
-            f"the checkpoint claims {claimed} bytes of state that is not here yet; this machine "
-            f"has {memory_available_bytes()} bytes of memory left"
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: dict[str, tuple[torch.Tensor, Box]] = field(default_factory=dict)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    spread: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]) -> _Targets:
+        """A live tensor that can be read into as it lies is its own target. One that cannot (on
+        a device, not contiguous) gets a fresh contiguous one first and a copy at the end."""
+        targets = cls()
+        fresh: dict[str, torch.Tensor | None] = {}
+        for plan in plans.values():
+            for name in () if plan.tree is None else references(plan.tree):
+                live = plan.in_place.get(name)
+                if live is None:
+                    fresh[name] = plan.like.get(name)
+                    continue
+                targets.tensors[name] = live
+                local, box = local_of(live), _box(entries[name], live)
+                if not _readable_in_place(local):
+                    source = empty_like_entry(_part(entries[name], box))
+                    targets.copies.append((source, local))
+                    local = source
+                targets.memory[name] = (local, box)
+        targets._make(fresh, entries)
+        return targets
+
+    def _make(self, fresh: Mapping[str, torch.Tensor | None], entries: Mapping[str, Entry]) -> None:
+        parts: dict[str, tuple[Entry, Box]] = {}
+        for name, template in fresh.items():
+            entry = entries[name]
+            box = _box(entry, template)
+            # Tensors that were one when they were saved become one again.
+            parts.setdefault(entry.name, (_part(entry, box), box))
+            if template is not None:
+                self.spread[name] = (entry, template)
+        claimed = sum(part.size_bytes for part, _ in parts.values())
+        if claimed > memory_available_bytes():  # before any of it is taken
+            raise FormatError(
+                f"the checkpoint claims {claimed} bytes of state that is not here yet; this "
+                f"machine has {memory_available_bytes()} bytes of memory left"
+            )
+        made = {name: (empty_like_entry(part), box) for name, (part, box) in parts.items()}
+        for name in fresh:
+            self.memory[name] = made[entries[name].name]
+            self.tensors[name] = self.memory[name][0]
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The tensors, all of whose bytes have come."""
+        for source, live in self.copies:
+            _write_into(live, source)
+        for name, (entry, template) in self.spread.items():
+            self.tensors[name] = like(template, entry, self.memory[name][0])
+        return self.tensors
+
+
+def _box(entry: Entry, tensor: torch.Tensor | None) -> Box:
+    """Which part of an entry this rank wants: that of ``tensor``, or all of it."""
+    shape = entry.global_shape
+    if tensor is None:
+        return Box((0,) * len(shape), shape)
+    box = box_of(tensor)
+    pairs = shape[len(box.shape) :]  # of complex128
+    return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
+
+
+def _part(entry: Entry, box: Box) -> Entry:
+    return Entry.whole(entry.name, entry.dtype, box.shape, logical_dtype=entry.logical_dtype)
+
+
+def _fills(saved: SavedRanks, view: View, targets: _Targets) -> dict[int, list[Fill]]:
+    """What to read, by file.
+
+    Raises:
+        DamageError: listing what nobody has written.
+    """
+    wanted: dict[int, list[Fill]] = {}
+    holes: dict[str, str] = {}
+    for name, (memory, box) in targets.memory.items():
+        found, missing = fills(view.pieces[name], box, host_bytes(memory))
+        if missing:
+            holes[name] = f"{missing} of {box.size} elements at {list(box.offset)}"
+        for fill in found:
+            wanted.setdefault(fill.piece.file, []).append(fill)
+    if holes:
+        raise saved.hole(holes)
+    return wanted
+
+
+def _read(
+    saved: SavedRanks,
+    wanted: Mapping[int, Sequence[Fill]],
+    ring: ChunkRing,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> tuple[int, int]:
+    """Reads, and returns how many bytes and entries; a base of one rank as a whole, so that the
+    digests of its files are compared, too."""
+    size_bytes = entries = 0
+    for number, (file, record, header, path) in enumerate(saved.files):
+        reads = PieceReads(header, wanted.get(number, ()))
+        whole = saved.world == 1
+        read_body(
+            file,
+            header,
+            record,
+            path,
+            ring,
+            timeout_s=timeout_s,
+            progress=progress,
+            sink=reads.sink,
+            wanted=None if whole else reads.wanted,
+            on_entry=reads.entry_done,
         )
-    made = {name: empty_like_entry(entry) for name, entry in distinct.items()}
-    tensors.update({name: made[entries[name].name] for name in fresh})
-    return tensors, copies
+        places = header.placed if whole else [header.placed[index] for index in reads.wanted]
+        entries += len(places)
+        size_bytes += record.length if whole else sum(p.end - p.begin for p in places)
+    return size_bytes, entries
 
 
 def _refuse_unused(
@@ -214,44 +351,17 @@ def _readable_in_place(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
 
 
-def _by_entry(
-    opened: OpenBase,
-    tensors: Mapping[str, torch.Tensor],
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> dict[str, list[memoryview]]:
-    """Memory to fill, by entry; an alias that is not tied here adds a second one."""
-    canonical = _canonical(opened)
-    staged = {id(live): source for source, live in copies}
-    targets: dict[str, list[memoryview]] = {}
-    for name, tensor in tensors.items():
-        target = staged.get(id(tensor), tensor)
-        targets.setdefault(canonical.get(name, name), []).append(host_bytes(target))
-    return targets
-
-
-def _canonical(opened: OpenBase) -> dict[str, str]:
-    """``other name -> entry`` of all shards."""
-    return {
-        other: name for _, _, header, _ in opened.shards for other, name in header.aliases.items()
-    }
-
-
-def _sharing_memory(opened: OpenBase, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _sharing_memory(view: View, targets: _Targets) -> dict[str, str]:
     """``name -> digest`` of tensors that overlap in memory here, but are different entries:
     only what they hold in the end tells whether all of them got what was saved for them.
 
     Raises:
         RecoveryError: where two of them are the same memory and cannot both get their values.
     """
-    canonical = _canonical(opened)
-    digests = {
-        place.entry.name: hex_
-        for _, _, header, _ in opened.shards
-        for place, hex_ in zip(header.placed, header.digests, strict=True)
-    }
+    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
     spans = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + _extent_bytes(t), name)
-        for name, t in tensors.items()
+        for name, t in live.items()
         if t.numel()
     )
     found: dict[str, str] = {}
@@ -260,17 +370,25 @@ def _sharing_memory(opened: OpenBase, tensors: Mapping[str, torch.Tensor]) -> di
     on, reach = "", 0
     for device, begin, end, name in [*spans, ("end", 0, 0, "")]:
         if device != on or begin >= reach:
-            if len({canonical.get(other, other) for other in cluster}) > 1:
-                found.update({other: digests[canonical.get(other, other)] for other in cluster})
+            if len({view.entries[other].name for other in cluster}) > 1:
+                found.update({other: _digest_of(view, other) for other in cluster})
             on, reach, cluster, same = device, end, [], {}
         if not name:
             break
         cluster.append(name)
         reach = max(reach, end)
-        tensor, mine = tensors[name], digests[canonical.get(name, name)]
+        tensor, mine = live[name], view.pieces[name][0].digest
         if same.setdefault((begin, tensor.shape, tensor.stride(), tensor.dtype), mine) != mine:
             raise _untied(name)
     return found
+
+
+def _digest_of(view: View, name: str) -> str:
+    """What a whole tensor will have as its digest."""
+    pieces = view.pieces[name]
+    if len(pieces) != 1 or pieces[0].entry.shape != view.entries[name].shape:
+        raise _untied(name)
+    return pieces[0].digest
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
@@ -285,24 +403,6 @@ def _untied(name: str) -> RecoveryError:
         "for the two",
         hint="build the model with the same tied weights and views as when it was saved",
     )
-
-
-class _Scatter:
-    """Puts the bytes of a body where they belong."""
-
-    def __init__(
-        self, placed: Sequence[Placed], targets: Mapping[str, Sequence[memoryview]]
-    ) -> None:
-        self._placed = [place for place in placed if place.end > place.begin]
-        self._ends = [place.end for place in self._placed]
-        self._targets = targets
-
-    def write(self, begin: int, piece: memoryview) -> None:
-        for place, start, stop in overlaps(self._placed, self._ends, begin, piece.nbytes):
-            for target in self._targets.get(place.entry.name, ()):
-                target[start - place.begin : stop - place.begin] = piece[
-                    start - begin : stop - begin
-                ]
 
 
 def _write_into(live: torch.Tensor, source: torch.Tensor) -> None:

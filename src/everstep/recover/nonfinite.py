@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from everstep.state.dtensors import local_of
 from everstep.state.image import State
 from everstep.state.optimizers import OptimizerProvider
 
@@ -13,14 +14,15 @@ __all__ = ["nonfinite_parameter"]
 
 def nonfinite_parameter(state: State) -> str | None:
     """The name of a parameter, of those that optimizers have, with NaN or infinity in it; None if
-    all are numbers. One pass over all of them."""
+    all are numbers. One pass over all of them; of a DTensor over what this rank holds, as other
+    ranks need not be at the same place."""
     for key, optimizer in state.optimizers.items():
         provider = state.providers[key]
         assert isinstance(provider, OptimizerProvider)
         names = [name for group in provider.groups() for name in group]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
-            if not _is_finite(parameter.detach()):
+            if not _is_finite(local_of(parameter.detach())):
                 return name
     return None
 

@@ -82,6 +82,8 @@ class OfflineState:
         unlogged: hyperparameters that are tensors and not in the marks: they are as the last
             update had them, but a scheduler may have changed them since.
         surprises: what replay gave otherwise than the last mark says, in words.
+        doubt: why it is not what training had, by what made a base over several steps whole; ""
+            if it is, or that was not needed.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class OfflineState:
         self.replayed: set[str] = set()
         self.unlogged: set[str] = set()
         self.surprises: list[str] = []
+        self.doubt = ""
         self._trees = dict(trees)
         self._threads, self._training_threads = threads, training_threads
         self._optimizers: dict[str, _Replayed] = {}

@@ -8,12 +8,15 @@ import torch
 
 from everstep.errors import FormatError, RecoveryError, UnavailableError
 from everstep.format.reader import read_body
+from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.recover.conditions import conditions
 from everstep.recover.load import contents
 from everstep.recover.offline import OfflineState
 from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound
 from everstep.recover.shape import shape_of_base
+from everstep.recover.whole import make_offline_whole
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
@@ -35,15 +38,18 @@ def load_offline(
     progress: ProgressSink = silent,
     threads: int = 1,
     training_threads: int | None = None,
+    trained: TimelineRecord | None = None,
 ) -> OfflineState:
-    """Reads a base into host memory, every byte verified.
+    """Reads a base into host memory, every byte verified; one over several steps is made whole.
 
     Args:
         run: id of the run that it must belong to.
         threads, training_threads: see :class:`OfflineState`.
+        trained: the record of its timeline: where its updates were computed.
 
     Raises:
         DamageError, FormatError: with what is wrong.
+        ReplayError, UnsupportedStateError: its parts cannot be made whole.
         RecoveryError: it was saved by several ranks.
         UnavailableError: there is not enough memory.
         OSError: it cannot be read.
@@ -91,20 +97,27 @@ def load_offline(
                 progress=progress,
                 sink=_into(header.placed, targets),
             )
-        shape = shape_of_base(opened.placed(), aliases, trees)
+        elsewhere = ""
+        if opened.redo is not None:
+            training_threads, elsewhere = conditions([trained])
+        state = OfflineState(
+            marker,
+            entries,
+            tensors,
+            aliases,
+            {name: bytes(data) for name, data in objects.items()},
+            trees,
+            shape_of_base(opened.placed(), aliases, trees),
+            threads=threads,
+            training_threads=training_threads,
+        )
+        if opened.redo is not None:
+            make_offline_whole(
+                opened, state, ring, elsewhere, timeout_s=timeout_s, progress=progress
+            )
+        return state
     finally:
         opened.close()
-    return OfflineState(
-        marker,
-        entries,
-        tensors,
-        aliases,
-        {name: bytes(data) for name, data in objects.items()},
-        trees,
-        shape,
-        threads=threads,
-        training_threads=training_threads,
-    )
 
 
 def _into(

@@ -7,22 +7,37 @@ from pathlib import PurePath
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.header import ShardHeader
+from everstep.format.log import RecordHead
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
+from everstep.recover.redo_file import check_redo_file, is_redo_file
 from everstep.recover.scan import BaseFound
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed
+from everstep.state.placing import Placement
 
-__all__ = ["OpenBase", "check_identity"]
+__all__ = ["OpenBase", "Opened", "check_identity"]
+
+Opened = tuple[ReadFile, FileRecord, ShardHeader, PurePath]
+"""A file, its record, its header and its path."""
 
 
 @dataclass(slots=True)
 class OpenBase:
-    """One rank's shards of a base, opened, headers verified."""
+    """One rank's files of a base, opened, headers verified.
+
+    Attributes:
+        shards: with the entries of the state.
+        redo: of a base over several steps that is still to be made whole, the file with which
+            (:mod:`.redo_file`); otherwise None.
+        heads: what the records of that file are.
+    """
 
     marker: Marker
-    shards: list[tuple[ReadFile, FileRecord, ShardHeader, PurePath]] = field(default_factory=list)
+    shards: list[Opened] = field(default_factory=list)
+    redo: Opened | None = None
+    heads: tuple[RecordHead, ...] = ()
 
     @classmethod
     def open(cls, filesystem: FileSystem, base: BaseFound, rank: int) -> OpenBase:
@@ -42,14 +57,41 @@ class OpenBase:
                 header = read_header(file, record, path)
                 opened.shards[-1] = (file, record, header, path)
                 check_identity(header, opened.marker, path)
+            opened.set_apart()
         except BaseException:
             opened.close()
             raise
         return opened
 
     @property
+    def files(self) -> list[Opened]:
+        """All of them, in the order of the marker."""
+        return self.shards if self.redo is None else [*self.shards, self.redo]
+
+    @property
     def size_bytes(self) -> int:
-        return sum(record.length for _, record, _, _ in self.shards)
+        return sum(record.length for _, record, _, _ in self.files)
+
+    def set_apart(self) -> None:
+        """Tells the redo file from the shards; called when all files are open.
+
+        Raises:
+            DamageError, FormatError: entries are of other updates than the base, and it lacks what
+                would bring them there.
+        """
+        last = self.shards[-1] if self.shards else None
+        if last is not None and is_redo_file(last[2]):
+            self.redo = self.shards.pop()
+        lsns = {place.entry.lsn for place in self.placed()}
+        if self.redo is not None:
+            file, _, header, path = self.redo
+            self.heads = check_redo_file(file, header, path, self.marker, lsns)
+        elif lsns - {self.marker.lsn}:
+            raise FormatError(
+                f"{self.shards[0][3]}: it has entries of other updates than {self.marker.lsn}, "
+                "that of the base, and no file that brings them there",
+                path=self.shards[0][3],
+            )
 
     def placed(self) -> list[Placed]:
         """All entries of all shards."""
@@ -68,7 +110,7 @@ class OpenBase:
         return found
 
     def close(self) -> None:
-        for file, _, _, _ in self.shards:
+        for file, _, _, _ in self.files:
             file.close()
 
 
@@ -80,10 +122,29 @@ def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None:
         raise DamageError(f"{path}: it is a shard of another base than its marker says", path=path)
     for place in header.placed:
         entry = place.entry
-        whole = entry.placement == "whole" and entry.global_shape == entry.shape
-        if not whole or any(entry.global_offset) or entry.lsn != marker.lsn:
-            raise FormatError(
-                f"{path}: entry {entry.name!r} is sharded, or of another update than the base: "
-                "this version reads whole entries of one update only",
-                path=path,
-            )
+        problem = _misplaced(entry, marker)
+        if problem is None and entry.lsn > marker.lsn:
+            problem = "it is of a later update than the base"
+        if problem is not None:
+            raise FormatError(f"{path}: entry {entry.name!r}: {problem}", path=path)
+
+
+def _misplaced(entry: Entry, marker: Marker) -> str | None:
+    """Why an entry cannot lie where it says; None if it can."""
+    sides = (entry.shape, entry.global_shape, entry.global_offset)
+    if len(set(map(len, sides))) != 1:
+        return "its shape and its place are of different dimensions"
+    try:
+        placement = Placement.parse(entry.placement)
+    except ValueError as error:
+        return str(error)
+    if marker.world == 1 and placement.ranks is not None:
+        return "it is sharded, but one rank has saved the base"
+    ranks = placement.ranks or ()
+    if ranks and (max(ranks) >= marker.world or marker.rank not in ranks):
+        return f"{entry.placement!r} cannot be of rank {marker.rank} of {marker.world}"
+    if not placement.is_cut and (entry.global_shape != entry.shape or any(entry.global_offset)):
+        return "it is said to be whole, and is not"
+    if any(o + n > whole for n, whole, o in zip(*sides, strict=True)):
+        return "it reaches beyond the tensor that it is a part of"
+    return None

@@ -16,19 +16,24 @@ from everstep.errors import EverstepError
 from everstep.format.digests import digest
 from everstep.format.names import (
     CONDEMNED,
+    DELETING,
     MANIFEST,
     RUN_RECORD,
     TIMELINE_RECORD,
     base_dir,
     timeline_dir,
 )
-from everstep.format.reader import read_record_bytes
+from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
-from everstep.recover.scan import BaseFound, Inventory
+from everstep.format.writer import ChunkRing
+from everstep.recover.lift import lift_mark
+from everstep.recover.opened import OpenBase
+from everstep.recover.scan import BaseFound, Inventory, scan_base
 from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import silent
 from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs
 
-__all__ = ["keep_manifest", "offer_of", "open_on_disk"]
+__all__ = ["keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
 
 
 def offer_of(
@@ -73,7 +78,8 @@ def open_on_disk(
 ) -> bool:
     """Makes a disk part of a run and opens a timeline there, last: it is the fence (I11).
 
-    Whatever of it is there already stays as it is, so several ranks may do it on one disk.
+    Whatever of it is there already stays as it is, so several ranks may do it on one disk. Where
+    what was chosen is condemned, the mark is lifted, behind the fence (``adr/004``).
 
     Args:
         unique: makes the temporary names this process's own.
@@ -90,7 +96,14 @@ def open_on_disk(
         _keep_timeline(filesystem, run, old, unique)
     for manifest in choice.complete:
         keep_manifest(filesystem, run, manifest, unique)
-    return _keep_timeline(filesystem, run, record, unique)
+    if not _keep_timeline(filesystem, run, record, unique):
+        return False
+    if choice.base is not None:
+        directory = base_dir(run, choice.base.timeline, choice.base.step)
+        with contextlib.suppress(FileNotFoundError):  # this disk has nothing of it
+            if CONDEMNED in _names(filesystem, directory):
+                lift_mark(filesystem, directory)
+    return True
 
 
 def keep_manifest(
@@ -111,12 +124,37 @@ def keep_manifest(
         ensure_dirs(filesystem, directory)
     _sync_names(filesystem, directory)  # markers before the manifest
     names = _names(filesystem, directory)
-    if CONDEMNED in names:
+    if CONDEMNED in names or DELETING in names:
         return
     if MANIFEST in names or not create_exclusive(
         filesystem, directory / MANIFEST, manifest.encode(), unique
     ):
         filesystem.sync_dir(directory)
+
+
+def verify_rank(
+    filesystem: FileSystem,
+    run: PurePath,
+    base: BaseId,
+    rank: int,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+) -> str:
+    """Reads one rank's files of a committed base back; says what is wrong, or nothing."""
+    try:
+        found = scan_base(filesystem, run, base)
+        if found.manifest is None:
+            return f"{found.path} has no manifest that can be read"
+        opened = OpenBase.open(filesystem, found, rank)
+        try:
+            for file, record, header, path in opened.shards:
+                read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=silent)
+        finally:
+            opened.close()
+    except (OSError, EverstepError) as error:
+        return str(error)
+    return ""
 
 
 def _keep_timeline(
@@ -148,6 +186,11 @@ def _names(filesystem: FileSystem, directory: PurePath) -> set[str]:
 
 
 def _base_offer(found: BaseFound) -> BaseOffer:
+    if found.status == "condemned" and found.manifest is not None:
+        # Each disk has its mark: what none of them has begun to remove is there as before.
+        mine = [marker for marker in found.manifest.markers if found.has_files_of(marker)]
+        pieces = {marker.rank: Piece(marker) for marker in mine}
+        return BaseOffer(pieces, digest(found.manifest.encode()) if pieces else None)
     if found.status == "condemned":
         return BaseOffer({})
     markers = found.markers if found.manifest is None else found.manifest.markers

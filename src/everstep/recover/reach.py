@@ -36,7 +36,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         chosen = candidates(inventory, step=step)
         return Reachable(tuple((base, Chain(base.id, (), "")) for base in chosen.ordered), chosen)
     everything = candidates(inventory)
-    usable = {b.id: b for b in inventory.bases if b.status in ("committed", "complete")}
+    usable = {b.id: b for b in inventory.bases if b.is_usable}
     lsns: dict[BaseId, tuple[int, str | None]] = {}
     for base in usable.values():
         assert base.manifest is not None
@@ -45,7 +45,8 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
     if step is None:
         here = {base.id for base in everything.ordered}
         known = {key: value for key, value in lsns.items() if key in here}
-        found = chains(known, index, path_of(max(branches), inventory.timelines)) if known else []
+        path = path_of(_trained(inventory, index), inventory.timelines) if known else []
+        found = chains(known, index, path)
         there = {chain.base for chain in found}
         # In no history that its records tell, but not to be hidden either.
         found += [Chain(key, (), "") for key in known if key not in there]
@@ -70,6 +71,21 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             hint="steps there are: " + (_listed(lsns, index, inventory) or "none"),
         )
     return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
+
+
+def _trained(inventory: Inventory, index: LogIndex) -> int:
+    """The newest timeline that its record puts where it is in the history, or that has a log."""
+    branches = inventory.branches
+    newest = max(branches)
+    logged = {timeline for timeline, _ in index.marks}
+    while (record := inventory.timelines[newest]) is not None and record.parent is not None:
+        if newest in logged:
+            break
+        branch = branches[newest]
+        if branch.fork_step is not None or branch.parent is None:
+            break
+        newest = branch.parent
+    return newest
 
 
 def _cut(chain: Chain, step: int) -> Chain:

@@ -27,17 +27,16 @@ from everstep.errors import (
     ReplayError,
     StorageError,
 )
-from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.ahead import Ahead
 from everstep.recover.chain import Chain
+from everstep.recover.conditions import conditions
 from everstep.recover.decide import Skipped
 from everstep.recover.logged import RunLog, spans
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_base import load_offline
 from everstep.recover.scan import BaseFound
 from everstep.seams.filesystem import FileSystem
-from everstep.seams.fingerprint import fingerprint
 from everstep.seams.progress import progress
 
 __all__ = [
@@ -189,6 +188,7 @@ class Rebuilder:
                 progress=bar,
                 threads=self.threads,
                 training_threads=conditions(records)[0],
+                trained=self.log.inventory.timelines.get(base.id.timeline),
             )
 
     def play(
@@ -231,7 +231,7 @@ class Rebuilder:
         logged.finish()
         if other is not None:
             other.finish(counterfactual=True)
-        replay = logged.exactness.why
+        replay = logged.doubt or logged.exactness.why
         if updates_seen:
             records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
             replay = conditions(records)[1] or replay
@@ -315,33 +315,6 @@ def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:
     """The same, found one by one; None if there is none."""
     first = next(ways, None)
     return None if first is None else itertools.chain([first], ways)
-
-
-def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
-    """What the bits of updates depend on besides the optimizer (I9).
-
-    Args:
-        records: of the timelines whose updates are replayed.
-
-    Returns:
-        The number of torch's threads in training, None if it is not known or not always the
-        same; and why replay on this machine need not give the same bits, ``""`` if it must.
-    """
-    mine, threads = fingerprint(), set()
-    for record in {id(record): record for record in records}.values():
-        if record is None:
-            return None, "the record that says where it was trained is damaged"
-        theirs = record.fingerprint
-        for key in ("torch", "machine", "system", "denormals"):
-            if theirs.get(key) != mine.get(key):
-                found, here = theirs.get(key, "unknown"), mine.get(key, "kept")
-                return None, f"trained with {key} {found}, replayed with {here}"
-        if "cuda" in theirs or "device" in theirs:
-            device = theirs.get("device", "a GPU")
-            return None, f"trained on {device}, replayed on the CPU"
-        threads.add(theirs.get("threads", ""))
-    (only,) = threads if len(threads) == 1 else ("",)
-    return (int(only) if only.isdigit() and int(only) else None), ""
 
 
 def changes(before: OfflineState, after: OfflineState) -> list[Change]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from everstep.capture.spots import Comparison
+from everstep.compress.lossy import restored_values
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
@@ -368,6 +369,7 @@ def update_of(record: LogRecord) -> Update:
             },
             grad_scale=tensors.get("grad_scale"),
             found_inf=tensors.get("found_inf"),
+            lossy=bool(about.get("lossy", False)),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
@@ -376,12 +378,15 @@ def update_of(record: LogRecord) -> Update:
 def _compressed(
     name: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Gradient:
-    """A gradient that training consumed compressed, as it consumed it."""
+    """A gradient that training consumed compressed, as it consumed it; or a lossy copy of one."""
     form: Sparse | Int8
     shape, stride = tuple(fields["shape"]), fields["stride"]
     if "counts" in fields:
         numel = math.prod(shape)
-        form = Sparse(numel, tensors[INDICES + name], tensors[VALUES + name], fields["counts"])
+        values = tensors[VALUES + name]
+        if "lossy" in fields:
+            values = restored_values(values, fields["dtype"], fields["exponent"])
+        form = Sparse(numel, tensors[INDICES + name], values, fields["counts"])
     else:
         form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
     form.check()

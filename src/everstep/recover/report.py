@@ -56,6 +56,8 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
     evidence = "nothing to restore"
     if loaded is not None:
         evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
+    if loaded is not None and loaded.redone:
+        evidence += f"; its parts made whole by {loaded.redone} update(s)"
     if resumed.replayed:
         evidence += f"; {resumed.replayed} step(s) replayed from the log"
     audit = "" if resumed.audit is None else audit_in_words(resumed.audit)

@@ -32,6 +32,7 @@ from everstep.recover.copies import has_copy
 from everstep.recover.decide import Skipped, candidates
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
+from everstep.recover.lift import lift_mark
 from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
 from everstep.recover.nonfinite import nonfinite_parameter
@@ -43,7 +44,7 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.state.image import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
 
-__all__ = ["Resumed", "open_timeline", "resume"]
+__all__ = ["Resumed", "not_finite", "open_timeline", "resume"]
 
 _ATTEMPTS = 8
 
@@ -142,7 +143,7 @@ def resume(
             if fresh or _unchanged(seams, inventory, found, step, opened, held):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 if loaded is not None and (bad := nonfinite_parameter(state)):
-                    problems += (_not_finite(bad, restored.end),)
+                    problems += (not_finite(bad, restored.end),)
                 base = found.id if found else None
                 source = "fresh" if loaded is None else loader.source
                 return Resumed(
@@ -296,16 +297,23 @@ def _unchanged(
     held: HeldBase | None,
 ) -> bool:
     """Whether, now that nobody else can commit or delete, the choice is still the right one:
-    the base was not condemned before its deleter was fenced off, and none is newer."""
+    nothing of the base was removed before its deleter was fenced off, and none is newer. If the
+    base is condemned, its mark is lifted: from now on a timeline rests on it."""
     now = _inventory(seams, before.path, opened, held)
-    there = {base.id for base in now.bases if base.status in ("committed", "complete")}
-    if found is not None and found.id not in there:
+    chosen = [base for base in now.bases if found is not None and base.id == found.id]
+    if found is not None and not any(base.is_usable for base in chosen):
         return False
     known = {base.id for base in candidates(before).ordered}
-    return step is not None or all(base.id in known for base in candidates(now).ordered)
+    if step is None and any(base.id not in known for base in candidates(now).ordered):
+        return False
+    for base in chosen:
+        if base.status == "condemned" and not lift_mark(seams.filesystem, base.path):
+            return _still_there(seams, before.path, base.id)
+    return True
 
 
-def _not_finite(name: str, end: BaseId | None) -> str:
+def not_finite(name: str, end: BaseId | None) -> str:
+    """What a person is told of a restored state that holds ``name``, which is not finite."""
     step = "" if end is None else f" of step {end.step}"
     return (
         f"the state{step} is not finite: {name!r} holds NaN or infinity. It is what training had; "
@@ -315,6 +323,6 @@ def _not_finite(name: str, end: BaseId | None) -> str:
 
 def _still_there(seams: Seams, run: PurePath, base: BaseId) -> bool:
     try:
-        return scan_base(seams.filesystem, run, base).status in ("committed", "complete")
+        return scan_base(seams.filesystem, run, base).is_usable
     except FileNotFoundError:
         return False

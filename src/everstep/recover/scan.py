@@ -23,11 +23,13 @@ from everstep.format.names import (
     AUDIT_RECORD,
     BASE_DIR,
     CONDEMNED,
+    DELETING,
     MANIFEST,
     RUN_RECORD,
     TEMPORARY_SUFFIX,
     TIMELINE_RECORD,
     base_dir,
+    marker_name,
     parse_base,
     parse_marker,
     parse_timeline,
@@ -60,8 +62,9 @@ class BaseFound:
         status: ``committed``: has its manifest. ``complete``: has not, but its markers yield
             one, so it can be rolled forward. ``damaged``: it has records, but they cannot be
             read; it may have been good, so it is never swept away. ``incomplete``: it was
-            never finished; it does not exist. ``condemned``: being deleted.
-        manifest: for ``committed`` and ``complete``.
+            never finished; it does not exist. ``condemned``: to be deleted.
+        manifest: for ``committed`` and ``complete``; for ``condemned``, until the first of its
+            files is going to be removed.
         problem: damage to its records, in words.
         files: everything in the directory.
         audit: what replay from an older base has said of it, if that was tried.
@@ -83,6 +86,20 @@ class BaseFound:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a resume may read it. A condemned one counts while nothing of it is gone: its
+        deleter may have died before it saw that a newer timeline needs it (``adr/004``)."""
+        if self.status == "condemned" and self.manifest is not None:
+            return all(self.has_files_of(marker) for marker in self.manifest.markers)
+        return self.status in ("committed", "complete")
+
+    def has_files_of(self, marker: Marker) -> bool:
+        """Whether a rank's marker and files are in the directory, by name and length."""
+        sizes = {file.name: file.size_bytes for file in self.files if file.kind == "file"}
+        there = marker_name(marker.rank) in sizes
+        return there and all(sizes.get(file.name) == file.length for file in marker.files)
 
 
 @dataclass(slots=True)
@@ -108,7 +125,7 @@ class Inventory:
     @property
     def branches(self) -> dict[int, Branch]:
         """Where each timeline forked from (:func:`everstep.commit.lineage.branches_of`)."""
-        there = {base.id for base in self.bases if base.status in _TO_LOSE}
+        there = {base.id for base in self.bases if base.status in _TO_LOSE or base.is_usable}
         return branches_of(self.timelines, there)
 
     @property
@@ -198,8 +215,8 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
     path = base_dir(run, base.timeline, base.step)
     files = tuple(filesystem.scan(path))
     names = {entry.name for entry in files if entry.kind == "file"}
-    if CONDEMNED in names:
-        return BaseFound(base, path, "condemned", None, None, files)
+    if CONDEMNED in names or DELETING in names:
+        return _scan_condemned(filesystem, base, path, files)
     problems: list[str] = [
         f"{entry.name} is a {entry.kind}" for entry in files if entry.kind != "file"
     ]
@@ -225,6 +242,19 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
         audit, why = _audit(filesystem, path, manifest)
     found = tuple(markers[rank] for rank in sorted(markers))
     return BaseFound(base, path, status, manifest, problem, files, audit, why or None, found)
+
+
+def _scan_condemned(
+    filesystem: FileSystem, base: BaseId, path: PurePath, files: tuple[DirEntry, ...]
+) -> BaseFound:
+    """Its manifest still counts for something until a deleter says that it removes files now."""
+    manifest, names = None, {entry.name for entry in files if entry.kind == "file"}
+    if DELETING not in names:
+        manifest = _try(filesystem, path / CONDEMNED, Manifest, [])
+    if manifest is None or _claims(manifest.markers[0]) != base:
+        return BaseFound(base, path, "condemned", None, None, files)
+    audit = _audit(filesystem, path, manifest)[0] if AUDIT_RECORD in names else None
+    return BaseFound(base, path, "condemned", manifest, None, files, audit)
 
 
 def _scan_timeline(
@@ -261,7 +291,8 @@ def _scan_timeline(
             inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
     if TIMELINE_RECORD in names:
         return
-    if any(base.id.timeline == number and base.status in _TO_LOSE for base in inventory.bases):
+    mine = [base for base in inventory.bases if base.id.timeline == number]
+    if any(base.status in _TO_LOSE or base.is_usable for base in mine):
         # It was opened once: losing its record must not lose its bases.
         inventory.problems.append((directory / TIMELINE_RECORD, "it is missing"))
         inventory.timelines[number] = None

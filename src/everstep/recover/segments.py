@@ -10,6 +10,7 @@ from pathlib import PurePath
 from everstep.arena import Block
 from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
 from everstep.format.digests import digest
+from everstep.format.header import ShardHeader
 from everstep.format.log import (
     LOG_OBJECT,
     LogRecord,
@@ -25,12 +26,19 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.reader import read_body, read_header, read_record_bytes
-from everstep.format.records import Marker
+from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
-__all__ = ["SegmentFound", "read_segment", "scan_log", "vetted"]
+__all__ = [
+    "SegmentFound",
+    "read_heads",
+    "read_records",
+    "read_segment",
+    "scan_log",
+    "vetted",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +107,8 @@ def read_segment(
     file = filesystem.open(path, direct=True)
     try:
         header = read_header(file, record, path)
-        # Huge pages, taken as they are filled: a bytearray is filled with zeros first, page by
-        # page, which takes three times as long as to read and digest the segment.
-        body = Block(record.length - header.room_bytes, touch=False).view
-
-        def keep(begin: int, piece: memoryview) -> None:
-            body[begin : begin + piece.nbytes] = piece
-
-        read_body(
-            file, header, record, path, ring, timeout_s=timeout_s, progress=progress, sink=keep
+        records = read_records(
+            file, record, header, path, ring, timeout_s=timeout_s, progress=progress
         )
     finally:
         file.close()
@@ -120,8 +121,35 @@ def read_segment(
         marker.rank,
     ):
         raise FormatError(f"{path} is of another segment than its marker", path=path)
+    return records
+
+
+def read_records(
+    file: ReadFile,
+    record: FileRecord,
+    header: ShardHeader,
+    path: PurePath,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> list[LogRecord]:
+    """The records of an open segment whose header has been verified, every byte verified.
+
+    Raises:
+        DamageError, FormatError: with the path.
+        OSError: it cannot be read.
+    """
+    # Huge pages, taken as they are filled: a bytearray is filled with zeros first, page by
+    # page, which takes three times as long as to read and digest the segment.
+    body = Block(record.length - header.room_bytes, touch=False).view
+
+    def keep(begin: int, piece: memoryview) -> None:
+        body[begin : begin + piece.nbytes] = piece
+
+    read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=progress, sink=keep)
     data = {place.entry.name: body[place.begin : place.end] for place in header.placed}
-    records = records_of_segment(identity, data, path)
+    records = records_of_segment(header.identity, data, path)
     for item in records:
         item.verify()
     return records
@@ -196,16 +224,26 @@ def _scan(
 def _heads(filesystem: FileSystem, path: PurePath, marker: Marker) -> tuple[RecordHead, ...]:
     """What the records are, without their tensors."""
     (record,) = marker.files
-    file = filesystem.open(path / record.name)
+    path = path / record.name
+    file = filesystem.open(path)
     try:
-        header = read_header(file, record, path / record.name)
-        for place, expected in zip(header.placed, header.digests, strict=True):
-            if place.entry.name == LOG_OBJECT:
-                data = bytearray(place.end - place.begin)
-                got = file.read_into(memoryview(data), header.room_bytes + place.begin)
-                if got != len(data) or digest(memoryview(data)) != expected:
-                    raise DamageError(f"{path / record.name}: its index is damaged")
-                return heads_of(header.identity.timeline, bytes(data), path)
+        return read_heads(file, read_header(file, record, path), path)
     finally:
         file.close()
-    raise FormatError(f"{path / record.name} has no index")
+
+
+def read_heads(file: ReadFile, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:
+    """What the records of an open segment are, without their tensors.
+
+    Raises:
+        DamageError, FormatError: with the path.
+        OSError: it cannot be read.
+    """
+    for place, expected in zip(header.placed, header.digests, strict=True):
+        if place.entry.name == LOG_OBJECT:
+            data = bytearray(place.end - place.begin)
+            got = file.read_into(memoryview(data), header.room_bytes + place.begin)
+            if got != len(data) or digest(memoryview(data)) != expected:
+                raise DamageError(f"{path}: its index is damaged", path=path)
+            return heads_of(header.identity.timeline, bytes(data), path)
+    raise FormatError(f"{path} has no index", path=path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import DamageError, FormatError
@@ -49,13 +50,14 @@ def verify_base(
     *,
     timeout_s: float,
     progress: ProgressSink,
-    contents: Callable[[OpenBase], object] = lambda opened: None,
+    contents: Callable[[Sequence[OpenBase]], object] = lambda opened: None,
 ) -> Verdict:
     """Reads every byte of a base that has a manifest (or whose markers yield one).
 
     Args:
-        contents: looks at what the bytes mean, too (:func:`everstep.recover.load.contents`,
-            which needs torch); raises what :class:`OpenBase` raises.
+        contents: gets the files of all ranks and looks at what the bytes mean, too
+            (:func:`everstep.recover.load.all_contents`, which needs torch); raises what
+            :class:`OpenBase` raises.
     """
     assert base.manifest is not None
     damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
@@ -79,7 +81,7 @@ def verify_base(
             note(str(getattr(error, "path", None) or base.path), error)
             continue
         try:
-            for file, record, header, path in opened.shards:
+            for file, record, header, path in opened.files:
                 entries += len(header.placed)
                 size_bytes += record.length
                 found: list[DamageError] = []
@@ -98,10 +100,18 @@ def verify_base(
                     note(str(path), error)
                 for damage in found:
                     note(str(path), damage)
-            if not damages:
-                contents(opened)
         except (DamageError, FormatError, OSError) as error:
             note(str(base.path), error)
         finally:
             opened.close()
+    if not damages:
+        try:
+            with contextlib.ExitStack() as stack:
+                ranks = []
+                for marker in base.manifest.markers:
+                    ranks.append(OpenBase.open(filesystem, base, marker.rank))
+                    stack.callback(ranks[-1].close)
+                contents(ranks)
+        except (DamageError, FormatError, OSError) as error:
+            note(str(base.path), error)
     return Verdict(entries, size_bytes, tuple(damages))

@@ -232,6 +232,8 @@ class Replayer:
     def _apply(self, updates: Sequence[Update]) -> None:
         for update in updates:
             self._judge(update.groups)
+            if update.lossy and not update.skipped and self.exact.exact:
+                self.exact = Exactness(False, "the log holds lossy copies of the gradients")
         waiting: list[Update] = []
 
         def work_off() -> None:

@@ -33,6 +33,8 @@ class Update:
         grad_scale: what a ``GradScaler`` handed to a fused optimizer. The kernel divides the
             gradients by it: ``gradients`` are then the *scaled* ones.
         found_inf: likewise; a fused kernel does nothing where it is 1.
+        lossy: the gradients are not those that training consumed, but lossy copies: what this
+            update gives is an approximation (I9).
     """
 
     lsn: int
@@ -41,6 +43,7 @@ class Update:
     gradients: Mapping[str, Gradient]
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+    lossy: bool = False
 
     @property
     def skipped(self) -> bool:

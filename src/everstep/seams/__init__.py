@@ -6,7 +6,9 @@
 ``memory``      memory that processes share
 ``sockets``, ``locks``, ``processes``, ``runtime``   what a keeper is started and found with
 ``mailbox``     the contract for messages between ranks
+``peers``, ``group``   that contract over TCP; what torch.distributed knows of a job
 ``machine``, ``fingerprint``   what this machine has; what bits can depend on
+``signals``     those that announce the end of the process
 ``threads``     threads for I/O
 ``failpoints``  named places at which tests and the demo kill the process
 ``progress``    progress bars on a terminal, plain lines elsewhere
@@ -46,8 +48,12 @@ class Seams:
     Attributes:
         lane: makes what copies captured state (a ``capture.lane.Lane``, which this package
             cannot name); None: the engine's own.
+        group: makes the ranks that train together (a ``group.Group``; None: this process trains
+            alone), given after how many seconds a silent one is reported; None: what
+            torch.distributed knows.
     """
 
     filesystem: FileSystem = field(default_factory=PosixFileSystem)
     clock: Clock = field(default_factory=SystemClock)
     lane: Callable[[], Any] | None = None
+    group: Callable[[float], Any] | None = None

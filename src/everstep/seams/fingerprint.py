@@ -13,7 +13,8 @@ _DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and 
 
 def cuda_in_use() -> bool:
     """Whether this process has CUDA devices in use; asking does not initialise any."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    # In this order: whether any is available takes long to say.
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_available()  # type: ignore[no-untyped-call]
 
 
 def fingerprint() -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 __all__ = ["IoThreads"]
 
 _T = TypeVar("_T")
-_Job = tuple["Future[Any]", Callable[[], Any]]
+_Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class IoThreads:
@@ -35,17 +35,20 @@ class IoThreads:
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
         """Runs ``function(*args)`` in one of the threads."""
-        with self._lock:
-            if not self._threads:
-                for number in range(self._count):
-                    thread = threading.Thread(
-                        target=_work, args=(self._jobs,), name=f"{self._name}-{number}", daemon=True
-                    )
-                    thread.start()
-                    self._threads.append(thread)
+        if not self._threads:
+            self._start()
         future: Future[_T] = Future()
-        self._jobs.put((future, lambda: function(*args)))
+        self._jobs.put((future, function, args))
         return future
+
+    def _start(self) -> None:
+        with self._lock:
+            for number in range(len(self._threads), self._count):
+                thread = threading.Thread(
+                    target=_work, args=(self._jobs,), name=f"{self._name}-{number}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads after the work that was submitted; a hung one is left behind."""
@@ -59,11 +62,11 @@ class IoThreads:
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        future, call = job
+        future, function, args = job
         if not future.set_running_or_notify_cancel():
             continue
         try:
-            future.set_result(call())
+            future.set_result(function(*args))
         except BaseException as error:  # handed to whoever waits for the future
             future.set_exception(error)
-        del job, future, call  # or this thread would keep the last buffer alive
+        del job, future, function, args  # or this thread would keep the last buffer alive

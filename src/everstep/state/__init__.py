@@ -5,5 +5,6 @@
 ``entries``, ``layout``                 named typed byte ranges and where they lie in a file
 ``survey``, ``proofs``, ``owners``        all of it at one moment, found without walking through
                                         what has not changed; who answers for each entry
+``tags``                                whether dicts can have changed, at a glance
 ``image``                               the user's state dict as a whole
 """

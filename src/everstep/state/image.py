@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
+from everstep.seams.memory import copy_memory
 from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef
 from everstep.state.optimizers import OptimizerProvider
@@ -25,7 +26,9 @@ from everstep.state.providers import (
     StatefulProvider,
     Unproven,
 )
+from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.state.rng import collect_rng, restore_rng
+from everstep.state.share import OwnShare
 from everstep.state.survey import (
     OBJECT_BYTES_MAX,
     OBJECT_PREFIX,
@@ -36,8 +39,8 @@ from everstep.state.survey import (
     is_reserved,
     unsupported,
 )
-from everstep.state.tensors import host_bytes
 from everstep.state.tree import references, split
+from everstep.state.zero import ZeroProvider, is_zero
 
 __all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State"]
 
@@ -52,6 +55,7 @@ class State:
         declared: patterns on names of entries that a declared update covers (see
             :class:`.owners.Told`), perhaps with the functions that replay runs.
         static: patterns on names of entries that do not change.
+        ranks: which rank of which job this is; a survey lists what this rank writes.
 
     Raises:
         OptionError: for a state dict that is no dict of named values, and for patterns that
@@ -61,6 +65,7 @@ class State:
     Attributes:
         told: the patterns, and the functions.
         replaying: one of the functions is being run by replay.
+        ranks: as given.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class State:
         *,
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
+        ranks: RankInfo = ONE_RANK,
     ) -> None:
         if not isinstance(values, MutableMapping):
             raise OptionError(
@@ -84,6 +90,7 @@ class State:
                 )
         self.told = told = Told.of(declared, static)
         self.replaying = False
+        self.ranks = ranks
         modules: dict[str, ModuleProvider] = {}
         names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -94,7 +101,8 @@ class State:
                 provider = modules[key] = ModuleProvider(key, value)
             elif isinstance(value, Optimizer):
                 self.optimizers[key] = value
-                provider = OptimizerProvider(key, value, names)
+                kind = ZeroProvider if is_zero(value) else OptimizerProvider
+                provider = kind(key, value, names)
             elif isinstance(value, Stateful) and not isinstance(value, type):
                 provider = StatefulProvider(key, value)
             else:
@@ -109,8 +117,11 @@ class State:
         }
         self._looking_order = [*modules, *(key for key in self.providers if key not in modules)]
         self._assembler = Assembler(told)
+        self._share = OwnShare(ranks, self.providers)
         # Refuses what cannot be stored now, rather than at the first save.
-        shape = self.survey().shape
+        survey = self._survey()
+        self._share.of(survey)
+        shape = survey.shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
 
     @property
@@ -119,7 +130,8 @@ class State:
         return self._values
 
     def survey(self) -> Survey:
-        """The state as it is now: live tensors, their descriptions, and copies of objects.
+        """The state as it is now: live tensors, their descriptions, and copies of objects; of
+        several ranks' state what this rank writes, and all of its objects.
 
         To be called by one thread only, the one that trains. What was found is kept until the
         next survey, and with it the memory of tensors that have been replaced since.
@@ -129,6 +141,10 @@ class State:
             StateError: when the state dict has other keys or objects than at construction, or
                 a pattern of ``declared`` or ``static`` claims what an optimizer owns.
         """
+        return self._share.of(self._survey())
+
+    def _survey(self) -> Survey:
+        """All that this rank holds."""
         self._check_unchanged()
         found: dict[str, Part] = {}
         leaves: dict[str, tuple[tuple[str, str], ...]] = {}
@@ -152,23 +168,39 @@ class State:
                 hint="close it and make a new one for the new state",
             )
 
+    def is_shared(self) -> bool:
+        """Whether other ranks have, or write, any of what this rank holds."""
+        return self._share.is_shared(self._survey())
+
     def restore_order(self) -> list[str]:
         """Sections in the order of restoring: modules, optimizers, the rest, RNG last, so that
         nothing done while restoring disturbs what was restored before."""
-        ranks: dict[type, int] = {ModuleProvider: 0, OptimizerProvider: 1, _RngProvider: 3}
+        ranks: dict[type, int] = {
+            ModuleProvider: 0,
+            OptimizerProvider: 1,
+            ZeroProvider: 1,
+            _RngProvider: 3,
+        }
         return sorted(self.providers, key=lambda name: ranks.get(type(self.providers[name]), 2))
 
     def plan_restore(
-        self, trees: Mapping[str, Any], entries: Mapping[str, Entry]
+        self,
+        trees: Mapping[str, Any],
+        entries: Mapping[str, Entry],
+        left_out: Collection[str] = (),
     ) -> dict[str, RestorePlan]:
         """Compares every section with what a base holds; touches nothing.
 
         Args:
             trees: decoded object trees by section.
-            entries: entries by every name, aliases included.
+            entries: entries by every name, aliases included, of whole tensors.
+            left_out: sections that stay as the program made them.
         """
         plans: dict[str, RestorePlan] = {}
         for section, provider in self.providers.items():
+            if section in left_out:
+                plans[section] = RestorePlan(None)
+                continue
             if section not in trees:
                 missing = [(section, "not in the checkpoint")]
                 plans[section] = RestorePlan(None, mismatches=missing)
@@ -209,7 +241,7 @@ class _RngProvider(Unproven):
         # Into the same tensors, which nobody reads later than at the step mark: they are as they
         # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
         for tensor, target in zip(found, kept.tensors, strict=True):
-            host_bytes(target)[:] = host_bytes(tensor)
+            copy_memory(target.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         first, *others = map(TensorRef, kept.names)
         state["torch"] = first
         if "cuda" in state:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from everstep.state.entries import DTYPE_BYTES, Entry
 
@@ -81,11 +82,19 @@ def append_objects(
     return ShardLayout(tuple(placed))
 
 
-def at_lsn(layout: ShardLayout, lsn: int) -> ShardLayout:
-    """The layout with every entry as of update ``lsn``."""
-    return ShardLayout(
-        tuple(replace(place, entry=replace(place.entry, lsn=lsn)) for place in layout.placed)
-    )
+def at_lsn(
+    layout: ShardLayout, lsn: int, others: Mapping[str, int] = MappingProxyType({})
+) -> ShardLayout:
+    """The layout with every entry as of update ``lsn``.
+
+    Args:
+        others: by name, those that are of another update.
+    """
+
+    def of(entry: Entry) -> Entry:
+        return replace(entry, lsn=others.get(entry.name, lsn))
+
+    return ShardLayout(tuple(replace(place, entry=of(place.entry)) for place in layout.placed))
 
 
 def overlaps(

@@ -15,15 +15,17 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
+from everstep.state.dtensors import is_dtensor
+from everstep.state.entries import Entry
 from everstep.state.objects import join_path
 from everstep.state.owners import Holding, Memory, holding_of
 from everstep.state.plain import is_fixed
 from everstep.state.proofs import OptimizerProof
 from everstep.state.providers import ParameterNames, RestorePlan, Saved, difference
 from everstep.state.survey import Block, Part, checked_block, look_at
-from everstep.state.tree import split
+from everstep.state.tree import references, split
 
-__all__ = ["OptimizerProvider"]
+__all__ = ["Named", "OptimizerProvider"]
 
 Named = tuple[str, tuple[int, ...]]
 
@@ -62,12 +64,18 @@ class OptimizerProvider:
             named = self._parameters(names)
             part = look_at(self._collect(named), self.section, self._blocks)
             self._blocks = part.blocks
-            holding = holding_of(self.section, self._optimizer)
+            holding = self._holding_now()
             self._proof = OptimizerProof.of(self._optimizer, part, holding, names)
             if self._proof is None:
                 return replace(part, holding=self._as_before(holding))
             self._named, self._names_then = named, names
         return self._with_options(self._proof)
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Its parameters by the names that they have now, each once."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        names = [name for name, _ in self._parameters(self._names.now())]
+        return list(dict(zip(names, parameters, strict=True)).items())
 
     def groups(self) -> list[list[str]]:
         """Names of the parameters of each group, now."""
@@ -89,6 +97,9 @@ class OptimizerProvider:
             return False
         self._names_then = names
         return True
+
+    def _holding_now(self) -> Holding:
+        return holding_of(self.section, self._optimizer)
 
     def _with_options(self, proof: OptimizerProof) -> Part:
         """The proven part with the options of the groups, which are read anew: equal ones
@@ -174,7 +185,19 @@ class OptimizerProvider:
             tensor = live.get(name)
             if tensor is not None and difference(entry, tensor) is None:
                 plan.in_place[name] = tensor
+        plan.like = self._like(saved.tree["state"], saved.entries)
         return plan
+
+    def _like(self, state: Any, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+        """State that a DTensor's parameter does not have yet will be spread as the parameter is,
+        if it is of its shape."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named():
+            if is_dtensor(parameter):
+                for saved in references(state.get(name, {})):
+                    if difference(entries[saved], parameter, dtype=False) is None:
+                        found[saved] = parameter
+        return found
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         if tree is None:

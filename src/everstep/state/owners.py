@@ -26,6 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError
+from everstep.state.dtensors import local_of
 from everstep.state.objects import MAX_DEPTH
 from everstep.state.tensors import why_not_storable
 
@@ -129,7 +130,8 @@ def holding_of(section: str, optimizer: Optimizer) -> Holding:
 
 def _memories(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
     """Memory of those of ``tensors`` that can be entries and have some."""
-    found = (memory_of(tensor) for tensor in tensors if why_not_storable(tensor) is None)
+    parts = map(local_of, tensors)
+    found = (memory_of(tensor) for tensor in parts if why_not_storable(tensor) is None)
     return tuple(memory for memory in found if memory is not None)
 
 

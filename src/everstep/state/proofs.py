@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from everstep.state.objects import Encoded, TensorRef, encode
 from everstep.state.owners import Holding
 from everstep.state.survey import PLAIN_TENSORS, Part, same_objects
+from everstep.state.tags import dict_tags, keep_order
 
 __all__ = ["ModuleProof", "OptimizerProof", "Watch", "canonical_key"]
 
@@ -96,6 +97,10 @@ _MODULE_OWN = (
     "__hash__",
 )
 
+_MODULE = vars(nn.Module)
+_METHODS = tuple(_MODULE_METHODS.values())
+_MODULE_LACKS = tuple(name for name in _MODULE_OWN if name not in _MODULE_METHODS)
+
 # A proof is held up against the state at every save, by few calls that look at many objects.
 _own_dict, _keys, _values = attrgetter("__dict__"), methodcaller("keys"), methodcaller("values")
 _bases_of = attrgetter("__mro__")
@@ -119,7 +124,7 @@ def _is_set_to_tells() -> bool:
 _MODULES_PROVABLE = (
     _is_set_to_tells()
     and all(_is_torchs_own(method, _MODULE_NAMES) for method in _MODULE_METHODS.values())
-    and {name for name in _MODULE_OWN if name in vars(nn.Module)} == set(_MODULE_METHODS)
+    and _MODULE.keys().isdisjoint(_MODULE_LACKS)
 )
 _OPTIMIZERS_PROVABLE = _is_set_to_tells() and _is_torchs_own(
     _optimizer_state_dict, _OPTIMIZER_NAMES
@@ -184,18 +189,32 @@ def canonical_key(key: str) -> str:
 class _Containers:
     """Tells whether dicts still hold the same keys and values, in the same order.
 
-    The dicts themselves are kept; by whom they are held is for others to prove.
+    The dicts themselves are kept; by whom they are held is for others to prove. Where dicts have
+    tags, it looks at the members only once these have changed.
     """
 
     def __init__(self, dicts: Sequence[Mapping[Any, Any]]) -> None:
         self._dicts = dicts
+        self._tags: list[int] | None = None  # when it last held
         self._filled = [held for held in dicts if held]
         self._lengths = list(map(len, dicts))
         self._keys = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(_values, self._filled)))
 
     def hold(self) -> bool:
-        """Whether they do; with the lengths, no member can be taken for one of the next dict."""
+        """Whether they do."""
+        tags = dict_tags(self._dicts)
+        if tags is not None and tags == self._tags:
+            return True
+        self._tags = None
+        if not self._members_hold():
+            return False
+        if keep_order(self._dicts):
+            self._tags = tags
+        return True
+
+    def _members_hold(self) -> bool:
+        """With the lengths, no member can be taken for one of the next dict."""
         return (
             list(map(len, self._dicts)) == self._lengths
             and all(map(is_, chain.from_iterable(self._filled), self._keys))
@@ -216,14 +235,18 @@ class ModuleProof:
         self._types = list(map(type, modules))
         self._kinds = list(dict.fromkeys(self._types))
         self._bases = list(map(_bases_of, self._kinds))
-        self._classes = list(map(_own_dict, set(chain.from_iterable(self._bases))))
+        kinds = set(chain.from_iterable(self._bases)) - {nn.Module, object}
+        self._classes = list(map(_own_dict, kinds))
         self._defined = list(map(list, self._classes))  # names: no class has a new method
         self._owns = list(map(_own_dict, modules))
         held = [_members_of(own) for own in self._owns]
         self._held = list(chain.from_iterable(held))
         self._containers = _Containers([members for row in held for members in row[:_UNSAVED]])
-        self._hooks = [hooks for row in held for hooks in row[_HOOKS]]
-        self._unsaved = [row[_UNSAVED] for row in held]
+        self._owns_tags: list[int] | None = None  # when members last held
+        unsaved = [row[_UNSAVED] for row in held]
+        self._empty = [hooks for row in held for hooks in row[_HOOKS]]
+        self._empty += [names for names in unsaved if not names]
+        self._unsaved = [names for names in unsaved if names]
         self._unsaved_then = list(map(frozenset, self._unsaved))
         self._watch = watch
 
@@ -261,21 +284,35 @@ class ModuleProof:
 
     def _members_hold(self) -> bool:
         """Whether every module has the members that it had, and neither hooks nor overrides."""
-        try:
-            held = list(chain.from_iterable(map(_members_of, self._owns)))
-        except KeyError:
-            return False
         return (
-            same_objects(held, self._held)
-            and not any(self._hooks)
-            and all(map(_overrides_none, map(_keys, self._owns)))
+            self._attributes_hold()
+            and not any(self._empty)
             and self._unsaved == self._unsaved_then
             and self._containers.hold()
         )
 
+    def _attributes_hold(self) -> bool:
+        """Whether the modules' members are the same objects, and override no method. Where dicts
+        have tags, they are looked at only once these have changed."""
+        tags = dict_tags(self._owns)
+        if tags is not None and tags == self._owns_tags:
+            return True
+        self._owns_tags = None
+        try:
+            held = list(chain.from_iterable(map(_members_of, self._owns)))
+        except KeyError:
+            return False
+        if not same_objects(held, self._held):
+            return False
+        if not all(map(_overrides_none, map(_keys, self._owns))):
+            return False
+        self._owns_tags = tags
+        return True
+
 
 def _is_torch_unpatched() -> bool:
-    return same_objects(_methods_of(vars(nn.Module)), tuple(_MODULE_METHODS.values()))
+    """Whether ``nn.Module`` has its own methods, and none of the others."""
+    return same_objects(_methods_of(_MODULE), _METHODS) and _MODULE.keys().isdisjoint(_MODULE_LACKS)
 
 
 def _is_plain(bases: tuple[type, ...]) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef
 from everstep.state.proofs import ModuleProof, canonical_key
@@ -52,11 +53,14 @@ class RestorePlan:
     Attributes:
         tree: the part of the saved tree that will be restored.
         in_place: live tensors to read straight into, by entry name.
+        like: DTensors (parameters, mostly) as which a tensor that is not there yet is spread over
+            the ranks, by entry name.
         mismatches: ``(name, what differs)``.
     """
 
     tree: Any
     in_place: dict[str, torch.Tensor] = field(default_factory=dict)
+    like: dict[str, torch.Tensor] = field(default_factory=dict)
     mismatches: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -111,6 +115,12 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module without a wrapper looks up attributes as torch does: then it is not wrapped
+    without a change of its class or its members."""
+    return unwrap(module) is module and type(module).__getattr__ is nn.Module.__getattr__
+
+
 class ParameterNames:
     """Names of the parameters of all modules of the state, by ``id(parameter)``.
 
@@ -157,7 +167,13 @@ class ModuleProvider:
         self.section = section
         self._outer = module
         self._blocks: tuple[Block, ...] = ()  # found last
+        self._bare = False
         self.proof: ModuleProof | None = None
+
+    @property
+    def outer(self) -> nn.Module:
+        """As the user gave it, wrappers included."""
+        return self._outer
 
     @property
     def _module(self) -> nn.Module:
@@ -167,12 +183,15 @@ class ModuleProvider:
         return {canonical_key(key): value for key, value in self._state_dict().items()}
 
     def look(self) -> Part:
-        module = self._module
+        # As long as one without a wrapper is proven to be as it was, it has got none.
+        module = self._outer if self.proof is not None and self._bare else self._module
         if self.proof is None or not self.proof.holds(module):
             self.proof = None
             part = look_at(self.collect(), self.section, self._blocks)
             self._blocks = part.blocks
+            module = self._module
             self.proof = ModuleProof.of(module, part)
+            self._bare = _is_bare(self._outer)
             if self.proof is None:
                 return part
         return self.proof.part
@@ -270,7 +289,13 @@ class StatefulProvider(Unproven):
         return self._value.state_dict()
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        return RestorePlan(saved.tree)
+        spread = {name: tensor for name, tensor in live.items() if is_dtensor(tensor)}
+        like = {
+            name: tensor
+            for name, tensor in spread.items()
+            if name in saved.entries and difference(saved.entries[name], tensor) is None
+        }
+        return RestorePlan(saved.tree, like=like)
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         self._value.load_state_dict(tree)
@@ -320,9 +345,15 @@ class PlainProvider(Unproven):
         return []
 
 
-def difference(entry: Entry, tensor: torch.Tensor) -> str | None:
-    """How the saved entry and the live tensor differ in dtype or shape; None if they do not."""
+def difference(entry: Entry, tensor: torch.Tensor, *, dtype: bool = True) -> str | None:
+    """How the saved entry and the live tensor differ in dtype or shape; None if they do not.
+
+    Args:
+        dtype: False: a tensor of another dtype would do.
+    """
     live = stored_form("", tensor)
+    if not dtype and _shape_of(live) == _shape_of(entry):
+        return None
     if (live.dtype, live.shape, live.logical_dtype) == (
         entry.dtype,
         entry.shape,
@@ -332,17 +363,23 @@ def difference(entry: Entry, tensor: torch.Tensor) -> str | None:
     return f"saved {describe(entry)}, live {describe(live)}"
 
 
+def _shape_of(entry: Entry) -> tuple[int, ...]:
+    return entry.shape if entry.logical_dtype is None else entry.shape[:-1]
+
+
 def _from_torch(method: Any) -> bool:
     """Whether it is torch's own; a user's override may do more than fill tensors."""
     return str(getattr(method, "__module__", "")).startswith("torch.nn.")
 
 
 def _same_memory(owner: Any, tensor: Any) -> bool:
-    return (
-        isinstance(owner, torch.Tensor)
-        and isinstance(tensor, torch.Tensor)
-        and owner.data_ptr() == tensor.data_ptr()
+    if not isinstance(owner, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+        return False
+    owner, tensor = local_of(owner), local_of(tensor)
+    same: bool = (
+        owner.data_ptr() == tensor.data_ptr()
         and owner.shape == tensor.shape
         and owner.dtype == tensor.dtype
         and owner.stride() == tensor.stride()
     )
+    return same

@@ -14,10 +14,15 @@ class RankInfo:
     Attributes:
         rank: from 0.
         world: number of ranks that train together; 1: nobody else does.
+        near: the ranks that write to the same disk as this one, itself included; what all ranks
+            have in common is written once to each disk. None: all of them do.
+        here: how many ranks share the memory of this machine, itself included.
     """
 
     rank: int = 0
     world: int = 1
+    near: tuple[int, ...] | None = None
+    here: int = 1
 
 
 ONE_RANK = RankInfo()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
+from everstep.state.dtensors import is_dtensor, local_of, sharded_form, why_not_told
 from everstep.state.entries import Entry
 from everstep.state.objects import Encoded, encode, unsupported_leaves
 from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
@@ -53,6 +54,7 @@ Identity = Memory | str
 """Memory of a tensor; the name of one that has none, which is like no other."""
 
 _Row = tuple[str, torch.Tensor, Identity, Entry]
+_NO_FORMS: Mapping[str, Entry] = MappingProxyType({})
 
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types that are nothing but a tensor."""
@@ -137,9 +139,18 @@ class Block:
     entries: tuple[Entry, ...] = ()
 
     @classmethod
-    def of(cls, named: Mapping[str, torch.Tensor], before: Sequence[Block]) -> Block:
+    def of(
+        cls,
+        named: Mapping[str, torch.Tensor],
+        before: Sequence[Block],
+        forms: Mapping[str, Entry] = _NO_FORMS,
+    ) -> Block:
         """A block of storable tensors; the tensors, and the block itself, are those of a block
-        in ``before`` where they are the same."""
+        in ``before`` where they are the same.
+
+        Args:
+            forms: entries of those that are parts of larger ones.
+        """
         if not named:
             return _EMPTY
         known = {row[0]: row for block in before for row in block.rows() if row[0] in named}
@@ -148,11 +159,14 @@ class Block:
             identity = memory_of(tensor) or name
             row = known.get(name)
             if row is None or row[2] != identity or not _same(tensor, row[1]):
-                row = (name, tensor, identity, stored_form(name, tensor))
+                row = (name, tensor, identity, forms.get(name) or stored_form(name, tensor))
+            elif name in forms and forms[name] != row[3]:
+                row = (*row[:3], forms[name])
             rows.append(row)
         new = cls(*zip(*rows, strict=True))
         for block in before:
-            if block.names == new.names and same_objects(block.tensors, new.tensors):
+            same = block.names == new.names and same_objects(block.tensors, new.tensors)
+            if same and (not forms or block.entries == new.entries):
                 return block
         return new
 
@@ -204,11 +218,20 @@ def checked_block(
     Raises:
         UnsupportedStateError: listing every leaf that cannot be stored.
     """
-    leaves = [(name, why) for name, tensor in named.items() if (why := why_not_storable(tensor))]
+    spread = {name: tensor for name, tensor in named.items() if is_dtensor(tensor)}
+    leaves = [(name, why) for name, tensor in spread.items() if (why := why_not_told(tensor))]
+    if spread and not leaves:
+        named = {name: local_of(tensor) for name, tensor in named.items()}
+    leaves += [
+        (name, why)
+        for name, tensor in named.items()
+        if not is_dtensor(tensor) and (why := why_not_storable(tensor))
+    ]
     leaves += unsupported_leaves(tree, section)
     if leaves:
         raise unsupported(leaves)
-    return Block.of(named, before)
+    forms = {name: sharded_form(name, tensor) for name, tensor in spread.items()}
+    return Block.of(named, before, forms)
 
 
 def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:

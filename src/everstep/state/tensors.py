@@ -78,7 +78,11 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.is_contiguous()
     # No more calls than needed: it is made for every gradient of every step.
     flat = tensor.detach() if tensor.requires_grad else tensor
-    return (flat if flat.dim() == 1 else flat.view(-1)).view(torch.uint8)
+    if flat.dim() != 1:
+        flat = flat.view(-1)
+    if flat.stride(0) != 1:  # of a single element, or none: contiguous all the same
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

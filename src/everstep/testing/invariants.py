@@ -14,7 +14,7 @@ from everstep.testing.simfs import SimFileSystem
 
 __all__ = ["assert_nothing_vouches_for_torn_bytes"]
 
-_RECORDS = (".json", ".done", ".condemned")
+_RECORDS = (".json", ".done", ".condemned", ".deleting")
 
 
 def assert_nothing_vouches_for_torn_bytes(fs: SimFileSystem) -> None:

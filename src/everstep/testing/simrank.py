@@ -26,7 +26,7 @@ from everstep.commit.agreement import (
 )
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.coordinator import Coordinator
-from everstep.commit.deletion import Condemn, DeleteFiles
+from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import WriteFiles, WriteMarker
 from everstep.commit.member import Member
@@ -36,6 +36,7 @@ from everstep.commit.reclaim import reclaimable_bases
 from everstep.commit.steps import (
     Delete,
     Do,
+    Event,
     Fenced,
     GaveUp,
     IsDamaged,
@@ -48,7 +49,7 @@ from everstep.commit.steps import (
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
-from everstep.format.names import base_dir, marker_name, shard_name
+from everstep.format.names import DELETING, base_dir, marker_name, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.ranks import RankDisk
@@ -207,9 +208,7 @@ class SimRank:
         if isinstance(todo, Do):
             assert self.member is not None
             if self.member.fenced is None:
-                if isinstance(todo.action, Delete) and isinstance(todo.action.action, DeleteFiles):
-                    self.cluster.on_deleted(self, todo.base)
-                self._absorb(self.member.done(todo.base, self._files.perform(todo)))
+                self._absorb(self.member.done(todo.base, self._perform_do(todo)))
         elif isinstance(todo, TakeInventory):
             inventory = scan_run(self.disk, RUN)
             disk = self.disk.disk.name
@@ -221,6 +220,20 @@ class SimRank:
             assert isinstance(todo, OpenTimeline)
             ours = open_on_disk(self.disk, RUN, todo.record, todo.choice, self.name)
             self._absorb(self.agreement.done(Opened(ours)))
+
+    def _perform_do(self, todo: Do) -> Event:
+        """Whatever is removed is reported, also by a process that dies within."""
+        if not (isinstance(todo.action, Delete) and isinstance(todo.action.action, DeleteFiles)):
+            return self._files.perform(todo)
+        marked = base_dir(RUN, todo.base.timeline, todo.base.step) / DELETING
+        event: Event | None = None
+        try:
+            event = self._files.perform(todo)
+            return event
+        finally:
+            dying = event is None and str(marked) in self.disk.disk.fs.paths()
+            if dying or isinstance(event, FilesDeleted):
+                self.cluster.on_deleted(self, todo.base)
 
     def _gave_up(self, todo: Any, error: Exception) -> bool:
         """Whether a base is given up because its files could not be written."""

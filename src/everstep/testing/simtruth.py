@@ -124,9 +124,28 @@ class Truth:
         step: int | None,
     ) -> None:
         """All ranks have restored ``base``: what each of them read in ``contents``."""
-        chain = self._chain(own, disks)
-        if chain is None:
+        chains = self._chains(own, disks)
+        if chains is None:
             return  # written apart: whatever is chosen, it must at least be true
+        problems: list[ViolatedError] = []
+        for chain in chains:
+            try:
+                self._assert_recovered(chain, contents, base, disks, fetch=fetch, step=step)
+                return
+            except ViolatedError as problem:
+                problems.append(problem)
+        raise problems[0]
+
+    def _assert_recovered(
+        self,
+        chain: Sequence[tuple[Timeline, int | None]],
+        contents: Sequence[Sequence[Contents]],
+        base: tuple[int, int] | None,
+        disks: Sequence[Disk],
+        *,
+        fetch: bool,
+        step: int | None,
+    ) -> None:
         floor = self._floor(chain, disks, fetch=fetch) if step is None else None
         if base is None:
             if floor is not None:
@@ -157,13 +176,16 @@ class Truth:
         self, own: str, disks: Sequence[Disk], *, fetch: bool, step: int | None
     ) -> None:
         """The ranks say that there is nothing that all can restore."""
-        chain = self._chain(own, disks)
-        floor = None if chain is None else self._floor(chain, disks, fetch=fetch)
+        chains = self._chains(own, disks)
+        floor = self._floor(chains[-1], disks, fetch=fetch) if chains else None
         if floor is not None and (step is None or step == floor[1]):
             raise ViolatedError(f"nothing could be restored, and {_name(floor)} is durable")
 
-    def _chain(self, own: str, disks: Sequence[Disk]) -> list[tuple[Timeline, int | None]] | None:
-        """The history of the newest timeline on ``disks``; None where there are several."""
+    def _chains(
+        self, own: str, disks: Sequence[Disk]
+    ) -> list[list[tuple[Timeline, int | None]]] | None:
+        """The history of the newest timeline on ``disks``; None where there are several. Where
+        nobody has trained on it and what it forked from is gone, also that of the one before."""
         found: dict[int, set[str]] = {}
         limit = self.timelines[own].number if own in self.timelines else None
         for disk in disks:
@@ -172,14 +194,31 @@ class Truth:
                     found.setdefault(number, set()).add(f"{session}/{number}")
         if any(len(keys) > 1 for keys in found.values()):
             return None
+        chains: list[list[tuple[Timeline, int | None]]] = []
+        for number in sorted(found, reverse=True):
+            chains.append(self._chain(next(iter(found[number]))))
+            if not self._is_void(chains[-1][0][0], disks):
+                break
+        return chains or [[]]
+
+    def _chain(self, newest: str) -> list[tuple[Timeline, int | None]]:
         chain: list[tuple[Timeline, int | None]] = []
-        key: str | None = next(iter(found[max(found)])) if found else None
+        key: str | None = newest
         fork: int | None = None
         while key is not None:
             timeline = self.timelines[key]
             chain.append((timeline, fork))
             key, fork = timeline.parent, timeline.fork_step
         return chain
+
+    def _is_void(self, timeline: Timeline, disks: Sequence[Disk]) -> bool:
+        if timeline.states or timeline.parent is None:
+            return False
+        parent = self.timelines[timeline.parent]
+        directory = base_dir(RUN, parent.number, timeline.fork_step)
+        paths = {path for disk in disks for path in disk.fs.paths()}
+        needed = range(len(parent.disks))
+        return any(str(directory / shard_name(rank)) not in paths for rank in needed)
 
     def _opened_on(self, disk: Disk) -> dict[int, str]:
         opened = {}

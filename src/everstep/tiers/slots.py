@@ -55,6 +55,7 @@ class SlotStore:
         self._filesystem.rename(path, slot)
         try:
             self._filesystem.sync_dir(self._directory)
+            self._filesystem.sync_dir(path.parent)
         except BaseException:
             # After a power loss it may have its old name again, so nobody may write into it.
             self._doubtful.add(slot.name)

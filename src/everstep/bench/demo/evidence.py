@@ -15,6 +15,7 @@ from everstep.errors import RecoveryError
 from everstep.format.names import (
     BASE_DIR,
     CONDEMNED,
+    DELETING,
     LOG_DIR,
     MANIFEST,
     TEMPORARY_SUFFIX,
@@ -112,7 +113,7 @@ def survey(run: Path, *, held: int | None = None) -> Survey:
             names = tuple(sorted(item.name for item in folder.iterdir()))
         except FileNotFoundError:
             continue  # deleted by a keeper that lives, which has newer ones
-        if CONDEMNED in names:
+        if CONDEMNED in names or DELETING in names:
             continue
         if MANIFEST in names:
             committed = max(committed, step)

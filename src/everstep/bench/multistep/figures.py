@@ -9,10 +9,12 @@ from typing import Any
 from everstep.bench.multistep.options import Ratio
 from everstep.bench.multistep.training import Lengths
 from everstep.bench.persist.report import Spread
-from everstep.capture.multistep import Unit, cut_parts
-from everstep.plan.multistep import PARTS_MAX, Pipeline, best_parts, lower_bound_s, overlap
+from everstep.capture.multistep import Unit
+from everstep.keeper.multistep_cut import cut_units, modelled
+from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
+from everstep.plan.multistep_cut import best_cut, fewest
 
-__all__ = ["AUTO", "HELD_STEPS", "MeasuredSave", "Measurement", "Row", "allowed_s"]
+__all__ = ["AUTO", "HELD_STEPS", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
 
 AUTO = 0
 """As a number of parts: everstep chooses it."""
@@ -22,6 +24,16 @@ HELD_STEPS: Mapping[str, int | None] = {"gockpt": None, "gockpt_o": 1}
 
 _OFF_MAX = 0.15
 _OFF_S_MAX = 0.002
+_NOTHING = 0.01  # of a step: parameters are not cut, and windows not filled to the last byte
+
+
+def least(rows: Sequence[Row]) -> tuple[int, float] | None:
+    """Of measured rows the number of parts that held training up least, and for how long."""
+    found = [(stall.median, row.parts) for row in rows if (stall := row.stall_s())]
+    if not found:
+        return None
+    stall_s, parts = min(found)
+    return parts, stall_s
 
 
 def allowed_s(model_s: float) -> float:
@@ -107,8 +119,8 @@ class Measurement:
         state_bytes, gradient_bytes: of the training.
         link_bytes_per_s: of the emulated link.
         rows: both ways, by parts; then others.
-        units: bytes of what is captured together, in the order of the state; empty: parts are
-            equal.
+        units: bytes of what is captured together, in the order of the state; empty: anything can
+            be cut.
     """
 
     copy_steps: float
@@ -145,16 +157,14 @@ class Measurement:
         if row.way == "async":
             return pipeline.state_s
         count = parts or row.parts or row.chosen or 1
-        shares = self.shares(count)
-        return overlap(pipeline, len(shares), HELD_STEPS.get(row.way), shares).stall_s
+        return self.overlap(pipeline, count, HELD_STEPS.get(row.way)).stall_s
 
-    def shares(self, parts: int) -> list[float]:
-        """Of the state in each part, as everstep cuts it: a parameter stays whole."""
+    def overlap(self, pipeline: Pipeline, parts: int, held_steps: int | None) -> Overlap:
+        """What a base costs, cut as everstep cuts it: a parameter stays whole."""
         if not self.units:
-            return [1 / parts] * parts
+            return best_cut(pipeline, parts, held_steps).overlap
         units = [Unit("", "", (), size_bytes) for size_bytes in self.units]
-        cut = [sum(unit.size_bytes for unit in run) for run in cut_parts(units, parts)]
-        return [size_bytes / sum(cut) for size_bytes in cut]
+        return modelled(cut_units(units, pipeline, parts, held_steps), pipeline, held_steps)
 
     def bound_s(self, row: Row) -> float:
         """No way with so many parts holds training up less."""
@@ -165,16 +175,23 @@ class Measurement:
         rows = self.of(way)
         if not rows:
             return None
-        found = best_parts(self.pipeline(rows[0]), HELD_STEPS[way], PARTS_MAX)
-        return found.parts, found.stall_s
+        pipeline, held_steps = self.pipeline(rows[0]), HELD_STEPS[way]
+        stalls_s = [
+            self.overlap(pipeline, parts, held_steps).stall_s for parts in range(1, PARTS_MAX + 1)
+        ]
+        parts = fewest(stalls_s)
+        return parts, stalls_s[parts - 1]
+
+    def free(self, way: str) -> list[Row]:
+        """The rows of a way that, as the model says, hold nothing up."""
+        return [row for row in self.of(way) if self.modelled_s(row) <= _NOTHING * self._step_s(row)]
+
+    def _step_s(self, row: Row) -> float:
+        return self.pipeline(row).step_s
 
     def best_measured(self, way: str) -> tuple[int, float] | None:
         """The best number of parts that was measured, and what it held training up."""
-        found = [(stall.median, row.parts) for row in self.of(way) if (stall := row.stall_s())]
-        if not found:
-            return None
-        stall_s, parts = min(found)
-        return parts, stall_s
+        return least(self.of(way))
 
     def as_json(self) -> dict[str, Any]:
         """Everything, every save included."""

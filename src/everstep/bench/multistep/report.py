@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.bench.multistep.figures import AUTO, Measurement, allowed_s
+from everstep.bench.multistep.figures import AUTO, Measurement, allowed_s, least
 from everstep.bench.multistep.options import WAYS, MultistepOptions
 from everstep.bench.persist.machine import Machine
 from everstep.bench.persist.report import Verdict
@@ -16,7 +16,6 @@ __all__ = ["MultistepReport"]
 
 _BOUNDED = "gockpt_o"  # updates that wait for gradients cannot come near it
 _ZERO_OF_ASYNC = 0.05
-_ZERO_S = 1e-6
 _OF_BEST = 1.05
 
 
@@ -60,6 +59,33 @@ class MultistepReport:
             *(self._auto_verdict(measurement, way) for way in WAYS),
             *self._zero_verdicts(measurement),
         ]
+
+    def summary(self, measurement: Measurement, way: str) -> Verdict:
+        """All targets of one way in one line: how many rows are as modelled, the best of them next
+        to the lower bound, everstep's choice next to it, and both next to async."""
+        own = [
+            self._model_verdict(measurement, way),
+            *([self._bound_verdict(measurement, way)] if way == _BOUNDED else ()),
+            self._auto_verdict(measurement, way),
+            *(v for v in self._zero_verdicts(measurement) if v.target.startswith(f"{way} in")),
+        ]
+        what = f"{way}, a copy of {measurement.copy_steps:g} steps, gradients {measurement.ratio}"
+        best, auto = measurement.best_measured(way), measurement.row(way, AUTO)
+        words = [own[0].figure.split(";")[0] + " rows as modelled"]
+        if best is not None:
+            row = measurement.row(way, best[0])
+            assert row is not None
+            bound_ms = 1e3 * measurement.bound_s(row)
+            words.append(f"best {1e3 * best[1]:.1f} ms in {best[0]} (bound {bound_ms:.1f})")
+        chosen = None if auto is None else auto.stall_s()
+        if auto is not None and chosen is not None:
+            words.append(f"auto {1e3 * chosen.median:.1f} ms in {auto.chosen}")
+        share = None if best is None else self._of_async(measurement, best[1])
+        if share is not None:
+            words.append(f"{share:.3f} of async")
+        known = [verdict.met for verdict in own]
+        met = None if None in known and False not in known else all(known)
+        return Verdict(what, ", ".join(words), met)
 
     def all_met(self) -> bool:
         """Whether every target is met; one that could not be measured is not."""
@@ -141,22 +167,22 @@ class MultistepReport:
 
     def _zero_verdicts(self, measurement: Measurement) -> Iterator[Verdict]:
         """Where the model says that training is not held up at all."""
-        reference = measurement.row("async")
-        blocked = None if reference is None else reference.stall_s()
         for way in WAYS:
-            best = measurement.best_modelled(way)
-            if best is None or best[1] > _ZERO_S:
+            found = least(measurement.free(way))
+            if found is None:
                 continue
-            parts = best[0]
+            parts, stall_s = found
             what = (
                 f"{way} in {parts} parts, which the model says holds nothing up: at most "
                 f"{_ZERO_OF_ASYNC} of async"
             )
-            row = measurement.row(way, parts)
-            stall = None if row is None else row.stall_s()
-            if stall is None or blocked is None:
+            share = self._of_async(measurement, stall_s)
+            if share is None:
                 yield Verdict(what, "-", None)
                 continue
-            share = stall.median / blocked.median
-            figure = f"{share:.3f} ({1e3 * stall.median:.1f} ms of {1e3 * blocked.median:.1f} ms)"
-            yield Verdict(what, figure, share <= _ZERO_OF_ASYNC)
+            yield Verdict(what, f"{share:.3f} ({1e3 * stall_s:.1f} ms)", share <= _ZERO_OF_ASYNC)
+
+    def _of_async(self, measurement: Measurement, stall_s: float) -> float | None:
+        reference = measurement.row("async")
+        blocked = None if reference is None else reference.stall_s()
+        return None if blocked is None else stall_s / blocked.median

@@ -9,6 +9,7 @@ import shutil
 import time
 from pathlib import Path
 
+from everstep.bench.multistep import saves
 from everstep.bench.multistep.figures import AUTO, Measurement, Row
 from everstep.bench.multistep.options import WAYS, MultistepOptions, Ratio
 from everstep.bench.multistep.report import MultistepReport
@@ -25,12 +26,26 @@ from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.loop import seeded_single_thread
 from everstep.errors import EverstepError
 
-__all__ = ["run_multistep"]
+__all__ = ["about_s", "run_multistep"]
 
 _OTHERS = ("async", "lazy")
+_CALIBRATE_S = 2.0
 _COPIES_ON_DISK = 4
 _COPIES_IN_MEMORY = 20  # training, its gradients, two bases, gradients of 24 steps, the keeper's
 _MEMORY_BESIDES = 1 << 30
+
+
+def about_s(options: MultistepOptions) -> float:
+    """Seconds that :func:`run_multistep` takes, roughly."""
+    return sum(
+        _CALIBRATE_S
+        + sum(
+            saves.about_s(way, parts, copy_steps, options.step_s, options.repeats)
+            for way, parts in _wanted(options)
+        )
+        for copy_steps in options.copies
+        for _ in options.ratios
+    )
 
 
 def run_multistep(options: MultistepOptions, display: Display) -> MultistepReport:
@@ -89,6 +104,12 @@ def run_multistep(options: MultistepOptions, display: Display) -> MultistepRepor
         )
 
 
+def _wanted(options: MultistepOptions) -> list[tuple[str, int]]:
+    """Each way, and number of parts."""
+    counts = (*options.parts, AUTO)
+    return [*itertools.product(WAYS, counts), *((way, 1) for way in _OTHERS)]
+
+
 def _measure(
     options: MultistepOptions,
     training: TimedTraining,
@@ -100,8 +121,7 @@ def _measure(
     drawn: random.Random,
 ) -> Measurement:
     speed = training.state_bytes / (copy_steps * options.step_s)
-    counts = (*options.parts, AUTO)
-    wanted = [*itertools.product(WAYS, counts), *((way, 1) for way in _OTHERS)]
+    wanted = _wanted(options)
     rows = {one: Row(*one) for one in wanted}
     drawn.shuffle(wanted)
     display.begin(f"a copy takes {copy_steps:g} steps, gradients {ratio} of the state", len(wanted))

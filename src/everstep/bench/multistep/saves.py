@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.bench.multistep.figures import AUTO, MeasuredSave, Row
+from everstep.bench.multistep.options import WAYS
 from everstep.bench.multistep.training import Lengths, TimedStep, TimedTraining
 from everstep.bench.stall.arms import TIMEOUT_S
 from everstep.bench.stall.cores import Placement
-from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet
+from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet, take_due
 from everstep.capture.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.errors import DeadlineError
@@ -19,12 +20,28 @@ from everstep.options import Budget, KeeperOptions, Method
 from everstep.plan.multistep import PARTS_MAX
 from everstep.seams import Seams
 
-__all__ = ["measure_row"]
+__all__ = ["about_s", "measure_row", "warm_ups_of"]
 
-_IDLE_STEPS = 4  # before each save; in these nothing is under way
-_WARM_UPS = 1
-_WARM_UPS_AUTO = 3  # from then on everything that the choice rests on has been measured
+_IDLE_STEPS, _IDLE_STEPS_WARMING_UP = 4, 1  # before each save; nothing is under way in these
 _SLACK_BYTES = 64 << 20
+_OPEN_S = 1.5  # a keeper process begins, and ends
+_STEPS_UNTIL_DURABLE = 3
+
+
+def warm_ups_of(way: str, parts: int) -> int:
+    """Saves before those that count: from then on the link is known, and parts are as they stay;
+    what parts cost is known, too, where everstep chooses their number."""
+    if way not in WAYS:
+        return 1
+    return 3 if parts == AUTO else 2
+
+
+def about_s(way: str, parts: int, copy_steps: float, step_s: float, repeats: int) -> float:
+    """Seconds that :func:`measure_row` takes, roughly."""
+    steps = (parts or PARTS_MAX // 3) + copy_steps / 2 + _STEPS_UNTIL_DURABLE
+    warm_ups = warm_ups_of(way, parts)
+    idle = warm_ups * _IDLE_STEPS_WARMING_UP + repeats * _IDLE_STEPS
+    return _OPEN_S + step_s * ((warm_ups + repeats) * steps + idle)
 
 
 def measure_row(
@@ -48,16 +65,17 @@ def measure_row(
         EverstepError: what a save failed with.
     """
     checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement)
-    warm_ups = _WARM_UPS_AUTO if parts == AUTO else _WARM_UPS
+    warm_ups = warm_ups_of(way, parts)
     steps: list[TimedStep] = []
     row = Row(way, parts)
     try:
         placement.spread()
         for number in range(warm_ups + repeats):
-            idle = _idle(training, checkpointer)
+            counts = number >= warm_ups
+            idle = _idle(training, checkpointer, _IDLE_STEPS if counts else _IDLE_STEPS_WARMING_UP)
             placement.spread()
             save = _save(training, checkpointer, idle)
-            if number >= warm_ups:
+            if counts:
                 steps += idle.steps
                 row.saves.append(save)
         row.lengths = Lengths.of(steps)
@@ -75,7 +93,7 @@ def _open(
     placement: Placement,
 ) -> Checkpointer:
     method: str | Method = way
-    if way in ("gockpt", "gockpt_o"):
+    if way in WAYS:
         method = Method(
             base="multistep",
             parts="auto" if parts == AUTO else parts,
@@ -105,9 +123,9 @@ class _Idle:
     wall_s: float
 
 
-def _idle(training: TimedTraining, checkpointer: Checkpointer) -> _Idle:
+def _idle(training: TimedTraining, checkpointer: Checkpointer, count: int) -> _Idle:
     steps, calls_s, walls_s = [], [], []
-    for _ in range(_IDLE_STEPS):
+    for _ in range(count):
         begin_s = time.monotonic()
         steps.append(training.step())
         stepped_s = time.monotonic()
@@ -126,7 +144,7 @@ def _save(training: TimedTraining, checkpointer: Checkpointer, idle: _Idle) -> M
 
     before = stalls()
     begin_s = time.monotonic()
-    save = checkpointer._take(None, show=False)  # as a base that is due: save() takes a sharp one
+    save = take_due(checkpointer)
     calls_s = time.monotonic() - begin_s
     steps, within_s, last_s = 0, 0.0, sum(stalls().values())
     while not save.staged.done():

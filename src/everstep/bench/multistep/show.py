@@ -43,6 +43,9 @@ def present(report: MultistepReport, console: Console) -> None:
                 console.print(f"  {row.way}, {row.parts or 'auto'}: {row.error}", soft_wrap=True)
         print_verdicts(report.verdicts(found), console)
     console.print()
+    console.print(Text("In short", style="bold"))
+    print_verdicts((report.summary(found, way) for found in report.found for way in WAYS), console)
+    console.print()
     for line in _notes():
         console.print(line, soft_wrap=True)
 

@@ -7,8 +7,10 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from everstep.bench.schedule.report import FIGURE, LAUNCH_S, Cell, Column, ScheduleReport
 from everstep.bench.schedule.solving import Solved
-from everstep.bench.schedule.tables import FIGURE, LAUNCH_S, Cell, Column, ScheduleReport
+from everstep.bench.stall.show import print_verdicts
+from everstep.plan.planned import every_steps
 
 __all__ = ["present"]
 
@@ -26,6 +28,8 @@ def present(report: ScheduleReport, console: Console) -> None:
         for order in ("after", "inside"):
             console.print()
             console.print(_figure(report, batch, order))
+    console.print()
+    console.print(_persisting(report))
     console.print()
     for least_s in (0.0, LAUNCH_S):
         for order in ("after", "inside"):
@@ -45,6 +49,8 @@ def present(report: ScheduleReport, console: Console) -> None:
     if report.solved:
         console.print()
         console.print(_solved(report.solved))
+    console.print()
+    print_verdicts(report.verdicts(), console)
 
 
 def _made(title: str, *columns: str) -> Table:
@@ -91,6 +97,24 @@ def _figure(report: ScheduleReport, batch: int, order: str) -> Table:
             *(_mb(paper.planned_bytes), _less(paper), _share(paper.overhead_reduction)),
             *(_mb(direct.planned_bytes), _less(direct), _mb(slow.planned_bytes), _less(slow)),
         )
+    return made
+
+
+def _persisting(report: ScheduleReport) -> Table:
+    disk = report.options.disk_bytes_per_s
+    slow = f"operators of {LAUNCH_S * 1e6:.0f} us"
+    made = _made(
+        f"Section IV-B: persisting every step; every k-th at {disk / 1e9:g} GB/s",
+        *("network", "batch", "state, MB", "GB/s", "k", f"{slow}: GB/s", "k"),
+    )
+    rows = sorted(report.persisting(), key=lambda column: (column.model, column.batch))
+    for (model, batch), group in groupby(rows, key=lambda column: (column.model, column.batch)):
+        found = sorted(group, key=lambda column: column.least_s)
+        figures = []
+        for column in found:
+            needed = column.disk_bytes_per_s
+            figures += [f"{needed / 1e9:.1f}", str(every_steps(needed, disk))]
+        made.add_row(model, str(batch), _mb(found[0].state_bytes), *figures)
     return made
 
 

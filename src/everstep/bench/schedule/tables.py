@@ -11,14 +11,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from everstep.bench.persist.show import Display
-from everstep.bench.schedule.solving import Solved, solve_all
+from everstep.bench.schedule.report import (
+    LAUNCH_S,
+    SHORT,
+    Cell,
+    Column,
+    ScheduleOptions,
+    ScheduleReport,
+)
+from everstep.bench.schedule.solving import solve_all
 from everstep.bench.workloads.published import PUBLISHED, published, sentences
 from everstep.errors import InfeasibleError
 from everstep.plan.devices import Device, device, seconds_of
@@ -26,19 +33,7 @@ from everstep.plan.schedule import Mode, Problem, problem_of, schedule
 from everstep.plan.steps import StepTrace
 from everstep.plan.tracing import Optimizers, Training, trace_of
 
-__all__ = [
-    "FIGURE",
-    "LAUNCH_S",
-    "TABLE",
-    "Cell",
-    "Column",
-    "ScheduleOptions",
-    "ScheduleReport",
-    "run_schedule",
-]
-
-LAUNCH_S = 25e-6
-"""Least time of an operator in the second time model: eager launches, measured one by one."""
+__all__ = ["TABLE", "run_schedule"]
 
 TABLE = (
     ("alexnet", 32, (True, False, False)),
@@ -47,136 +42,9 @@ TABLE = (
 )
 """Network, batch, and whether the paper says feasible at 63, 40 and 20 GB/s."""
 
-FIGURE = {
-    "reduction, mean, batch 32": 0.128,
-    "reduction, least, batch 32": 0.01,
-    "reduction, most, batch 32": 0.42,
-    "no extra peak, of eight, batch 32": 5.0,
-}
-"""What section IV-B says in words of Fig. 2; its bars carry no numbers."""
-
 _LINKS_BYTES_PER_S = (63e9, 40e9, 20e9)
 _TOKENS = 512
 _LEAST_S_MAX = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleOptions:
-    """What is planned.
-
-    Attributes:
-        gpu: whose data sheet gives the times.
-        batches: of Fig. 2.
-        adam: Adam in place of plain SGD.
-        exact_s: solve the integer program, too, where the greedy plan is not at the bound, each for
-            at most so long.
-    """
-
-    gpu: str = "rtx3090"
-    batches: tuple[int, ...] = (1, 32)
-    adam: bool = False
-    exact_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell of Table I.
-
-    Attributes:
-        paper: what is printed there; None if it has no such row.
-        feasible: by the roofline.
-        holds_from_s: least time of an operator from which on it is feasible; 0 if by the roofline
-            alone, None if not below a millisecond.
-    """
-
-    model: str
-    batch: int
-    link_bytes_per_s: float
-    paper: bool | None
-    feasible: bool
-    needed_bytes_per_s: float
-    holds_from_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A bar of Fig. 2.
-
-    Attributes:
-        order: ``"after"``: updates at the end; ``"inside"`` of backward, each as soon as it can be.
-        mode: of the plan.
-        least_s: least time of an operator.
-        peak_bytes: of the step alone.
-        at_once_bytes: with a duplicate of everything at once (CheckFreq).
-        planned_bytes: None if the link is too slow.
-        gap: to the lower bound.
-    """
-
-    model: str
-    batch: int
-    order: str
-    mode: Mode
-    least_s: float
-    state_bytes: int
-    peak_bytes: int
-    at_once_bytes: int
-    planned_bytes: int | None
-    gap: float | None
-    plan_s: float
-
-    @property
-    def reduction(self) -> float | None:
-        """Of the peak, next to CheckFreq's (Fig. 2a)."""
-        return None if self.planned_bytes is None else 1 - self.planned_bytes / self.at_once_bytes
-
-    @property
-    def overhead_reduction(self) -> float | None:
-        """Of what checkpointing adds to the peak, next to CheckFreq's (Fig. 2b)."""
-        if self.planned_bytes is None:
-            return None
-        return 1 - (self.planned_bytes - self.peak_bytes) / self.state_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleReport:
-    """Both, and how long it took to plan."""
-
-    options: ScheduleOptions
-    source: str
-    cells: tuple[Cell, ...]
-    columns: tuple[Column, ...]
-    solved: tuple[Solved, ...]
-    seconds: float
-
-    def mean_reduction(self, batch: int, order: str, mode: Mode, least_s: float) -> float | None:
-        """Over the networks that have a plan; None if none has."""
-        found = [
-            column.reduction
-            for column in self.columns
-            if (column.batch, column.order, column.mode, column.least_s)
-            == (batch, order, mode, least_s)
-            and column.reduction is not None
-        ]
-        return sum(found) / len(found) if found else None
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything as plain data."""
-        return {
-            "options": asdict(self.options),
-            "source": self.source,
-            "table_1": [asdict(cell) for cell in self.cells],
-            "figure_2": [
-                {
-                    **asdict(column),
-                    "reduction": column.reduction,
-                    "overhead_reduction": column.overhead_reduction,
-                }
-                for column in self.columns
-            ],
-            "solved": [asdict(row) for row in self.solved],
-            "paper": FIGURE,
-            "seconds": self.seconds,
-        }
 
 
 def run_schedule(options: ScheduleOptions, display: Display) -> ScheduleReport:
@@ -229,7 +97,7 @@ def _rows() -> Iterator[tuple[str, int, Training, tuple[bool, ...]]]:
     for name, batch, said in TABLE:
         if name == "bert":
             yield f"bert, {_TOKENS} tokens", batch, _long_bert, said
-            yield "bert, 4 tokens", batch, published(name).training, said
+            yield SHORT, batch, published(name).training, said
         else:
             yield name, batch, published(name).training, said
 
@@ -288,6 +156,7 @@ def _columns(name: str, batch: int, order: str, trace: StepTrace, on: Device) ->
                     order,
                     mode,
                     least_s,
+                    problem.step_s,
                     problem.size_bytes,
                     problem.peak_bytes,
                     problem.peak_bytes + problem.size_bytes,

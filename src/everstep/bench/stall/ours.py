@@ -12,7 +12,7 @@ from everstep.bench.stall.arms import CAUSES, TIMEOUT_S, Arm, Pending, Role
 from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.loop import Loop
 from everstep.bench.stall.recording import Copied, Copies, recorded
-from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet
+from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet, take_due
 from everstep.capture.batches import Batch
 from everstep.capture.devices import DeviceLane
 from everstep.capture.emulated import EmulatedLink
@@ -150,10 +150,8 @@ class Ours(Arm):
         assert self._checkpointer is not None
         pending = Pending()
         self._checkpointer.step()
-        if self.captures_in_steps:
-            save = self._checkpointer._take(None, show=False)
-        else:
-            save = self._checkpointer.save()
+        take = take_due if self.captures_in_steps else Checkpointer.save
+        save = take(self._checkpointer)
         save.staged.add_done_callback(pending.on_staged)
         save.durable.add_done_callback(pending.on_done)
         return pending

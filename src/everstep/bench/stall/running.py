@@ -10,9 +10,10 @@ from pathlib import Path
 from everstep.checkpointer import Checkpointer
 from everstep.errors import KeeperTimeoutError
 from everstep.keeper.registry import list_keepers
+from everstep.keeper.save import Save
 from everstep.seams.processes import process_gone
 
-__all__ = ["LINGER_S", "close_run", "keepers_of", "quiet"]
+__all__ = ["LINGER_S", "close_run", "keepers_of", "quiet", "take_due"]
 
 LINGER_S = 10.0
 """A keeper whose benchmark is gone stays so long."""
@@ -35,6 +36,16 @@ def close_run(checkpointer: Checkpointer, keepers: list[int], name: str) -> None
     for pid in keepers:
         if not process_gone(pid, LINGER_S):
             raise KeeperTimeoutError(f"the keeper (process {pid}) of {name} goes on")
+
+
+def take_due(checkpointer: Checkpointer) -> Save:
+    """Takes the base that ``every`` would take at this step mark: over several steps, where the
+    method does. :meth:`~everstep.Checkpointer.save` takes one of this very step.
+
+    Raises:
+        EverstepError: what failed, now or in the background, by the policy.
+    """
+    return checkpointer._take(None, show=False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,457 @@
+"""Commits of one rank's bases together with those of the other ranks.
+
+Drives a :class:`~everstep.commit.member.Member` over disk and mailbox. Whoever persists a base
+waits here until every rank has its part of it; a thread answers the others meanwhile. What one rank
+cannot write exists on none, and a rank that is silent is named, and not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from everstep.commit.cluster import COORDINATOR, Cluster
+from everstep.commit.coordinator import Coordinator
+from everstep.commit.lineage import BaseId
+from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
+from everstep.commit.member import Member
+from everstep.commit.messages import Envelope, accept, encode_message
+from everstep.commit.steps import (
+    Do,
+    Fenced,
+    GaveUp,
+    IsDamaged,
+    IsDurable,
+    IsLate,
+    Out,
+    Pace,
+    Send,
+    Withdraw,
+)
+from everstep.errors import (
+    DamageError,
+    DeadlineError,
+    EverstepError,
+    FencedError,
+    FormatError,
+    StateError,
+    StorageError,
+)
+from everstep.format.names import base_dir
+from everstep.format.plan import BasePlan
+from everstep.format.records import FileRecord, Marker
+from everstep.format.writer import ChunkRing, Written
+from everstep.keeper.persist import Audit, Persister
+from everstep.keeper.ranks import RankDisk
+from everstep.keeper.seat import Seat
+from everstep.recover.ranks import verify_rank
+from everstep.recover.scan import scan_base, scan_run
+from everstep.seams import Seams
+from everstep.seams.failpoints import failpoint
+from everstep.seams.mailbox import Mailbox
+from everstep.seams.progress import ProgressSink
+from everstep.state.body import Body
+from everstep.tiers.disk import storage_errors
+
+__all__ = ["RankCommits"]
+
+_log = logging.getLogger("everstep.keeper")
+_TICK_S = 0.1
+_SETTLE_S = 5.0  # of retention over all ranks; whoever is left out of it is asked next time
+_FAREWELL_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A base that somebody waits for."""
+
+    plan: BasePlan
+    bodies: Sequence[Body]
+    progress: ProgressSink
+    audit: Audit
+    since_s: float
+    written: tuple[Written, ...] = ()
+    begun: bool = False
+    marked: bool = False
+    durable: bool = False
+    error: BaseException | None = None
+
+
+class RankCommits:
+    """Persists one rank's bases of one timeline, as a :class:`.persist.Persister` does alone.
+
+    Args:
+        mailbox: open to the other ranks of the same start; closed with this.
+        keep: bases to keep, on all disks together.
+        post: told of what fails behind commits.
+        timeout_s: other ranks that have not written their parts for so long are reported.
+    """
+
+    def __init__(
+        self,
+        seams: Seams,
+        run: PurePath,
+        timeline: int,
+        seat: Seat,
+        mailbox: Mailbox,
+        persister: Persister,
+        ring: ChunkRing,
+        *,
+        keep: int,
+        post: Callable[[EverstepError], None],
+        timeout_s: float,
+    ) -> None:
+        self._filesystem, self._clock = seams.filesystem, seams.clock
+        self._run, self._seat, self._mailbox = run, seat, mailbox
+        self._persister, self._ring = persister, ring
+        self._post, self._timeout_s = post, timeout_s
+        cluster, pace = Cluster(seat.disks), Pace(late_s=timeout_s)
+        kept = self._markers_of(timeline) if seat.again else {}
+        self._member = (
+            Coordinator(
+                cluster,
+                timeline,
+                keep=keep,
+                recovered=seat.recovered,
+                unreadable=seat.unreadable,
+                pace=pace,
+                kept=kept,
+            )
+            if seat.rank == COORDINATOR
+            else Member(
+                cluster,
+                seat.rank,
+                timeline,
+                recovered=seat.recovered,
+                pace=pace,
+                kept=kept,
+            )
+        )
+        self._disk = RankDisk(
+            seams.filesystem,
+            run,
+            seat.rank,
+            write_shards=self._write_shards,
+            read_shards=self._read_shards,
+            unique=f"{seat.session}-{seat.rank}",
+        )
+        self._changed = threading.Condition(threading.RLock())
+        self._works: dict[BaseId, _Work] = {}
+        self._again: list[Do] = []  # what the disk has refused
+        self._withdrawing: dict[BaseId, str] = {}
+        self._complained: set[str] = set()
+        self._released = self._closing = False
+        self._late: BaseId | None = None  # waits for ranks that are silent
+        for step in seat.lost:
+            why = f"the keeper of rank {seat.rank} was lost with it"
+            self._absorb(self._member.refuse(BaseId(timeline, step), why))
+        self._thread = threading.Thread(target=self._drive, name="everstep-ranks", daemon=True)
+        self._thread.start()
+
+    # What a keeper calls.
+
+    def persist(
+        self,
+        plan: BasePlan,
+        bodies: Sequence[Body],
+        progress: ProgressSink,
+        audit: Audit = lambda digests: None,
+    ) -> tuple[Written, ...]:
+        """Returns when the base is committed on all ranks: what this rank's files are.
+
+        Raises:
+            FencedError: when a newer timeline has taken over.
+            StorageError: this rank or another one could not write its part; no rank has any.
+            DeadlineError: other ranks have not written theirs in time; which, it says.
+        """
+        base = BaseId(plan.identity.timeline, plan.identity.step)
+        work = _Work(plan, bodies, progress, audit, self._clock.monotonic_s())
+        with self._changed:
+            if self._is_committed(base):
+                return ()
+            self._works[base] = work
+            try:
+                self._absorb(self._member.persist(plan.identity))
+                while not self._is_over(base, work):
+                    self._changed.wait(_TICK_S)
+                    progress.advance(0)  # it is not the storage that hangs
+            except BaseException:
+                self._leave(base, work)
+                raise
+            finally:
+                del self._works[base]
+        if work.error is not None:
+            raise work.error
+        return work.written
+
+    def release(self) -> None:
+        """The next start of the job has begun: what only waits for other ranks is left to it."""
+        with self._changed:
+            self._released = True
+            self._changed.notify_all()
+
+    def no_more(self) -> None:
+        """Training of this rank has ended: the others need not wait for bases of it."""
+        with self._changed:
+            why = f"training of rank {self._seat.rank} has ended"
+            self._absorb(self._member.no_more(why))
+
+    def retain(self) -> None:
+        """Waits, on the rank that leads all, until no rank has anything left to do."""
+        with self._changed:
+            self._changed.wait_for(self._is_settled, _SETTLE_S)
+
+    def sweep(self) -> None:
+        """Removes what older timelines have left unfinished, if this rank leads on its disk."""
+        if not self._member.leads:
+            return
+        with self._changed, storage_errors("clean up", self._run, rank=self._seat.rank):
+            self._disk.sweep(self._member.timeline, spare=self._seat.spare)
+
+    def close(self) -> None:
+        """Ends the thread, and lets the other ranks go."""
+        with self._changed:
+            if self._member.fenced is None and not self._released:
+                self._changed.wait_for(self._is_dispensable, _FAREWELL_S)
+            self._closing = True
+        self._thread.join(self._timeout_s)
+        self._mailbox.close()
+
+    # Waiting.
+
+    def _leave(self, base: BaseId, work: _Work) -> None:
+        """Whoever wanted a base was interrupted."""
+        if not work.begun:
+            self._absorb(self._member.drop(base, "the save was interrupted"))
+        elif not work.marked:
+            self._withdrawing[base] = "the save was interrupted"
+
+    def _is_over(self, base: BaseId, work: _Work) -> bool:
+        """Whether nobody has to wait for ``base`` any more."""
+        if work.durable or work.error is not None:
+            return True
+        if self._member.fenced is not None:
+            work.error = self._member.fenced
+            return True
+        waited_s = self._clock.monotonic_s() - work.since_s
+        if self._released and (work.marked or not work.begun):
+            work.error = StateError(
+                "the next start of the job began before the base was durable on all ranks",
+                step=base.step,
+                rank=self._seat.rank,
+            )
+        elif not work.begun and (self._late is not None or waited_s > self._timeout_s):
+            work.error = DeadlineError(
+                "the base before it is not durable on all ranks yet",
+                step=base.step,
+                rank=self._seat.rank,
+                hint="another rank hangs, or its storage does",
+            )
+        if work.error is not None and not work.begun:  # its memory is going to be used again
+            self._absorb(self._member.drop(base, str(work.error)))
+        return work.error is not None
+
+    def _is_settled(self) -> bool:
+        coordinator = self._member
+        if not isinstance(coordinator, Coordinator) or coordinator.fenced is not None:
+            return True
+        return coordinator.is_settled or self._closing
+
+    def _is_dispensable(self) -> bool:
+        """Whether no other rank will ask this one for anything that it cannot do without."""
+        if self._seat.rank == COORDINATOR:
+            return self._is_settled()
+        return self._mailbox.is_gone(COORDINATOR) or self._member.watermark.before is None
+
+    # The thread.
+
+    def _drive(self) -> None:
+        while not self._closing:
+            data = self._mailbox.receive(_TICK_S)
+            try:
+                with self._changed:
+                    if data is not None:
+                        self._hear(data)
+                    self._absorb(self._member.tick(self._clock.monotonic_s()))
+                    self._try_again()
+                    self._changed.notify_all()
+            except BaseException as error:  # would end this thread, and all commits to come
+                _log.exception("internal error in the commits of rank %d", self._seat.rank)
+                self._complain(EverstepError(f"internal error in commits: {error!r}"))
+
+    def _hear(self, data: bytes) -> None:
+        try:
+            envelope = accept(data, self._seat.session)
+        except FormatError as error:
+            _log.warning("a message was passed over: %s", error)
+            return
+        if envelope is not None:
+            self._absorb(self._member.heard(envelope.sender, envelope.message))
+
+    def _try_again(self) -> None:
+        again, self._again = self._again, []
+        self._absorb(again)
+        for base, reason in list(self._withdrawing.items()):
+            self._absorb(self._withdraw(base, reason))
+
+    def _absorb(self, outs: Iterable[Out]) -> None:
+        todo = deque(outs)
+        while todo:
+            out = todo.popleft()
+            if isinstance(out, Send):
+                envelope = Envelope(self._seat.session, self._seat.rank, out.message)
+                self._mailbox.send(out.rank, encode_message(envelope))
+            elif isinstance(out, Do):
+                todo.extend(self._perform(out))
+            else:
+                self._report(out)
+
+    def _perform(self, do: Do) -> list[Out]:
+        if self._member.fenced is not None:
+            return []
+        try:
+            if isinstance(do.action, WriteMarker):
+                failpoint("save.before_marker")
+            elif isinstance(do.action, WriteManifest):
+                failpoint("save.before_manifest")
+            event = self._disk.perform(do)
+        except FencedError as error:
+            return self._member.fence_off(error)
+        except (OSError, EverstepError) as error:
+            return self._failed(do, error)
+        except Exception as error:  # a bug: the others are not left waiting because of it
+            internal = EverstepError(f"internal error in a save: {error!r}", step=do.base.step)
+            internal.__cause__ = error
+            return self._failed(do, internal)
+        work = self._works.get(do.base)
+        if isinstance(do.action, WriteMarker) and work is not None:
+            work.marked, work.since_s = True, self._clock.monotonic_s()
+        elif isinstance(do.action, WriteManifest):
+            failpoint("save.after_manifest")
+        elif isinstance(do.action, Withdraw):
+            self._remove_empty(do.base)
+        return self._member.done(do.base, event)
+
+    def _failed(self, do: Do, error: OSError | EverstepError) -> list[Out]:
+        """Files or marker that cannot be written end a base; all else is tried again."""
+        ours = self._in_words(do, error)
+        if not isinstance(do.action, WriteFiles | WriteMarker):
+            self._again.append(do)
+            self._complain(ours)
+            return []
+        if do.base in self._works:
+            self._works[do.base].error = ours
+        return self._withdraw(do.base, f"rank {self._seat.rank}: {ours.message}")
+
+    def _withdraw(self, base: BaseId, reason: str) -> list[Out]:
+        try:
+            self._disk.withdraw(base)
+            self._remove_empty(base)
+        except OSError:  # until that is done the others wait: a marker of it may be there
+            self._withdrawing[base] = reason
+            return []
+        self._withdrawing.pop(base, None)
+        return self._member.failed(base, reason)
+
+    def _remove_empty(self, base: BaseId) -> None:
+        """The last rank that withdraws leaves no directory behind."""
+        with contextlib.suppress(OSError):  # others have files there
+            self._filesystem.remove_dir(base_dir(self._run, base.timeline, base.step))
+
+    def _in_words(self, do: Do, error: OSError | EverstepError) -> EverstepError:
+        directory = base_dir(self._run, do.base.timeline, do.base.step)
+        try:
+            with storage_errors(
+                "write the base", directory, step=do.base.step, rank=self._seat.rank
+            ):
+                raise error
+        except EverstepError as ours:
+            return ours
+
+    def _complain(self, error: EverstepError) -> None:
+        """Once for each kind of trouble, however often it is tried again."""
+        if error.message not in self._complained:
+            self._complained.add(error.message)
+            self._post(error)
+
+    def _report(self, out: Out) -> None:
+        if isinstance(out, IsDamaged):
+            self._post(
+                DamageError(
+                    f"{out.base} was committed, but read back it is damaged: {out.problem}; "
+                    "older bases are kept",
+                    step=out.base.step,
+                    rank=out.rank,
+                    path=self._run,
+                    hint="the disk or memory of the rank's machine may be failing",
+                )
+            )
+        elif isinstance(out, IsDurable | GaveUp | IsLate):
+            self._late = out.base if isinstance(out, IsLate) else None
+            work = self._works.get(out.base)
+            if work is not None and work.error is None:
+                work.durable = isinstance(out, IsDurable)
+                work.error = self._why_not(out)
+        elif isinstance(out, Fenced):
+            _log.warning("%s", out.error)
+        self._changed.notify_all()
+
+    def _why_not(self, out: IsDurable | GaveUp | IsLate) -> EverstepError | None:
+        where: dict[str, Any] = {"step": out.base.step, "path": self._run}
+        if isinstance(out, GaveUp):
+            return StorageError(
+                f"no rank has the base of step {out.base.step}: {out.reason}",
+                **where,
+                hint="training goes on; the next base is taken as usual",
+            )
+        if isinstance(out, IsLate):
+            silent = ", ".join(map(str, out.missing)) or "that lead on a disk"
+            return DeadlineError(
+                f"rank(s) {silent} have not written their parts of the base of step "
+                f"{out.base.step} within {self._timeout_s:g} s",
+                **where,
+                hint="they have died or hang; everstep ps on their machine shows their keepers",
+            )
+        return None
+
+    # Files.
+
+    def _is_committed(self, base: BaseId) -> bool:
+        """An attempt that failed after its commit: nothing may be written over it."""
+        try:
+            return scan_base(self._filesystem, self._run, base).status == "committed"
+        except FileNotFoundError:
+            return False
+
+    def _markers_of(self, timeline: int) -> dict[BaseId, Marker]:
+        """This rank's, of the bases of a timeline."""
+        found = scan_run(self._filesystem, self._run).bases
+        return {
+            base.id: marker
+            for base in found
+            if base.id.timeline == timeline
+            for marker in (base.manifest.markers if base.manifest else base.markers)
+            if marker.rank == self._seat.rank
+        }
+
+    def _write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
+        work = self._works[base]
+        work.begun = True
+        work.written = self._persister.write(work.plan, work.bodies, work.progress, work.audit)
+        return tuple(shard.record for shard in work.written)
+
+    def _read_shards(self, base: BaseId) -> str:
+        return verify_rank(
+            self._filesystem,
+            self._run,
+            base,
+            self._seat.rank,
+            self._ring,
+            timeout_s=self._timeout_s,
+        )

@@ -1,0 +1,64 @@
+"""What a base over several steps takes along if whoever restores it is to make it whole.
+
+The training process says which update each part has seen, and what the last step mark holds for
+replay: elements of what was captured before it, as training had them then, so that a change behind
+the optimizer's back is found when the base is made whole (I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from everstep.capture.multistep import Unit
+from everstep.capture.spots import Spots, marked, which_of
+from everstep.format.plan import BasePlan
+from everstep.keeper.assembly import FuzzyParts
+from everstep.keeper.group_options import laid_out, options_of_groups
+from everstep.state.tensors import host_bytes, stored_form
+
+__all__ = ["fuzzy_parts", "redo_bytes", "spots_at_mark"]
+
+
+def redo_bytes(parts: Sequence[Sequence[Unit]]) -> int:
+    """Gradients that are written with a base in these parts, about: of each part those of each step
+    behind its own."""
+    return sum(
+        (len(parts) - 1 - number) * sum(unit.gradient_bytes for unit in part)
+        for number, part in enumerate(parts)
+    )
+
+
+def spots_at_mark(
+    names: Collection[str], tensors: Mapping[str, torch.Tensor], step: int
+) -> dict[str, torch.Tensor]:
+    """A few elements of some entries as they are now, as marks of the log hold them.
+
+    Args:
+        names: of the entries; those on a device are left out.
+        tensors: all of the state, by entry name.
+    """
+    spots = Spots({name: tensors[name] for name in names})
+    return marked(spots, which_of(spots, sorted(tensors)), step)
+
+
+def fuzzy_parts(
+    plan: BasePlan,
+    memory: memoryview,
+    objects: Mapping[str, bytes],
+    seen: Sequence[tuple[int, Collection[str]]],
+    spots: Mapping[str, torch.Tensor],
+) -> FuzzyParts:
+    """What the keeper is told of a base that stays as it was captured.
+
+    Args:
+        memory: its block, as of the last step mark but for the parts.
+        objects: encoded objects of that mark.
+        seen: of each part but the last, the last update that it has seen, and its entries.
+        spots: see :func:`spots_at_mark`.
+    """
+    held = options_of_groups(plan, memory, objects)
+    for name, tensor in spots.items():
+        held[name] = stored_form(name, tensor), host_bytes(tensor)
+    return FuzzyParts(seen, *laid_out(held))

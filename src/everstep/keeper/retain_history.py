@@ -1,0 +1,128 @@
+"""The steps that ``LogOptions(history=...)`` promises, and the bases that they are replayed from.
+
+A step can be gone back to while there is a base before it and every record between. So a base at
+which the chain of a promised step begins stays, however many newer ones there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.format.records import TimelineRecord
+from everstep.options import History
+from everstep.recover.chain import LogIndex, chains, path_of
+from everstep.recover.scan import Inventory
+from everstep.recover.segments import SegmentFound, scan_log, vetted
+from everstep.seams.filesystem import FileSystem
+
+__all__ = ["Promise"]
+
+_Step = tuple[int, int]  # of a timeline
+
+
+class Promise:
+    """What can be gone back to, and shall stay so.
+
+    Args:
+        steps: ``(timeline, step)`` of each promised one.
+        index: of the whole log on disk.
+        timelines: records by number.
+    """
+
+    def __init__(
+        self,
+        steps: Collection[_Step],
+        index: LogIndex,
+        timelines: Mapping[int, TimelineRecord | None],
+    ) -> None:
+        self._steps = steps
+        self._index = index
+        self._paths = [path_of(number, timelines) for number in _leaves(timelines, index)]
+
+    @classmethod
+    def of(
+        cls, filesystem: FileSystem, inventory: Inventory, history: History, *, now_s: float
+    ) -> Promise:
+        """Reads what the records of all segments are, as a resume does.
+
+        Raises:
+            NewerFormatError, OSError
+        """
+        found = scan_log(filesystem, inventory.path, sorted(inventory.timelines))
+        segments = [s for s in (vetted(s, inventory.run) for s in found) if s.problem is None]
+        written_s = _times(filesystem, {segment.path.parent for segment in segments})
+        steps = {
+            (segment.timeline, step)
+            for segment in _promised(segments, history, written_s, now_s)
+            for step in range(segment.after + 1, segment.last + 1)
+        }
+        index = LogIndex(head for segment in segments for head in segment.heads)
+        return cls(steps, index, inventory.timelines)
+
+    def needed(self, lsns: Mapping[BaseId, int], going: Iterable[BaseId]) -> set[BaseId]:
+        """Which of ``going`` have to stay, so that every promised step that can be reached now can
+        be reached without the others.
+
+        Args:
+            lsns: of all bases that there are.
+            going: those that may go; the oldest go first.
+        """
+        reach = {base: self._reach(base, lsn) for base, lsn in lsns.items()}
+        ways = Counter(step for steps in reach.values() for step in steps)
+        needed = set()
+        for base in sorted(going):
+            if all(ways[step] > 1 for step in reach[base]):
+                ways.subtract(reach[base])
+            else:
+                needed.add(base)
+        return needed
+
+    def _reach(self, base: BaseId, lsn: int) -> set[_Step]:
+        steps = {(base.timeline, base.step)}
+        for path in self._paths:
+            for chain in chains({base: (lsn, None)}, self._index, path):
+                steps.update(chain.steps)
+        return steps & set(self._steps)
+
+
+def _promised(
+    segments: Sequence[SegmentFound],
+    history: History,
+    written_s: Mapping[PurePath, float],
+    now_s: float,
+) -> list[SegmentFound]:
+    found, size_bytes = [], 0
+    for segment in sorted(segments, key=lambda s: (s.timeline, s.last), reverse=True):
+        size_bytes += segment.size_bytes
+        young = now_s - written_s.get(segment.path, now_s) <= history.age_s
+        if (history.age_s and young) or size_bytes <= history.size_bytes:
+            found.append(segment)
+    return found
+
+
+def _times(filesystem: FileSystem, directories: Iterable[PurePath]) -> dict[PurePath, float]:
+    """When each segment got its last name: that of its marker."""
+    found: dict[PurePath, float] = {}
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            found |= {directory / item.name: item.mtime_s for item in filesystem.scan(directory)}
+    return found
+
+
+def _leaves(timelines: Mapping[int, TimelineRecord | None], index: LogIndex) -> list[int]:
+    """Timelines but for those that a younger one goes on with, behind all that they have logged."""
+    last: dict[int, int] = {}
+    for timeline, step in index.marks:
+        last[timeline] = max(step, last.get(timeline, 0))
+    gone_on = {
+        record.parent
+        for record in timelines.values()
+        if record is not None
+        and record.parent is not None
+        and record.fork_step >= last.get(record.parent, 0)
+    }
+    return [number for number in timelines if number not in gone_on]

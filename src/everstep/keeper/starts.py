@@ -1,0 +1,119 @@
+"""How a process takes its run over: alone, or together with the other ranks of its job."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from everstep.format.writer import ChunkRing
+from everstep.keeper.copies import with_source
+from everstep.keeper.job import Job
+from everstep.keeper.keepers import Keepers
+from everstep.keeper.overwritten import Overwritten
+from everstep.keeper.seat import Seat
+from everstep.recover.folder import refuse_unresumed
+from everstep.recover.held import Recalled
+from everstep.recover.resume import Resumed, open_timeline, resume
+from everstep.seams import Seams
+from everstep.state.image import State
+from everstep.tiers.disk import storage_errors
+
+__all__ = ["Starts"]
+
+
+class Starts:
+    """Restores a state and opens a timeline for it.
+
+    Args:
+        job: the ranks that do so together; None: this process trains alone.
+        seams: that read copies in other tiers, too.
+        timeout_s: whatever gets nowhere for so long is reported.
+    """
+
+    def __init__(
+        self,
+        job: Job | None,
+        keepers: Keepers,
+        seams: Seams,
+        run: PurePath,
+        state: State,
+        ring: ChunkRing,
+        overwritten: Overwritten,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._job, self._keepers, self._seams, self._run = job, keepers, seams, run
+        self._state, self._ring, self._overwritten = state, ring, overwritten
+        self._timeout_s = timeout_s
+
+    @property
+    def seat(self) -> Seat | None:
+        """This rank's place in the last start; None: it is alone."""
+        return None if self._job is None else self._job.seat
+
+    def resume(self, step: int | None, *, strict: bool, own: bool) -> tuple[Resumed, bool]:
+        """Restores the newest base (or that of ``step``) and opens a new timeline.
+
+        Args:
+            own: what this very process has captured is in the keeper, too.
+
+        Returns:
+            What was restored, and whether it is on no disk yet.
+
+        Raises:
+            RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
+        """
+        self._keepers.open()
+        recalled = self._keepers.left_behind(own=own)
+        with self._overwritten.resuming():
+            resumed = self._resume(recalled, step, strict=strict)
+        self._overwritten.restored(resumed, self._run)
+        if self._job is not None:
+            return resumed, not self._job.resumed_durable
+        held = recalled.base
+        return resumed, resumed.source == "memory" and held is not None and not held.durable
+
+    def _resume(self, recalled: Recalled, step: int | None, *, strict: bool) -> Resumed:
+        if self._job is not None:
+            return self._job.resume(
+                self._seams,
+                self._run,
+                self._state,
+                self._ring,
+                recalled.base,
+                self._keepers.listen,
+                step=step,
+                strict=strict,
+                timeout_s=self._timeout_s,
+                on_touch=self._overwritten.touch,
+            )
+        resumed = resume(
+            self._seams,
+            self._run,
+            self._state,
+            self._ring,
+            recalled,
+            step=step,
+            strict=strict,
+            timeout_s=self._timeout_s,
+            on_touch=self._overwritten.touch,
+        )
+        return with_source(resumed, self._seams, self._run)
+
+    def fresh(self) -> int:
+        """Begins without a resume; returns the number of the timeline.
+
+        Raises:
+            StateError: there is something to resume.
+        """
+        if self._job is not None:
+            self._keepers.open()
+            held = self._keepers.left_behind().base
+            listen = self._keepers.listen
+            job = self._job
+            return job.start_fresh(self._seams, self._run, self._state, held, listen).timeline
+        with storage_errors("open the run", self._run):
+            refuse_unresumed(self._seams.filesystem, self._run, None)
+            self._keepers.open()  # it may be writing what an earlier process took
+            held = self._keepers.left_behind().base
+            inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
+            return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)

@@ -1,0 +1,202 @@
+"""How state leaves the training process: a point on four independent axes, or a preset's name.
+
+Base capture, log, apply and tiers are chosen independently of each other; what does not go together
+is refused, by name and with what would.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from everstep.errors import OptionError
+
+__all__ = ["Method", "is_int", "nearest", "one_of", "presets", "refuse_unknown"]
+
+_PARTS_MAX = 24
+_CHUNK_BYTES_MIN = 4096
+_BASES = ("sync", "async", "lazy", "checkfreq", "multistep", "scheduled")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was probably meant to be."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses an argument that ``who`` does not have, before Python does in words of its own.
+
+    Raises:
+        OptionError: with the nearest known one.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            guess = nearest(name, names)
+            raise OptionError(
+                f"{who} has no option {name!r}; there are: {', '.join(names)}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
+
+
+def one_of(what: str, value: object, known: Iterable[str]) -> None:
+    """Refuses a value that is none of some names.
+
+    Args:
+        what: the value is, in words.
+
+    Raises:
+        OptionError: with the nearest known one.
+    """
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return
+    guess = nearest(value, names) if isinstance(value, str) else None
+    raise OptionError(
+        f"no {what} {value!r}; there are: {', '.join(names)}",
+        hint=f"did you mean {guess!r}?" if guess else None,
+    )
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How state leaves the training process.
+
+    Attributes:
+        base: base capture. ``"sync"``: training waits until the base is durable.
+            ``"async"``: training waits for a copy in host memory, which is persisted behind it.
+            ``"lazy"``: the copy runs behind the next forward and backward, and the next update
+            waits for it; it is persisted as it arrives (DataStates-LLM section V).
+            ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
+            base at a time (CheckFreq, as the papers describe it).
+            ``"multistep"``: the copy runs behind several steps, a part of the state in each, with
+            the gradients that bring each part to the last of them (GoCkpt section 4).
+            ``"scheduled"``: at every step, behind the next one, in an order and at places that are
+            planned from how steps go (Checkflow section III); those that are due are persisted, of
+            the others the keeper holds the newest whole one in memory.
+        log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
+            each optimizer update consumed is recorded, so that every step can be recovered.
+            ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
+            an :class:`everstep.compress.Compressor` in the state, whose forms are recorded.
+            ``"adaptive"``: lossy copies of the gradients, in eight bits or the largest ones only
+            (TierCheck section 3.2), while training consumes whole ones. What such a log recovers
+            is an approximation, said to be ``exact=False`` then and in all that descends from it.
+        apply: when logged gradients are applied. ``"recovery"``: when a run is resumed.
+            ``"replica"``: each step, as soon as it is whole, to a copy of the state in the memory
+            of the keeper process, which then persists its bases from there (LowDiff+, section VI).
+        tiers: where bytes live; ``("disk",)``.
+        parts: of ``base="multistep"``: into how many the state is cut, each of which takes a step;
+            ``"auto"``: as many as hold training up least, by what is measured.
+        overlap_forward: of ``base="multistep"``: the copies of gradients run on behind the update
+            and the next forward (GoCkpt-O); False: the update waits for them (GoCkpt).
+        chunk_bytes: of ``base="multistep"``: that are copied in one go, for which whatever is more
+            urgent waits; ``"auto"``: 4 MiB (GoCkpt section 4.4.2) until the link has been measured,
+            and then what it copies in a millisecond, if that is less.
+        rebuild: of ``base="multistep"``: who brings its parts to one step. ``"keeper"``: the keeper
+            process, before it writes them, with the CPU's arithmetic. ``"recovery"``: parts and
+            gradients are written as they were captured, and whoever restores the base runs the
+            optimizers over them, on the device and with the kernels of training.
+    """
+
+    base: str = "lazy"
+    log: str = "none"
+    apply: str = "recovery"
+    tiers: tuple[str, ...] = ("disk",)
+    parts: int | str = "auto"
+    overlap_forward: bool = False
+    chunk_bytes: int | str = "auto"
+    rebuild: str = "keeper"
+
+    def __post_init__(self) -> None:
+        one_of("base", self.base, _BASES)
+        one_of("log", self.log, ("none", "dense", "topk", "adaptive"))
+        one_of("apply", self.apply, ("recovery", "replica"))
+        one_of("rebuild", self.rebuild, ("keeper", "recovery"))
+        for tier in self.tiers:
+            one_of("tier", tier, ("disk",))
+        if self.log != "none" and self.base == "sync":
+            raise OptionError(
+                f"log={self.log!r} needs host memory, which base='sync' has none of",
+                hint="base='lazy'",
+            )
+        if self.apply == "replica" and self.log == "none":
+            raise OptionError(
+                "apply='replica' needs a log to apply", hint="log='dense', or log='topk'"
+            )
+        if self.apply == "replica" and self.log == "adaptive":
+            raise OptionError(
+                "apply='replica' writes its copy as bases, and log='adaptive' would let that drift "
+                "from what training has",
+                hint="log='dense' with the replica, or apply='recovery'",
+            )
+        if self.base == "scheduled" and self.log != "none":
+            raise OptionError(
+                f"base='scheduled' captures every step: there is nothing left for log={self.log!r}",
+                hint="base='lazy' with the log, or log='none'",
+            )
+        self._check_multistep()
+        if self.tiers != ("disk",):
+            raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
+
+    def _check_multistep(self) -> None:
+        parts = self.parts
+        if parts != "auto" and (not is_int(parts) or not 1 <= int(parts) <= _PARTS_MAX):
+            raise OptionError(
+                f'Method.parts must be "auto" or 1 to {_PARTS_MAX}, not {parts!r}',
+                hint='parts="auto" takes as many as hold training up least',
+            )
+        if not isinstance(self.overlap_forward, bool):
+            raise OptionError(
+                f"Method.overlap_forward must be True or False, not {self.overlap_forward!r}"
+            )
+        chunk = self.chunk_bytes
+        if chunk != "auto" and (not is_int(chunk) or int(chunk) < _CHUNK_BYTES_MIN):
+            raise OptionError(
+                f'Method.chunk_bytes must be "auto" or at least {_CHUNK_BYTES_MIN}, not {chunk!r}',
+                hint='chunk_bytes="auto" takes what the link copies in a millisecond',
+            )
+        if self.base != "multistep":
+            if (
+                parts != "auto"
+                or self.overlap_forward
+                or chunk != "auto"
+                or self.rebuild != "keeper"
+            ):
+                raise OptionError(
+                    "parts, overlap_forward, chunk_bytes and rebuild are of base='multistep', "
+                    f"not of {self.base!r}",
+                    hint="base='multistep'",
+                )
+            return
+        if self.log != "none":
+            raise OptionError(
+                f"base='multistep' and log={self.log!r} exclude each other in this version: a log "
+                "has all gradients already",
+                hint="base='lazy' with the log, or log='none'",
+            )
+
+
+presets: Mapping[str, Method] = MappingProxyType(
+    {
+        "sync": Method(base="sync"),
+        "async": Method(base="async"),
+        "lazy": Method(base="lazy"),
+        "datastates": Method(base="lazy"),
+        "checkfreq": Method(base="checkfreq"),
+        "logged": Method(base="lazy", log="dense"),
+        "lowdiff": Method(base="lazy", log="topk"),
+        "lowdiff_plus": Method(base="lazy", log="dense", apply="replica"),
+        "gockpt": Method(base="multistep"),
+        "gockpt_o": Method(base="multistep", overlap_forward=True),
+        "checkflow": Method(base="scheduled"),
+    }
+)
+"""Named methods: what ``method="name"`` stands for."""

@@ -1,0 +1,348 @@
+"""What of a base saved by several ranks one rank of this job restores, however many there are now.
+
+A rank that was there takes what it had. What ranks had in common, and what was spread over them,
+is found by its offsets in whichever files hold it. A rank that is new takes what all ranks had
+alike; what each had for itself (random generators, loaders) is nobody's to give away, and it is
+said that the rank begins with what its program made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from everstep.commit.offers import Needs
+from everstep.errors import DamageError, FormatError, RecoveryError
+from everstep.format.digests import digest
+from everstep.format.header import ShardHeader
+from everstep.format.records import FileRecord, Manifest
+from everstep.recover.opened import OpenBase
+from everstep.seams.filesystem import ReadFile
+from everstep.state.entries import Entry
+from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.placing import Box, Placement
+from everstep.state.providers import ModuleProvider
+from everstep.state.ranks import RankInfo
+from everstep.state.tree import references
+from everstep.state.zero import PARTITIONED, ZeroProvider
+
+__all__ = ["Piece", "SavedRanks", "View", "needs_of", "read_object"]
+
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An entry in a rank's file: a whole tensor, or one box of it.
+
+    Attributes:
+        file, index: which file of the base, which entry of its header.
+        rank: that wrote it.
+    """
+
+    file: int
+    index: int
+    rank: int
+    entry: Entry
+    digest: str
+    placement: Placement
+
+    @property
+    def box(self) -> Box:
+        return Box(self.entry.global_offset, self.entry.shape)
+
+
+@dataclass(slots=True)
+class View:
+    """What one rank restores.
+
+    Attributes:
+        trees: decoded object trees by section.
+        entries: of whole tensors, by every name that trees refer to.
+        pieces: where their bytes are, by the same names.
+        left_out: sections that stay as the program made them.
+        notes: what is not as it was, in words.
+    """
+
+    trees: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    pieces: dict[str, Sequence[Piece]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def needs_of(state: State) -> Needs:
+    """Says which ranks' files of a base a rank needs at most; headers are not known by then.
+
+    All of them, but where the job has as many ranks as before and nothing that this rank holds
+    is shared or spread over others: then its own, and every other rank its own.
+    """
+    world, shared = state.ranks.world, state.is_shared()
+
+    def needs(rank: int, manifest: Manifest) -> Collection[int]:
+        before = len(manifest.markers)
+        return (rank,) if before == world and not shared else range(before)
+
+    return needs
+
+
+def read_object(file: ReadFile, header: ShardHeader, index: int, path: PurePath) -> Any:
+    """One section's tree, verified against its digest.
+
+    Raises:
+        DamageError: naming the entry.
+        FormatError: for bytes that are no objects.
+    """
+    place, expected = header.placed[index], header.digests[index]
+    name = place.entry.name
+    if place.end - place.begin > OBJECT_BYTES_MAX:
+        raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
+    data = bytearray(place.end - place.begin)
+    got = file.read_into(memoryview(data), header.room_bytes + place.begin)
+    if got != len(data) or digest(memoryview(data)) != expected:
+        raise DamageError(
+            f"{path}: entry {name!r} is damaged: its digest does not match",
+            entry=name,
+            path=path,
+            step=header.identity.step,
+            rank=header.identity.rank,
+        )
+    return decode(bytes(data))
+
+
+class SavedRanks:
+    """The files of a base, of all ranks or of some, headers verified.
+
+    Args:
+        opened: one per rank, in any order.
+        trees: of the first of them, where they have been decoded already.
+
+    Raises:
+        FormatError: they are not of one base.
+
+    Attributes:
+        world: number of ranks that saved it.
+        files: of all of them.
+    """
+
+    def __init__(self, opened: Sequence[OpenBase], trees: Mapping[str, Any] | None = None) -> None:
+        markers = {one.marker.rank: one.marker for one in opened}
+        same = {(m.run, m.timeline, m.step, m.lsn, m.world) for m in markers.values()}
+        if len(markers) != len(opened) or len(same) != 1:
+            raise FormatError("the files given are not those of different ranks of one base")
+        self.world = opened[0].marker.world
+        self.ranks = sorted(markers)
+        first = opened[0].marker.rank
+        self._trees = {(first, section): tree for section, tree in (trees or {}).items()}
+        self.files: list[tuple[ReadFile, FileRecord, ShardHeader, PurePath]] = []
+        self._objects: dict[int, dict[str, tuple[int, int, str]]] = {r: {} for r in markers}
+        self._pieces: dict[str, list[Piece]] = {}
+        self._own: dict[int, list[Piece]] = {rank: [] for rank in markers}
+        for one in opened:
+            for shard in one.shards:
+                self._add(shard[2], one.marker.rank)
+                self.files.append(shard)
+
+    def view(self, state: State) -> View:
+        """What ``state``'s rank restores.
+
+        Raises:
+            RecoveryError: the files of a rank are needed and not given.
+            DamageError, FormatError: objects cannot be read; an entry is missing.
+        """
+        view = View()
+        mine = state.ranks.rank
+        if mine < self.world:
+            self._check_there([mine])
+            for section in self._objects[mine]:
+                self._take(view, section, mine, state)
+        else:
+            self._for_a_new_rank(view, state)
+        if state.ranks.world < self.world:
+            self._note_what_is_left(view, state.ranks)
+        return view
+
+    def view_of_all(self, rank: int) -> View:
+        """All that ``rank`` had; for looking at it without a state."""
+        view = View()
+        for section in self._objects[rank]:
+            self._take(view, section, rank, None)
+        return view
+
+    def pieces_of(self, name: str, rank: int) -> Sequence[Piece]:
+        """The parts of what ``rank`` calls ``name``, each once.
+
+        Raises:
+            FormatError: it can be more than one tensor, or the parts are of different ones.
+        """
+        found = [p for p in self._pieces.get(name, ()) if p.placement.holds(rank)]
+        boxes: dict[Box, Piece] = {}
+        for piece in found:
+            first, entry = found[0], piece.entry
+            same = (
+                set(piece.placement.ranks or ()) == set(first.placement.ranks or ())
+                and entry.global_shape == first.entry.global_shape
+                and (entry.dtype, entry.logical_dtype)
+                == (first.entry.dtype, first.entry.logical_dtype)
+            )
+            again = boxes.setdefault(piece.box, piece)
+            if not same or again.digest != piece.digest:
+                raise FormatError(
+                    f"entry {name!r} of rank {piece.rank} contradicts that of rank {first.rank}"
+                )
+        return list(boxes.values())
+
+    def _add(self, header: ShardHeader, rank: int) -> None:
+        file = len(self.files)
+        others: dict[str, list[str]] = {}
+        for other, name in header.aliases.items():
+            others.setdefault(name, []).append(other)
+        for index, (place, hex_) in enumerate(zip(header.placed, header.digests, strict=True)):
+            name = place.entry.name
+            if name.startswith(OBJECT_PREFIX):
+                section = name.removeprefix(OBJECT_PREFIX)
+                self._objects[rank][section] = (file, index, hex_)
+                continue
+            placement = Placement.parse(place.entry.placement)
+            piece = Piece(file, index, rank, place.entry, hex_, placement)
+            for each in (name, *others.get(name, ())):
+                self._pieces.setdefault(each, []).append(piece)
+            if placement.ranks == (rank,):
+                self._own[rank].append(piece)
+
+    def _take(self, view: View, section: str, rank: int, state: State | None) -> None:
+        """Takes a section as ``rank`` had it."""
+        tree = self._tree(rank, section)
+        self._resolve(view, tree, rank)
+        if isinstance(tree, dict) and PARTITIONED in tree:
+            tree = dict(tree)
+            spread = Placement.parse(tree.pop(PARTITIONED)).ranks
+            ranks = range(self.world) if spread is None else spread
+            if not (state and self._owns_the_same(state, section, ranks, tree)):
+                self._check_there(ranks)
+                for other in ranks:
+                    part = self._tree(other, section)["state"]
+                    self._resolve(view, part, other)
+                    tree["state"] = {**part, **tree["state"]}
+        view.trees[section] = tree
+
+    def _owns_the_same(
+        self, state: State, section: str, ranks: Sequence[int], tree: Mapping[str, Any]
+    ) -> bool:
+        """Whether this rank owns of an optimizer what it owned, so that it needs no other's part:
+        who owns what follows from the parameters and the number of ranks."""
+        provider = state.providers.get(section)
+        return (
+            state.ranks.world == self.world
+            and isinstance(provider, ZeroProvider)
+            and provider.ranks == tuple(ranks)
+            and provider.owned() >= tree["state"].keys()
+        )
+
+    def _tree(self, rank: int, section: str) -> Any:
+        known = self._trees.get((rank, section))
+        if known is not None:
+            return known
+        if section not in self._objects[rank]:
+            raise FormatError(f"rank {rank} has no objects of {section!r}")
+        number, index, _ = self._objects[rank][section]
+        file, _, header, path = self.files[number]
+        return read_object(file, header, index, path)
+
+    def _resolve(self, view: View, tree: Any, rank: int) -> None:
+        for name in references(tree):
+            pieces = self.pieces_of(name, rank)
+            if not pieces:
+                raise FormatError(
+                    f"entry {name!r} of rank {rank} is referred to but not there{self._absent()}"
+                )
+            entry = pieces[0].entry
+            view.pieces[name] = pieces
+            view.entries[name] = Entry.whole(
+                entry.name,
+                entry.dtype,
+                entry.global_shape,
+                stride=entry.stride if entry.shape == entry.global_shape else None,
+                logical_dtype=entry.logical_dtype,
+                lsn=entry.lsn,
+            )
+
+    def _for_a_new_rank(self, view: View, state: State) -> None:
+        mine = state.ranks.rank
+        sections = list(dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]))
+        for section in sections:
+            ranks = [rank for rank in self.ranks if section in self._objects[rank]]
+            provider = state.providers.get(section)
+            alike = self._is_alike(section, ranks)
+            whole = isinstance(provider, ModuleProvider | OptimizerProvider)
+            if (alike and (section != RNG_SECTION or self.world > 1)) or whole:
+                giver = ranks[mine % len(ranks)]
+                self._take(view, section, giver, state)
+                if not alike and not self._is_partitioned(section, giver):
+                    view.notes.append(
+                        f"{section}: rank {mine} is new and begins with that of rank {giver}"
+                    )
+                continue
+            view.left_out.append(section)
+            view.notes.append(
+                f"{section}: rank {mine} is new and begins with what its program made; each of "
+                f"{self.world} rank(s) had its own"
+            )
+
+    def _is_alike(self, section: str, ranks: Sequence[int]) -> bool:
+        """Whether all ranks had the same in it, as far as each had it for itself."""
+        return len({self._fingerprint(section, rank) for rank in ranks}) == 1
+
+    def _fingerprint(self, section: str, rank: int) -> tuple[str, ...]:
+        front = f"{section}/"
+        own = [p for p in self._own[rank] if p.entry.name.startswith(front)]
+        tensors = sorted(f"{piece.entry.name} {piece.digest}" for piece in own)
+        return (self._objects[rank][section][2], *tensors)
+
+    def _is_partitioned(self, section: str, rank: int) -> bool:
+        tree = self._tree(rank, section)
+        return isinstance(tree, dict) and PARTITIONED in tree
+
+    def _note_what_is_left(self, view: View, ranks: RankInfo) -> None:
+        """With fewer ranks than before, what the others had for themselves is nobody's."""
+        for section in dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]):
+            having = [rank for rank in self.ranks if section in self._objects[rank]]
+            gone = [rank for rank in having if rank >= ranks.world]
+            if not gone or self._is_alike(section, having):
+                continue
+            if not self._is_partitioned(section, gone[0]):
+                view.notes.append(
+                    f"{section}: what rank(s) {_listed(gone)} had for themselves is left out; "
+                    f"this job has {ranks.world}"
+                )
+
+    def _check_there(self, ranks: Iterable[int]) -> None:
+        missing = sorted(set(ranks) - set(self.ranks))
+        if missing:
+            raise RecoveryError(
+                f"the files of rank(s) {_listed(missing)} are needed, and not here",
+                hint="make the run folders of the hosts that had them readable here",
+            )
+
+    def _absent(self) -> str:
+        missing = sorted(set(range(self.world)) - set(self.ranks))
+        return f"; the files of rank(s) {_listed(missing)} are not here" if missing else ""
+
+    def hole(self, holes: Mapping[str, str]) -> DamageError:
+        """The error that lists what nobody has written: ``name -> what``."""
+        listed = [f"  {name}: {what}" for name, what in list(holes.items())[:_LISTED]]
+        more = len(holes) - len(listed)
+        return DamageError(
+            f"{len(holes)} entries have a hole{self._absent()}:\n"
+            + "\n".join([*listed, *([f"  and {more} more"] if more > 0 else [])]),
+            entry=next(iter(holes)),
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _LISTED
+    return ", ".join(map(str, ranks[:_LISTED])) + (f" and {more} more" if more > 0 else "")

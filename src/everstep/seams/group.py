@@ -1,0 +1,130 @@
+"""The processes that train together, as ``torch.distributed`` knows them: who they are, and a
+few bytes from each to all. Everything else they say goes through mailboxes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from everstep.errors import DeadlineError, StateError
+
+__all__ = ["Group", "TorchGroup", "group_of_job"]
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Group(Protocol):
+    """All ranks of a job; each calls the same methods in the same order."""
+
+    rank: int
+    world: int
+    host: str
+
+    def exchange(self, what: str, data: bytes) -> list[bytes]:
+        """What every rank gives, by rank.
+
+        Args:
+            what: all ranks are doing, for the error.
+
+        Raises:
+            DeadlineError: some rank does not take part.
+        """
+        ...
+
+
+class TorchGroup:
+    """The ranks of ``torch.distributed``'s default group, over gloo.
+
+    Args:
+        timeout_s: a rank that does not take part for so long is reported.
+
+    Attributes:
+        host: address of this machine at which the other ranks can reach it.
+
+    Raises:
+        DeadlineError: not all ranks have made one.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.host = _own_address()
+        self._timeout = timedelta(seconds=timeout_s)
+        what = "make a Checkpointer"
+        if dist.get_backend() == "gloo":  # else nobody can say which rank is silent
+            self._meet(what, None)
+        self._group = self._deadline(
+            what, lambda: dist.new_group(backend="gloo", timeout=self._timeout)
+        )
+
+    def exchange(self, what: str, data: bytes) -> list[bytes]:
+        """What every rank gives, by rank."""
+        self._meet(what, self._group)
+        found: list[bytes] = self._deadline(what, lambda: self._gather(data))
+        return found
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(found, mine, group=self._group)
+        return [bytes(one[: int(size)].tolist()) for one, size in zip(found, sizes, strict=True)]
+
+    def _meet(self, what: str, group: Any) -> None:
+        self._deadline(
+            what,
+            lambda: dist.monitored_barrier(group, timeout=self._timeout, wait_all_ranks=True),
+        )
+
+    def _deadline(self, what: str, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except RuntimeError as error:  # all that gloo and its store raise
+            raise DeadlineError(
+                f"not all {self.world} ranks of this job {what} within "
+                f"{self._timeout.total_seconds():g} s: {error}",
+                rank=self.rank,
+                hint=f"every rank has to {what}, at the same place of the program",
+            ) from error
+
+
+def group_of_job(timeout_s: float) -> Group | None:
+    """The ranks that this process trains with; None: it trains alone.
+
+    Raises:
+        StateError: it was started as one of several, and cannot know the others yet.
+        DeadlineError: some rank does not take part.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return TorchGroup(timeout_s) if dist.get_world_size() > 1 else None
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdigit() and int(world) > 1:
+        raise StateError(
+            f"WORLD_SIZE={world}, and torch.distributed is not initialised: this process cannot "
+            "know the other ranks of its job",
+            hint="call torch.distributed.init_process_group() before making a Checkpointer; or "
+            "unset WORLD_SIZE, if this process trains alone",
+        )
+    return None
+
+
+def _own_address() -> str:
+    """Of the interface that leads to the job's rank 0."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if master in _LOOPBACK:
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:  # then gloo has found another way, on this machine
+        return "127.0.0.1"

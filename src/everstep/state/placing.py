@@ -1,0 +1,267 @@
+"""How one tensor lies over the ranks of a job: which box of it each of them holds; no torch needed.
+
+The text of a placement, as it stands in headers:
+
+- ``whole``: there is one such tensor in the job, and here is all of it.
+- ``whole@0-3``: ranks 0 to 3 have it in common; other ranks may have another one of that name.
+- ``whole@2``: it is rank 2's own.
+- ``replicate,shard(0)@2x4:0-7``: spread over a mesh of 2 x 4 ranks, here listed in row-major
+  order, by one placement for each dimension of the mesh, as of ``torch.distributed.tensor``.
+
+Ranks are written as runs with a step: ``0-6/2,9`` are 0, 2, 4, 6 and 9.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+__all__ = ["WHOLE", "Box", "Cut", "Placement", "box_on_mesh", "replicas_on_mesh"]
+
+WHOLE = "whole"
+_RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/(\d{1,9}))?)?", re.ASCII)
+_KIND = re.compile(r"replicate|shard\(\d{1,2}\)|strided\(\d{1,2},\d{1,9}\)", re.ASCII)
+_RANKS_MAX = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: ``shape`` elements from ``offset`` on, in each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both have in common; None if that is nothing."""
+        offset, shape = [], []
+        sides = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        for mine, extent, theirs, their_extent in sides:
+            begin, end = max(mine, theirs), min(mine + extent, theirs + their_extent)
+            if begin >= end:
+                return None
+            offset.append(begin)
+            shape.append(end - begin)
+        return Box(tuple(offset), tuple(shape))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Where this part lies in ``outer``, which it is a part of."""
+        return tuple(
+            slice(at - base, at - base + extent)
+            for at, extent, base in zip(self.offset, self.shape, outer.offset, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one dimension of a mesh does to a tensor.
+
+    Attributes:
+        dim: the tensor's dimension that is cut; None: every rank of it has the same.
+        factor: into so many parts dimension ``dim`` is cut before, by dimensions of the mesh
+            that come later (FSDP over tensor parallelism); 1: by none.
+    """
+
+    dim: int | None
+    factor: int = 1
+
+    @property
+    def text(self) -> str:
+        if self.dim is None:
+            return "replicate"
+        return f"shard({self.dim})" if self.factor == 1 else f"strided({self.dim},{self.factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placement, taken apart.
+
+    Attributes:
+        ranks: that have the tensor in common, in the mesh's row-major order; None: all.
+        cuts: one per dimension of the mesh; empty where nothing is cut.
+        mesh: its shape; empty where nothing is cut.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    cuts: tuple[Cut, ...] = ()
+    mesh: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """As it stands in a header."""
+        if self.ranks is None:
+            return WHOLE
+        if not self.cuts:
+            return f"{WHOLE}@{_in_runs(self.ranks)}"
+        sides = "x".join(map(str, self.mesh))
+        return f"{','.join(cut.text for cut in self.cuts)}@{sides}:{_in_runs(self.ranks)}"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds a part only."""
+        return any(cut.dim is not None for cut in self.cuts)
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where in its mesh a rank is.
+
+        Raises:
+            ValueError: it is not in it.
+        """
+        assert self.ranks is not None
+        at, found = self.ranks.index(rank), []
+        for side in reversed(self.mesh):
+            found.append(at % side)
+            at //= side
+        return tuple(reversed(found))
+
+    def holds(self, rank: int) -> bool:
+        """Whether the tensor is ``rank``'s, too."""
+        return self.ranks is None or rank in self.ranks
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> Placement:
+        """The inverse of :attr:`text`.
+
+        Raises:
+            ValueError: for what is no placement.
+        """
+        if text == WHOLE:
+            return cls()
+        kinds, at, rest = text.partition("@")
+        if not at:
+            raise ValueError(f"{text!r:.80} is no placement")
+        if kinds == WHOLE:
+            return cls(_from_runs(rest))
+        sides, _, runs = rest.partition(":")
+        mesh = tuple(int(side) for side in sides.split("x"))
+        cuts = tuple(map(_cut, re.split(r",(?=[rs])", kinds)))
+        ranks = _from_runs(runs)
+        if len(cuts) != len(mesh) or math.prod(mesh) != len(ranks):
+            raise ValueError(f"{text!r:.80}: the mesh does not fit its ranks")
+        return cls(ranks, cuts, mesh)
+
+
+def box_on_mesh(
+    shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], cuts: Sequence[Cut]
+) -> Box:
+    """The part of a tensor of ``shape`` that the rank at ``at`` of a mesh holds.
+
+    Parts are those of ``torch.chunk``: all of one size but the last ones, which may be smaller
+    or empty.
+
+    Raises:
+        ValueError: the order of cuts cannot be told from their factors.
+    """
+    return _box(tuple(shape), tuple(mesh), tuple(at), tuple(cuts))
+
+
+@lru_cache(maxsize=65536)
+def _box(
+    shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> Box:
+    offset, extent = [0] * len(shape), list(shape)
+    for index in _order(mesh, cuts):
+        dim = cuts[index].dim
+        assert dim is not None
+        if dim >= len(shape):
+            raise ValueError(f"dimension {dim} of a tensor of {len(shape)} dimensions is cut")
+        part = -(-extent[dim] // mesh[index])
+        begin = min(at[index] * part, extent[dim])
+        extent[dim] = min(part, extent[dim] - begin)
+        offset[dim] += begin
+    return Box(tuple(offset), tuple(extent))
+
+
+def _order(mesh: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[int]:
+    """Dimensions of the mesh in the order in which they cut: from left to right, but a strided
+    one behind those to its right that its factor says were there before it."""
+    order: list[int] = []
+    for index in reversed(range(len(cuts))):
+        cut = cuts[index]
+        if cut.dim is None:
+            continue
+        place, factor = 0, cut.factor
+        while factor > 1:
+            if place == len(order):
+                raise ValueError(f"{cut.text}: nothing to the right of it cuts into that many")
+            before = order[place]
+            place += 1
+            if cuts[before].dim != cut.dim:
+                continue
+            if factor % mesh[before]:
+                raise ValueError(f"{cut.text}: nothing to the right of it cuts into that many")
+            factor //= mesh[before]
+        order.insert(place, index)
+    return order
+
+
+def replicas_on_mesh(placement: Placement, rank: int) -> tuple[int, ...]:
+    """All ranks that hold the same part of the tensor as ``rank``, in ascending order.
+
+    Raises:
+        ValueError: ``rank`` is not in the mesh.
+    """
+    return _replicas(placement, rank)
+
+
+@lru_cache(maxsize=4096)
+def _replicas(placement: Placement, rank: int) -> tuple[int, ...]:
+    assert placement.ranks is not None
+    here = placement.coordinate(rank)
+    sides = [
+        range(side) if cut.dim is None else (at,)
+        for side, cut, at in zip(placement.mesh, placement.cuts, here, strict=True)
+    ]
+    found = []
+    for place in product(*sides):
+        index = 0
+        for side, at in zip(placement.mesh, place, strict=True):
+            index = index * side + at
+        found.append(placement.ranks[index])
+    return tuple(sorted(found))
+
+
+def _cut(text: str) -> Cut:
+    if not _KIND.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is no placement")
+    return Cut(None) if text == "replicate" else Cut(*map(int, re.findall(r"\d+", text)))
+
+
+def _in_runs(ranks: Sequence[int]) -> str:
+    runs, at = [], 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
+        end = at + 1
+        while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - at < 3 and step != 1:
+            end = at + 1
+        last, by = ranks[end - 1], "" if step == 1 else f"/{step}"
+        runs.append(f"{ranks[at]}" if end == at + 1 else f"{ranks[at]}-{last}{by}")
+        at = end
+    return ",".join(runs)
+
+
+def _from_runs(text: str) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for run in text.split(","):
+        match = _RUN.fullmatch(run)
+        if match is None:
+            raise ValueError(f"{text!r:.80} names no ranks")
+        first, step = int(match[1]), int(match[3] or 1)
+        last = int(match[2]) if match[2] else first
+        if last < first or not step or (last - first) // step + len(ranks) >= _RANKS_MAX:
+            raise ValueError(f"{text!r:.80} names no ranks")
+        ranks += range(first, last + 1, step)
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"{text!r:.80} names a rank twice")
+    return tuple(ranks)

@@ -1,0 +1,87 @@
+"""A rank's own share of a survey."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from everstep.state.common import common_of, why_not_shared
+from everstep.state.placing import WHOLE, Placement
+from everstep.state.providers import ModuleProvider, Provider
+from everstep.state.ranks import RankInfo
+from everstep.state.sharing import Sharing
+from everstep.state.survey import Shape, Survey, unsupported
+
+__all__ = ["OwnShare"]
+
+
+class OwnShare:
+    """Takes from surveys what this rank writes; of a job of one rank that is everything.
+
+    Args:
+        providers: by section; may get more until it is asked.
+    """
+
+    def __init__(self, ranks: RankInfo, providers: Mapping[str, Provider]) -> None:
+        self._ranks = ranks
+        self._providers = providers
+        self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
+        self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+
+    def of(self, survey: Survey) -> Survey:
+        """This rank's share; its shape and tensors are the same objects as last time where
+        those of everything are.
+
+        Raises:
+            UnsupportedStateError: what is spread over ranks that are not this job's, and modules
+                whose state several ranks cannot save.
+        """
+        shapes, tensors = self._shapes, self._tensors
+        if shapes is None or shapes[0] is not survey.shape:
+            shapes, tensors = (survey.shape, self._share_of(survey.shape)), None
+            self._shapes = shapes
+        if shapes[1] is shapes[0]:
+            return survey
+        if tensors is None or tensors[0] is not survey.tensors:
+            mine = {entry.name: survey.tensors[entry.name] for entry in shapes[1].entries}
+            tensors = (survey.tensors, MappingProxyType(mine))
+            self._tensors = tensors
+        return replace(survey, shape=shapes[1], tensors=tensors[1])
+
+    def is_shared(self, survey: Survey) -> bool:
+        """Whether other ranks have, or write, anything of what was surveyed."""
+        if self._ranks.world == 1:
+            return False
+        common = common_of(self._providers.values(), survey.shape.aliases)
+        return Sharing(self._ranks, survey.shape.entries, common).is_shared()
+
+    def _share_of(self, shape: Shape) -> Shape:
+        self._refuse(shape)
+        if self._ranks.world == 1:
+            return shape
+        common = common_of(self._providers.values(), shape.aliases)
+        mine = Sharing(self._ranks, shape.entries, common).mine()
+        return Shape(
+            tuple(mine[entry.name] for entry in shape.entries if entry.name in mine),
+            MappingProxyType({o: name for o, name in shape.aliases.items() if name in mine}),
+            MappingProxyType({n: owner for n, owner in shape.owners.items() if n in mine}),
+            shape.objects_bytes,
+        )
+
+    def _refuse(self, shape: Shape) -> None:
+        world = self._ranks.world
+        leaves = []
+        for entry in shape.entries:
+            ranks = None if entry.placement == WHOLE else Placement.parse(entry.placement).ranks
+            if ranks is not None and max(ranks) >= world:
+                where = f"spread over {len(ranks)} ranks, the last of them rank {max(ranks)}"
+                leaves.append((entry.name, f"{where}; everstep was told of {world}"))
+        if world > 1:
+            for section, provider in self._providers.items():
+                if isinstance(provider, ModuleProvider) and (why := why_not_shared(provider.outer)):
+                    leaves.append((section, why))
+        if leaves:
+            raise unsupported(leaves)

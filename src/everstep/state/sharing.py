@@ -1,0 +1,149 @@
+"""Which rank writes what: every byte of a job's state by exactly one, without a word between them.
+
+What several ranks have in common is written by one of them, or, where they write to several disks,
+by one for each disk. Each rank computes by itself who that
+is, from what is the same on all that have it in common: the parameters, their sizes, the ranks. A
+parameter's optimizer state goes with it, whatever of it is there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from everstep.state.entries import Entry
+from everstep.state.placing import Placement, replicas_on_mesh
+from everstep.state.ranks import RankInfo
+
+__all__ = ["Common", "Share", "Sharing"]
+
+_Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What several ranks have in common.
+
+    Attributes:
+        parameters: entry names of parameters that ranks keep equal -> those ranks.
+        states: front of the names of a parameter's optimizer state -> that parameter's entry.
+        owned: fronts of the names of optimizer state that only this rank holds, though it is
+            that of all ranks' parameters (ZeRO).
+    """
+
+    parameters: Mapping[str, _Ranks]
+    states: Mapping[str, str]
+    owned: Mapping[str, _Ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Who an entry belongs to, and which of those ranks can write it.
+
+    Attributes:
+        unit: the parameter that it goes with, or the entry itself.
+        replicas: ranks that hold the same bytes and write to the same disk.
+        placement: as it is written down.
+    """
+
+    unit: str
+    replicas: _Ranks
+    placement: Placement
+
+
+class Sharing:
+    """Says of each entry whether this rank writes it.
+
+    Args:
+        entries: of everything that this rank holds.
+    """
+
+    def __init__(self, ranks: RankInfo, entries: Iterable[Entry], common: Common) -> None:
+        self._ranks = ranks
+        self._common = common
+        self._entries = {entry.name: entry for entry in entries}
+        self._everyone = tuple(range(ranks.world))
+        self._shares = {entry.name: self._share(entry) for entry in self._entries.values()}
+        self._writers = self._assign()
+
+    def mine(self) -> dict[str, Entry]:
+        """The entries that this rank writes, by name, as they are written down."""
+        found: dict[str, Entry] = {}
+        for name, share in self._shares.items():
+            if self._writer(share) == self._ranks.rank:
+                text = share.placement.text
+                found[name] = replace(self._entries[name], placement=text)
+        return found
+
+    def is_shared(self) -> bool:
+        """Whether any entry is more than this rank's own."""
+        own = (self._ranks.rank,)
+        return bool(self._common.owned) or any(
+            share.placement.ranks != own for share in self._shares.values()
+        )
+
+    def _share(self, entry: Entry) -> Share:
+        name, me = entry.name, self._ranks.rank
+        unit, front = name, _front(name)
+        if name not in self._common.parameters:
+            unit = self._common.states.get(front, name)
+        placement = Placement.parse(entry.placement)
+        if placement.ranks is not None:
+            return Share(unit, self._near(replicas_on_mesh(placement, me)), placement)
+        if front in self._common.owned:
+            return Share(unit, (me,), self._held_by(self._common.owned[front]))
+        together = self._common.parameters.get(unit)
+        if together is None and unit != name and entry.size_bytes <= _COUNTER_BYTES:
+            together = self._on_the_mesh_of(unit)
+        together = together or (me,)
+        return Share(unit, self._near(together), self._held_by(together))
+
+    def _near(self, ranks: _Ranks) -> _Ranks:
+        """Of these, those that write to this rank's disk."""
+        near = self._ranks.near
+        return ranks if near is None else tuple(rank for rank in ranks if rank in near)
+
+    def _on_the_mesh_of(self, parameter: str) -> _Ranks | None:
+        """Of a step counter beside a DTensor's moments: all ranks of its mesh have the same."""
+        entry = self._entries.get(parameter)
+        ranks = None if entry is None else Placement.parse(entry.placement).ranks
+        return None if ranks is None else tuple(sorted(ranks))
+
+    def _held_by(self, ranks: _Ranks) -> Placement:
+        return Placement(None if ranks == self._everyone else ranks)
+
+    def _assign(self) -> dict[tuple[_Ranks, str], int]:
+        """The writer of each parameter, by the ranks that have the same part of it: the largest
+        first, each to the rank that has least so far."""
+        units: dict[_Ranks, list[tuple[int, str]]] = {}
+        parameters = {*self._common.parameters, *self._common.states.values()}
+        for name in parameters & self._shares.keys():
+            replicas = self._shares[name].replicas
+            units.setdefault(replicas, []).append((-self._entries[name].size_bytes, name))
+        writers: dict[tuple[_Ranks, str], int] = {}
+        for replicas, found in units.items():
+            loads = [(0, rank) for rank in replicas]
+            for size, name in sorted(found):
+                load, rank = min(loads)
+                loads[loads.index((load, rank))] = (load - size, rank)
+                writers[replicas, name] = rank
+        return writers
+
+    def _writer(self, share: Share) -> int:
+        replicas = share.replicas
+        if len(replicas) == 1:
+            return replicas[0]
+        writer = self._writers.get((replicas, share.unit))
+        if writer is None:  # the same parts as no parameter's: by its name alone
+            writer = replicas[xxhash.xxh32_intdigest(share.unit.encode()) % len(replicas)]
+        return writer
+
+
+_COUNTER_BYTES = 16  # of one element, complex128 at most
+
+
+def _front(name: str) -> str:
+    """``section/state/PARAMETER`` of the name of an optimizer's entry."""
+    return "/".join(name.split("/", 3)[:3])

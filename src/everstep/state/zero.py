@@ -1,0 +1,107 @@
+"""ZeroRedundancyOptimizer: each rank has the state of its own parameters, by their names.
+
+Which parameters those are depends on the number of ranks. So a tree says over which ranks the
+state is spread, and whoever loads it puts their parts together and takes what is its own now.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import UnsupportedStateError
+from everstep.state.optimizers import Named, OptimizerProvider
+from everstep.state.owners import Holding, holding_of
+from everstep.state.placing import Placement
+from everstep.state.providers import ParameterNames, RestorePlan, Saved
+
+__all__ = ["PARTITIONED", "ZeroProvider", "is_zero"]
+
+PARTITIONED = "everstep/partitioned"
+"""Key of an optimizer's tree: ranks over which its state is spread, as text."""
+
+
+def is_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, which is not loaded here for the question."""
+    loaded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return loaded is not None and isinstance(optimizer, loaded.ZeroRedundancyOptimizer)
+
+
+class ZeroProvider(OptimizerProvider):
+    """A ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+
+    Its own ``state_dict()`` gathers all state on one rank; here nothing is gathered.
+
+    Raises:
+        UnsupportedStateError: for one that overlaps with DistributedDataParallel: its optimizer
+            is another one after the first steps.
+    """
+
+    def __init__(self, section: str, optimizer: Any, names: ParameterNames) -> None:
+        super().__init__(section, optimizer, names)
+        if optimizer._overlap_with_ddp:
+            reason = "ZeroRedundancyOptimizer with overlap_with_ddp=True is not supported"
+            raise UnsupportedStateError(f"{section}: {reason}", leaves=((section, reason),))
+        self._zero = optimizer
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks over which the state is spread."""
+        return tuple(torch.distributed.get_process_group_ranks(self._zero.process_group))
+
+    def owned(self) -> set[str]:
+        """Names of the parameters that this rank keeps the state of."""
+        held = {id(p) for group in self._zero.optim.param_groups for p in group["params"]}
+        return {name for name, parameter in self.named() if id(parameter) in held}
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        plan = super().plan(saved, live)
+        if plan.tree is not None:
+            mine = self.owned()
+            state = {name: values for name, values in plan.tree["state"].items() if name in mine}
+            plan.tree = {**plan.tree, "state": state}
+        return plan
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        if tree is None:
+            return []
+        named = self._parameters(self._names.now())
+        numbers = {name: index for index, (name, _) in enumerate(named)}
+        state = {numbers[name]: values for name, values in tree["state"].items()}
+        groups = [
+            {**group, "params": [numbers[name] for name, _ in group["params"]]}
+            for group in tree["param_groups"]
+        ]
+        self._zero.optim.state.clear()
+        self._zero.load_state_dict({"state": state, "param_groups": groups})
+        self._zero.state.clear()  # a second copy, which it makes and never looks at
+        return []
+
+    def _holding_now(self) -> Holding:
+        outer = super()._holding_now()
+        inner = holding_of(self.section, self._zero.optim)
+        return Holding(
+            self.section,
+            tuple(dict.fromkeys((*outer.slots, *inner.slots))),
+            tuple(dict.fromkeys((*outer.shared, *inner.shared))),
+        )
+
+    def _collect(self, parameters: list[Named]) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = self._zero.param_groups
+        listed = [parameter for group in groups for parameter in group["params"]]
+        named = {id(parameter): it for parameter, it in zip(listed, parameters, strict=True)}
+        return {
+            "state": {
+                named[id(parameter)][0]: values
+                for parameter, values in self._zero.optim.state.items()
+            },
+            "param_groups": [
+                {**group, "params": [named[id(parameter)] for parameter in group["params"]]}
+                for group in groups
+            ],
+            PARTITIONED: Placement(self.ranks).text,
+        }

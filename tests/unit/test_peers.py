@@ -1,0 +1,127 @@
+"""Mailboxes over TCP: messages of one start of a job, and nothing that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from everstep.seams.peers import PeerMailbox
+
+HOST = "127.0.0.1"
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def boxes() -> Iterator[list[PeerMailbox]]:
+    found = [PeerMailbox(HOST) for _ in range(3)]
+    yield found
+    for box in found:
+        box.close()
+
+
+def opened(boxes: list[PeerMailbox], *sessions: str) -> list[PeerMailbox]:
+    for rank, session in enumerate(sessions):
+        boxes[rank].open(session, rank, [box.address for box in boxes])
+    return boxes
+
+
+def test_messages_arrive_in_order_and_whole(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "s", "s")
+    sent = [bytes([n]) * size for n, size in enumerate((0, 1, 5_000_000, 3))]
+    for message in sent:
+        boxes[0].send(1, message)
+    assert [boxes[1].receive(DEADLINE_S) for _ in sent] == sent
+    assert boxes[1].receive(0.0) is None
+
+
+def test_what_is_sent_before_the_other_listens_is_not_lost(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "s")
+    boxes[0].send(1, b"early")
+    boxes[1].open("s", 1, [box.address for box in boxes])
+    assert boxes[1].receive(DEADLINE_S) == b"early"
+
+
+def test_another_session_is_not_heard(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "new", "new", "old")
+    boxes[2].send(0, b"from the last start")
+    boxes[1].send(0, b"from this one")
+    assert boxes[0].receive(DEADLINE_S) == b"from this one"
+    boxes[2].close()  # says all that it can before
+    assert boxes[0].receive(0.2) is None
+
+
+def test_nonsense_ends_the_connection_it_came_on(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "s", "s")
+    for nonsense in (b"\xff" * 64, b"\x02\x00\x00\x00ab", b"GET / HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(boxes[0].address, DEADLINE_S) as stranger:
+            stranger.sendall(nonsense)
+            stranger.settimeout(DEADLINE_S)
+            with contextlib.suppress(ConnectionResetError):  # an end, too
+                assert stranger.recv(1) == b""
+    boxes[1].send(0, b"well")
+    assert boxes[0].receive(DEADLINE_S) == b"well"
+
+
+def test_nobody_waits_for_a_rank_that_is_gone(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "s", "s", "s")
+    boxes[1].send(0, b"last")
+    assert boxes[0].receive(DEADLINE_S) == b"last"
+    assert not boxes[0].is_gone(1)
+    boxes[1].close()
+    until(lambda: boxes[0].is_gone(1))
+    for _ in range(2000):
+        boxes[0].send(1, b"into the void")
+    boxes[0].send(2, b"to those who are there")
+    assert boxes[2].receive(DEADLINE_S) == b"to those who are there"
+    assert not boxes[0].is_gone(2)
+
+
+def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "s", "s")
+    boxes[0].send(1, b"one")
+    assert boxes[1].receive(DEADLINE_S) == b"one"
+    boxes[1].close()
+    again = boxes[1] = PeerMailbox(*boxes[1].address)
+    again.open("s", 1, [box.address for box in boxes])
+    found = None
+    deadline_s = time.monotonic() + DEADLINE_S
+    while found is None and time.monotonic() < deadline_s:
+        boxes[0].send(1, b"two")  # what is on its way when a connection ends is lost
+        found = again.receive(0.2)
+    assert found == b"two"
+
+
+def test_a_forked_child_leaves_the_connections_to_its_parent(boxes: list[PeerMailbox]) -> None:
+    opened(boxes, "s", "s")
+    boxes[0].send(1, b"hello")
+    assert boxes[1].receive(DEADLINE_S) == b"hello"
+    ready, wait = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(wait[1])
+        os.write(ready[1], b"x")
+        os.read(wait[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        boxes[0].close()
+        until(lambda: boxes[1].is_gone(0))
+    finally:
+        os.close(wait[1])
+        os.waitpid(child, 0)
+        for number in (*ready, wait[0]):
+            os.close(number)
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Returns when ``there()``, which another thread brings about."""
+    deadline_s, pause = time.monotonic() + DEADLINE_S, threading.Event()
+    while not there():
+        assert time.monotonic() < deadline_s
+        pause.wait(0.01)

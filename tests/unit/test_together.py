@@ -1,0 +1,270 @@
+"""Several ranks with a Checkpointer each: one base of all of them, and one timeline."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import everstep
+from everstep.commit.offers import all_ranks
+from everstep.errors import (
+    DeadlineError,
+    FencedError,
+    OptionError,
+    RecoveryError,
+    StateError,
+    StorageError,
+)
+from everstep.recover.scan import scan_run
+from everstep.recover.together import Meeting, resume_together
+from everstep.seams import PosixFileSystem, Seams
+from everstep.seams.peers import PeerMailbox
+from everstep.state.image import State
+from tests.unit.together import RankTraining, on_all, rank_seams, trained, trainings
+
+FS = PosixFileSystem()
+
+
+def bases(path: Path) -> dict[int, str]:
+    """Status of each base by step."""
+    return {base.id.step: base.status for base in scan_run(FS, path).bases}
+
+
+def resume(ranks: list[RankTraining], step: int | None = None) -> list[everstep.Recovery]:
+    return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
+
+
+def train(ranks: list[RankTraining], steps: int) -> None:
+    on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
+
+
+def save(ranks: list[RankTraining]) -> None:
+    def one_saves(one: RankTraining) -> None:
+        one.ckpt.save()
+        one.ckpt.wait(20)
+
+    on_all(*(lambda one=one: one_saves(one) for one in ranks))  # type: ignore[misc]
+
+
+def folders(tmp_path: Path, shared: bool) -> tuple[Path, Path]:
+    return (tmp_path / "run", tmp_path / "run") if shared else (tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
+@pytest.mark.parametrize("method", ["sync", "async", "lazy"])
+def test_a_base_of_two_ranks_comes_back(tmp_path: Path, method: str, shared: bool) -> None:
+    paths = folders(tmp_path, shared)
+    with trainings(*paths, method=method, every=2, keep=2) as ranks:
+        resume(ranks)
+        train(ranks, 5)
+        on_all(*(one.ckpt.close for one in ranks))
+        assert [one.ckpt.stats().committed for one in ranks] == [2, 2]
+    for path in paths:
+        assert bases(path) == {2: "committed", 4: "committed"}
+    files = {file.name for base in scan_run(FS, paths[0]).bases for file in base.files}
+    theirs = {"rank-00001.safetensors", "rank-00001.done"} if shared else set()
+    assert files == {"manifest.json", "rank-00000.safetensors", "rank-00000.done"} | theirs
+    with trainings(*paths, method=method) as ranks:
+        found = resume(ranks)
+        assert [(one.step, one.timeline, one.exact) for one in found] == [(4, 2, True)] * 2
+        train(ranks, 1)
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 5))
+
+
+def test_the_first_step_without_a_resume_is_agreed_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path) as ranks:
+        train(ranks, 1)
+        save(ranks)
+    assert bases(path) == {1: "committed"}
+    with trainings(path, path) as ranks, pytest.raises(StateError, match=r"resume\(\) was not"):
+        train(ranks, 1)
+
+
+def test_only_as_many_bases_are_kept_as_was_said(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, every=1, keep=2) as ranks:
+        resume(ranks)
+        train(ranks, 5)
+        on_all(*(one.ckpt.close for one in ranks))
+    assert sorted(bases(path)) == [4, 5]
+
+
+def test_a_torn_file_of_one_rank_takes_both_back_to_the_base_before(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, every=1, keep=3) as ranks:
+        resume(ranks)
+        train(ranks, 3)
+    shard = path / "timeline-00001" / "base" / "000000000003" / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with trainings(path, path) as ranks:
+        assert [one.step for one in resume(ranks)] == [2, 2]
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 2))
+
+
+def test_what_one_rank_could_not_write_exists_on_none(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, every=1) as ranks:
+        resume(ranks)
+        train(ranks, 1)
+    (path / "timeline-00001" / "base" / "000000000001" / "rank-00001.done").unlink()
+    (path / "timeline-00001" / "base" / "000000000001" / "manifest.json").unlink()
+    with trainings(path, path) as ranks:
+        assert [one.step for one in resume(ranks)] == [0, 0]
+
+
+def test_a_base_that_lacks_only_its_manifest_is_rolled_forward(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, every=1) as ranks:
+        resume(ranks)
+        train(ranks, 1)
+    (path / "timeline-00001" / "base" / "000000000001" / "manifest.json").unlink()
+    with trainings(path, path) as ranks:
+        assert [one.step for one in resume(ranks)] == [1, 1]
+    assert bases(path) == {1: "committed"}
+
+
+def test_an_older_start_is_fenced_off(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path) as old, trainings(path, path) as new:
+        resume(old)
+        train(old, 1)
+        save(old)
+        resume(new)
+        train(new, 1)
+        with pytest.raises(FencedError):
+            train(old, 1)
+            save(old)
+        save(new)
+    assert bases(path) == {1: "committed", 2: "committed"}
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, method="async") as ranks:
+        resume(ranks)
+        train(ranks, 1)
+        first = ranks[0].ckpt.save()
+        train(ranks, 1)
+        second = ranks[1].ckpt.save()
+        with pytest.raises(StorageError, match="rank 1 has taken a base of step 2, and none of 1"):
+            first.durable.result(20)
+        assert not second.durable.done()
+        ranks[0].ckpt._channel._errors.clear()
+        save(ranks)
+    assert bases(path) == {2: "committed"}
+
+
+def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    told: list[everstep.EverstepError] = []
+    options = {"method": "async", "on_failure": told.append, "progress_timeout_s": 1.0}
+    with trainings(path, path, **options) as ranks:
+        resume(ranks)
+        ranks[0].train(1)
+        late = ranks[0].ckpt.save()
+        with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have not written"):
+            late.durable.result(20)
+    assert told
+    assert bases(path) == {1: "incomplete"}
+    with trainings(path, path) as ranks:
+        assert [one.step for one in resume(ranks)] == [0, 0]
+
+
+def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) -> None:
+    silent = PeerMailbox("127.0.0.1")
+    mine = PeerMailbox("127.0.0.1")
+    mine.open("session", 0, [mine.address, silent.address])
+    meeting = Meeting("session", 0, ("0", "0"), mine)
+    try:
+        with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have said nothing"):
+            resume_together(
+                Seams(),
+                tmp_path,
+                State({"data": 1}),
+                meeting,
+                None,
+                None,
+                step=None,
+                needs=all_ranks,
+                timeout_s=0.3,
+            )
+    finally:
+        mine.close()
+        silent.close()
+
+
+def test_all_ranks_do_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path) as ranks, pytest.raises(StateError, match="do different things"):
+        on_all(lambda: ranks[0].ckpt.resume(), lambda: ranks[1].train())  # type: ignore[arg-type]
+
+
+def test_folders_of_different_runs_are_refused(tmp_path: Path) -> None:
+    paths = tmp_path / "a", tmp_path / "b"
+    for path in paths:
+        everstep.Checkpointer(path, {"data": 1}, method="sync").close()
+    with pytest.raises(RecoveryError, match="different runs"), trainings(*paths):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "logged"},
+        {"method": "gockpt"},
+        {"method": "checkflow"},
+        {"every": "10min"},
+        {"every": "auto"},
+        {"tiers": ["elsewhere"]},
+    ],
+    ids=str,
+)
+def test_what_several_ranks_cannot_do_is_refused(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    options = {"every": 10, "keeper": None, **options}
+    with pytest.raises(OptionError, match="this job has 2 ranks"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with trainings(tmp_path / "run", tmp_path / "run", **options):
+            pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_does_not_know_the_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StateError, match="init_process_group"):
+        everstep.Checkpointer(tmp_path / "run", {"data": 1})
+    assert not (tmp_path / "run").exists()
+
+
+def test_three_ranks_on_two_disks(tmp_path: Path) -> None:
+    paths = tmp_path / "a", tmp_path / "a", tmp_path / "b"
+    with trainings(*paths, every=1, keep=1) as ranks:
+        resume(ranks)
+        train(ranks, 2)
+    with trainings(*paths, seams=rank_seams(3)) as ranks:
+        assert [one.step for one in resume(ranks)] == [2, 2, 2]
+        for rank in range(3):
+            assert torch.equal(ranks[rank].weight, trained(rank, 2))
+
+
+def test_going_back_is_done_together(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, every=1, method="async") as ranks:
+        resume(ranks)
+        train(ranks, 3)
+        on_all(*(one.ckpt.wait for one in ranks))
+        assert [one.timeline for one in resume(ranks, 2)] == [2, 2]
+        train(ranks, 2)
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 4))
