@@ -477,6 +477,21 @@ def test_an_arena_that_cannot_be_made_is_refused_in_words(b: Bench) -> None:
     assert one.hear("replaced") == []
 
 
+def test_whoever_has_started_it_finds_it_there(run_folder: Path) -> None:
+    clock = ManualClock()
+    with bench(run_folder, clock=clock, linger_s=0.0) as b:
+        clock.advance(30.0)
+        assert not b.over(), "no trainer has had the time to attach"
+        one = b.trainer()
+        one.die()
+        b.turn(2)
+        clock.advance(0.1)
+        assert b.over()
+    with bench(run_folder, clock=clock, linger_s=0.0) as b:
+        clock.advance(61.0)
+        assert b.over(), "nobody comes"
+
+
 def test_linger(run_folder: Path) -> None:
     clock = ManualClock()
     with bench(run_folder, clock=clock, linger_s=10.0) as b:

@@ -44,6 +44,7 @@ _NONSENSE = (
     TypeError,
     ValueError,
 )
+_FIRST_TRAINER_S = 60.0  # whoever has started the keeper is about to attach
 _GUESTS_MAX = 64
 _GUEST_S = 10.0  # without a whole message for so long, a guest is shown the door
 
@@ -92,6 +93,7 @@ class Server:
         self._ending = False
         self._stopping = False
         self._alone_since_s = self._clock.monotonic_s()
+        self._alone_s_max = max(linger_s, _FIRST_TRAINER_S)
 
     @property
     def _keeper(self) -> LocalKeeper | None:
@@ -128,7 +130,7 @@ class Server:
         if self._keeper is not None and self._keeper.waiting:
             return False
         alone_s = self._clock.monotonic_s() - self._alone_since_s
-        over = self._ending or (self._trainer is None and alone_s > self._linger_s)
+        over = self._ending or (self._trainer is None and alone_s > self._alone_s_max)
         return over and not self._duties.finish()
 
     def _tick(self) -> None:
@@ -253,6 +255,7 @@ class Server:
         self._duties.timeout_s = timeout_s
         self._guests.pop(connection, None)
         self._trainer = trainer = Attached(connection, pid, arena)
+        self._alone_s_max = self._linger_s
         if (death := trainer.watch.fileno()) is not None:
             self._selector.register(death, selectors.EVENT_READ, self._on_death)
         assert arena.fd is not None
@@ -309,7 +312,7 @@ class Server:
             "writing": [] if keeper is None else [capture.step for capture in keeper.waiting],
             "durable_step": None if keeper is None else keeper.stats.durable_step,
             "idle_s": 0.0 if trainer is not None else alone_s,
-            "ends_in_s": None if trainer is not None else max(0.0, self._linger_s - alone_s),
+            "ends_in_s": None if trainer is not None else max(0.0, self._alone_s_max - alone_s),
             "arena_bytes": self._duties.arena_bytes(trainer),
         }
 
