@@ -70,6 +70,27 @@ def test_as_many_as_the_model_says(
     assert found == best_parts(pipeline, None if waits else 1).parts
 
 
+def test_what_is_paid_once_is_not_held_against_parts() -> None:
+    """The first base is planned while training waits, and so is the first one that is cut anew."""
+    bench = Bench(link=48e6 / 4)
+
+    def parts() -> int:
+        return bench.parts(48_000_000, 16_000_000, waits=True)
+
+    def taken(count: int, begin_s: float) -> None:
+        base = MultistepBase(0, count, begin_s, 0.0, 0.0, 48_000_000, 16_000_000, 10.0)
+        bench.stats.bases.append(base)
+
+    best = parts()
+    assert best > 1
+    taken(1, 1.0)
+    assert parts() == best
+    taken(best, best * 0.5)
+    assert parts() < best
+    taken(best, best * 1e-6)
+    assert parts() == best
+
+
 def test_what_each_step_costs_training_counts_too() -> None:
     """Many parts that save next to nothing are not worth it."""
     bench = Bench(link=48e6 / 4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep import Recovery
+from everstep import Checkpointer, Recovery
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     MismatchError,
@@ -22,9 +22,13 @@ from everstep.errors import (
     StateError,
 )
 from everstep.format.records import Manifest, Marker, _encode
+from everstep.format.writer import ChunkRing
 from everstep.recover.scan import scan_base
+from everstep.recover.verify import verify_base
 from everstep.seams import PosixFileSystem
+from everstep.seams.progress import silent
 from tests.unit.world import (
+    TIMEOUT_S,
     HookedFileSystem,
     assert_same,
     base_folder,
@@ -543,3 +547,17 @@ def test_a_resume_that_matters_most(run_folder: Path) -> None:
         torch.manual_seed(9)
         model = nn.Linear(3, 3)
         optimizer = torch.optim.Adam(model.parameters())
+
+
+def test_a_file_of_more_chunks_than_the_reader_has_is_read(run_folder: Path) -> None:
+    with Checkpointer(run_folder, {"t": torch.arange(3 << 20)}, method="sync", every=None) as ckpt:
+        ckpt.step()
+        ckpt.save()
+    (base,) = inventory_of(run_folder).bases
+    ring = ChunkRing(2, 1)
+    try:
+        verdict = verify_base(PosixFileSystem(), base, ring, timeout_s=TIMEOUT_S, progress=silent)
+    finally:
+        ring.close()
+    assert verdict.size_bytes > 24 << 20
+    assert not verdict.damages

@@ -34,8 +34,8 @@ run, options = sys.argv[1], json.loads(sys.argv[2])
 options = {"every": 2, "on_failure": "warn", "progress_timeout_s": 30.0, **options}
 warnings.simplefilter("ignore")
 if len(sys.argv) > 3:
-    rank, meet = int(sys.argv[3]), sys.argv[4]
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    rank, meet, world = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
 else:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -48,6 +48,13 @@ model = torch.nn.Sequential(
 model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 torch.manual_seed(100 + rank)  # each rank has data and noise of its own
+
+def shared():  # what all ranks have in common
+    h = hashlib.sha256()
+    for p in model.parameters():
+        for t in (p.detach(), *optimizer.state.get(p, {}).values()):
+            h.update(t.numpy().tobytes())
+    return h.hexdigest()
 
 def digest():
     h = hashlib.sha256()
@@ -64,13 +71,14 @@ def say(**what):
 
 ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **options)
 recovery = ckpt.resume()
-say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest())
+say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
+    shared=shared(), notes=recovery.notes)
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     ckpt.step()
-    say(step=step, digest=digest())
+    say(step=step, digest=digest(), shared=shared())
     if first and os.environ.get("DIES") == f"{rank} {step}":
         os.kill(os.getpid(), signal.SIGKILL)
 ckpt.close()
@@ -81,19 +89,19 @@ say(committed=ckpt.stats().committed)
 class Job:
     """One start of the job after the other, on one run folder."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, *, world: int = WORLD, **options: Any) -> None:
         self.run = folder / "run"
+        self.world = world
         self._folder, self._options, self._starts = folder, options, 0
 
     def start(self, *environments: dict[str, str]) -> list[Trainer]:
         self._starts += 1
         meet = str(self._folder / f"meet-{self._starts}")
-        found = environments or ({},) * WORLD
+        found = environments or ({},) * self.world
+        about = str(self.run), json.dumps(self._options)
         return [
-            start_trainer(
-                TRAINING, str(self.run), json.dumps(self._options), str(rank), meet, **found[rank]
-            )
-            for rank in range(WORLD)
+            start_trainer(TRAINING, *about, str(rank), meet, str(self.world), **found[rank])
+            for rank in range(self.world)
         ]
 
     def to_the_end(self) -> list[list[dict[str, Any]]]:
@@ -221,6 +229,21 @@ def test_a_leader_that_died_before_the_manifest_is_rolled_forward(
     deadly = {"EVERSTEP_FAILPOINTS": "save.before_manifest=kill:2", "DIES": "0 5"}
     job.until_one_dies(deadly, {})
     assert check(job.to_the_end(), expected) == (4, 2)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_goes_on(job: Job, world: int) -> None:
+    """With what all had in common; what was a rank's own, and is not there any more or not yet,
+    makes the resume inexact, and is said."""
+    before = [line["shared"] for line in job.to_the_end()[0] if line.get("step") == STEPS - 1]
+    job.world = world
+    said = job.to_the_end()
+    assert [lines[0]["resumed"] for lines in said] == [STEPS - 1] * world
+    assert {lines[0]["shared"] for lines in said} == set(before)
+    assert len({lines[-2]["shared"] for lines in said}) == 1, "they train on together"
+    if world > WORLD:
+        assert said[-1][0]["notes"]
+    assert not any(lines[0]["exact"] for lines in said)
 
 
 def test_a_lost_keeper_costs_one_base_and_the_others_go_on(

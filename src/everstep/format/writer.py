@@ -45,11 +45,18 @@ class ChunkRing:
         self._left = chunks
         self.threads = IoThreads(writers, "everstep-io")
 
+    def take_free(self) -> Block | None:
+        """A chunk that nobody has, if there is one. Whoever holds chunks already takes no more
+        than that: two that wait for each other's would wait for ever."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return self._make()
+
     def take(self, timeout_s: float) -> Block:
         """A free chunk; chunks are made when they are first needed."""
-        if self._left and self._free.empty():
-            self._left -= 1
-            return Block(CHUNK_BYTES, touch=False)
+        if self._free.empty() and (made := self._make()) is not None:
+            return made
         try:
             return self._free.get(timeout=timeout_s)
         except queue.Empty:
@@ -57,6 +64,12 @@ class ChunkRing:
                 f"no chunk was transferred within {timeout_s:g} s: the storage hangs",
                 hint="look at the disk or the network file system (dmesg, df, iostat)",
             ) from None
+
+    def _make(self) -> Block | None:
+        if not self._left:
+            return None
+        self._left -= 1
+        return Block(CHUNK_BYTES, touch=False)
 
     def give(self, block: Block) -> None:
         """Hands a chunk back."""

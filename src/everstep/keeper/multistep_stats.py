@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -100,9 +99,10 @@ class MultistepStats:
     @property
     def step_cost_s(self) -> float:
         """Seconds of training that one more step of a base takes to begin its copies; 0 as long as
-        that is not known."""
-        last = [base.begin_s / base.parts for base in self.bases][-_COSTS:]
-        return statistics.median(last) if last else 0.0
+        that is not known. The least of the last ones, and never the first: whatever is cut anew is
+        planned anew, once."""
+        last = [base.begin_s / base.parts for base in list(self.bases)[1:]][-_COSTS:]
+        return min(last, default=0.0)
 
     def finishing(self, watch: Watch, step: int, now_s: float) -> None:
         """The last part of a base of ``step`` is being copied."""
