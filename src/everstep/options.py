@@ -99,7 +99,7 @@ class KeeperOptions:
 
     process: bool = True
     cores: tuple[int, ...] | None = None
-    threads: int = 2
+    threads: int = 6
     linger_s: float = 600.0
 
     def __post_init__(self) -> None:

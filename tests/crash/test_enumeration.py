@@ -80,7 +80,7 @@ def test_background_saves() -> None:
     passes(watch_crashes(scenario, images_per_point=2), operations_min=30)
 
 
-@pytest.mark.parametrize("first", [WRITING, DELETING])
+@pytest.mark.parametrize("first", [WRITING, pytest.param(DELETING, marks=pytest.mark.slow)])
 def test_a_second_crash_while_cleaning_up_after_the_first(first: Fault) -> None:
     scenario = TrainingScenario(done=1, keep=1, crash_first=first)
     passes(watch_crashes(scenario, images_per_point=4), operations_min=30)

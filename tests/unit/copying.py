@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from everstep import Checkpointer
+from everstep.keeper.registry import list_keepers
+from tests.unit.world import TIMEOUT_S
 
 __all__ = ["train"]
 
 
 def train(run: Path, steps: int, **more: Any) -> tuple[torch.Tensor, Any, Any]:
-    """Trains to ``steps`` with a keeper process; weights, what was resumed, and what it cost."""
+    """Trains to ``steps`` with a keeper process, which has copied everything and ended; weights,
+    what was resumed, and what it cost."""
     torch.manual_seed(1)
     model = torch.nn.Linear(7, 5)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -25,4 +29,9 @@ def train(run: Path, steps: int, **more: Any) -> tuple[torch.Tensor, Any, Any]:
             optimizer.step()
             optimizer.zero_grad()
             ckpt.step()
+    waited, left = threading.Event(), int(TIMEOUT_S / 0.02)
+    while any(keeper.run == str(run) for keeper in list_keepers()):
+        assert left, "the keeper does not end"
+        left -= 1
+        waited.wait(0.02)
     return model.weight.detach().clone(), recovery, ckpt.stats()

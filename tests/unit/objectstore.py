@@ -64,6 +64,8 @@ def server(folder: Path) -> Iterator[str]:
         f"-filer.port={filer}",
         "-s3",
         f"-s3.port={s3}",
+        "-s3.port.iceberg=0",  # else a fixed one, of which a machine has one
+        "-s3.port.lance=0",
         f"-s3.config={config}",
         "-volume.max=64",
         "-master.volumeSizeLimitMB=1024",

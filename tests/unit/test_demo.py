@@ -1005,6 +1005,7 @@ class TestEndToEnd:
         assert no_keeper_remains(temporary)
         assert nothing_remains(temporary)
 
+    @pytest.mark.slow
     def test_one_unit_in_the_last_place_is_different(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
