@@ -139,14 +139,14 @@ def test_training_does_not_wait_for_what_is_not_written(run_folder: Path) -> Non
     log = LogOptions(to="disk", batch_steps=1, lag_steps=0, history="all")
     with Trained(run_folder, log=log, every=8, progress_timeout_s=5) as run:
         run.train(4)
-        assert [last for _, last in spans(run_folder)] == [4]
+        assert spans(run_folder) in ([(0, 4)], [(1, 4)])  # the first base is of step 1
         disk = run.ckpt._recorder.disk  # type: ignore[union-attr]
         disk.stop()
         run.train(6)
         assert disk.again()
         assert not disk.again(), "it was asked for"
         run.train(6)
-        assert [last for _, last in spans(run_folder)] == [4]
+        assert spans(run_folder) in ([(0, 4)], [(1, 4)])  # the first base is of step 1
         for step in range(17, 20):
             run.train(1)
             assert spans(run_folder)[1:] == [(16, step)], "each step, before the next"
@@ -225,8 +225,9 @@ def test_a_log_that_failed_stays_so_and_nobody_waits_for_it(
         failing.clear()
         assert disk.again()
         run.train(6)
-    (_, stopped), *later = spans(run_folder)
-    assert (stopped, later) == (2, [(4, 9)] if stopped_first else [])
+    first, *later = spans(run_folder)
+    assert first in ((0, 2), (1, 2))  # the first base is of step 1: nothing leads to what is before
+    assert later == ([(4, 9)] if stopped_first else [])
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ zeros and no reader of safetensors accepts it.
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -42,7 +43,8 @@ class ChunkRing:
 
     def __init__(self, chunks: int, writers: int) -> None:
         self._free: queue.SimpleQueue[Block] = queue.SimpleQueue()
-        self._left = chunks
+        self._left = chunks  # that are not made yet
+        self._making = threading.Lock()
         self.threads = IoThreads(writers, "everstep-io")
 
     def take_free(self) -> Block | None:
@@ -66,9 +68,10 @@ class ChunkRing:
             ) from None
 
     def _make(self) -> Block | None:
-        if not self._left:
-            return None
-        self._left -= 1
+        with self._making:  # several threads may share the ring
+            if not self._left:
+                return None
+            self._left -= 1
         return Block(CHUNK_BYTES, touch=False)
 
     def give(self, block: Block) -> None:
