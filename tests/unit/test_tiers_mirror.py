@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep import Checkpointer
+from everstep import Checkpointer, KeeperOptions
 from everstep.errors import (
     DamageError,
     EverstepError,
@@ -25,6 +25,7 @@ from everstep.errors import (
 from everstep.format.names import CONDEMNED
 from everstep.format.writer import ChunkRing
 from everstep.keeper import mirror as mirror_module
+from everstep.keeper.local import LocalKeeper
 from everstep.keeper.mirror import Mirror
 from everstep.keeper.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.recover.copies import RunWithCopies
@@ -668,15 +669,32 @@ def test_a_machine_without_the_disk_goes_on_from_the_copy(run_folder: Path, tmp_
     assert newest_timeline_in(tier) == 2
 
 
+def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(run_folder: Path) -> None:
+    """Whoever copies bases hears of one from ``on_done``: until then there is something to do."""
+    model = torch.nn.Linear(7, 5)
+    seen: list[list[int]] = []
+    in_thread = KeeperOptions(process=False)
+    with Checkpointer(run_folder, {"model": model}, every=1, keeper=in_thread) as ckpt:
+        ckpt.resume()
+        keeper = ckpt._keeper
+        assert isinstance(keeper, LocalKeeper)
+        keeper._on_done = lambda base: seen.append([one.step for one in keeper.waiting])
+        ckpt.step()
+        keeper.wait(None)
+        assert keeper.waiting == []
+    assert seen == [[1]]
+
+
 def test_without_resume_copies_are_not_trained_over(run_folder: Path, tmp_path: Path) -> None:
     copies = tmp_path / "copies"
     train(run_folder, 3, tiers=[str(copies)])
     shutil.rmtree(run_folder)
     model = torch.nn.Linear(7, 5)
-    ckpt = Checkpointer(run_folder, {"model": model}, tiers=[str(copies)])
-    with pytest.raises(EverstepError, match="resume"):
+    with (
+        Checkpointer(run_folder, {"model": model}, tiers=[str(copies)]) as ckpt,
+        pytest.raises(EverstepError, match="resume"),
+    ):
         ckpt.step()
-    ckpt.close()
 
 
 def test_places_that_cannot_be(run_folder: Path, tmp_path: Path) -> None:

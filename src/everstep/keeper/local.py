@@ -98,7 +98,8 @@ class LocalKeeper:
         arena: the memory that captures are in; None if there will be none.
         keep: bases to keep.
         verified: a base that was read and found whole, if any.
-        on_done: called after the retention that follows a base.
+        on_done: called after the retention that follows a base, which still counts as
+            :attr:`waiting`.
         timeout_s: a transfer that takes longer counts as hung.
         history: which segments of the log stay (see :class:`.retain.Retention`).
         seat: of this rank among several; None: it is alone.
@@ -177,7 +178,7 @@ class LocalKeeper:
 
     @property
     def waiting(self) -> list[Capture]:
-        """Captures that are neither durable nor failed."""
+        """Captures of whose end (durable, or failed) not everybody has heard yet."""
         with self._changed:
             return list(self._waiting)
 
@@ -350,10 +351,12 @@ class LocalKeeper:
             try:
                 self._do(job)
             finally:  # whatever happens, nobody waits for it for ever
-                with self._changed:
-                    self._waiting.remove(job)
-                    self._changed.notify_all()
-                self._on_done(job)
+                try:
+                    self._on_done(job)
+                finally:  # only now: a keeper that has nothing to wait for may end
+                    with self._changed:
+                        self._waiting.remove(job)
+                        self._changed.notify_all()
             del job
 
     def _do(self, capture: Capture) -> None:
