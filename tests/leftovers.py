@@ -101,8 +101,9 @@ def left_behind(
         timeout_s: until when processes may still end.
     """
     found = []
-    sockets = sorted(path.name for path in runtime_dir.rglob("*.sock"))
     processes = processes_left(run_id, timeout_s)
+    # Behind them: a keeper removes its own as it ends.
+    sockets = sorted(path.name for path in runtime_dir.rglob("*.sock"))
     names = shared_memory_names(run_id)
     names = {name for name in names if run_id in name} if before is None else names - before
     if processes:

@@ -51,6 +51,7 @@ ORDER = (
     "",  # `import everstep` itself: what users see
     "integrations",
     "bench",
+    "drill",
     "cli",
     "testing",
 )
@@ -163,7 +164,7 @@ def check_public_names(root: Module) -> list[str]:
 
 # --- Input and output -------------------------------------------------------------------
 
-_OUTSIDE_THE_SEAM = ("seams", "bench", "cli", "testing", "__main__")
+_OUTSIDE_THE_SEAM = ("seams", "bench", "drill", "cli", "testing", "__main__")
 
 _OS_ALLOWED = {
     # Of the module os everything touches the world except what stands here.

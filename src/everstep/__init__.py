@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Any
 from everstep.version import __version__
 
 if TYPE_CHECKING:
+    from everstep import compress as compress
     from everstep import errors
+    from everstep import options as options
     from everstep.checkpointer import Checkpointer
     from everstep.errors import EverstepError
     from everstep.keeper.save import Save
@@ -66,11 +68,12 @@ _WHERE = {
     "Stats": "keeper.stats",
     "presets": "options",
 }
+_MODULES = ("compress", "errors", "options")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("everstep.errors")
+    if name in _MODULES:
+        return importlib.import_module(f"everstep.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'everstep' has no attribute {name!r}")
     return getattr(importlib.import_module(f"everstep.{_WHERE[name]}"), name)

@@ -17,12 +17,16 @@ from everstep.errors import EverstepError, OptionError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.copies import seams_with_copies
 from everstep.keeper.job import job_of, open_together, refuse_unsupported
+from everstep.keeper.joint import Joint
 from everstep.keeper.lifetime import (
     AtExit,
     check_platform,
     check_usable,
     close_earlier,
+    needs_last_base,
     no_last_base,
+    persist_parked,
+    stays_for_the_log,
     wait_through,
 )
 from everstep.keeper.overwritten import Overwritten
@@ -33,6 +37,7 @@ from everstep.keeper.saver import Keeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.starts import Starts
 from everstep.keeper.stats import Stats, stats_of
+from everstep.keeper.watched import Watched
 from everstep.options import (
     Budget,
     Every,
@@ -51,7 +56,7 @@ from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.state.owners import DeclaredUpdate
 from everstep.state.survey import Survey
-from everstep.tiers.options import TierOptions, validate_tiers
+from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
 
 __all__ = ["Checkpointer"]
 
@@ -87,7 +92,9 @@ class Checkpointer:
             covers, and gives the same each time.
         static: patterns of entries that never change; a change is an error.
         tiers: places that keep copies of the bases: URLs (``"s3://bucket/prefix"``), directories
-            on other disks, or :class:`~everstep.tiers.options.TierOptions`. The keeper makes them
+            on other disks, or :class:`~everstep.tiers.options.TierOptions`; of several ranks,
+            ``"peer"`` or :class:`~everstep.tiers.options.PeerOptions`, too: the memory of the
+            keeper of the same local rank on the next node. The keeper makes them
             behind training; :meth:`resume` takes from there what the run folder has not.
         preempt: what to do when a signal announces that the job is going to be killed: True (the
             same as ``Preemption()``) or a :class:`~everstep.options.Preemption`: a last
@@ -121,7 +128,7 @@ class Checkpointer:
         log: LogOptions | None = None,
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
-        tiers: Sequence[str | TierOptions] = (),
+        tiers: Sequence[str | TierOptions | PeerOptions] = (),
         preempt: bool | Preemption = False,
         seams: Seams | None = None,
     ) -> None:
@@ -141,37 +148,32 @@ class Checkpointer:
         self._seams = seams or Seams()
         wanted = Preemption.parse(preempt)
         self._preempting = Preempting(wanted, self._seams.clock, asks_ranks())
-        places = validate_tiers(tiers, keep)
+        named, peers = split_peers(tiers)
+        places = validate_tiers(named, keep)
         job = job_of(self._seams, progress_timeout_s)
         refuse_unsupported(job, self._options, places)
-        self._info, open_run = open_together(job, self._seams, self._run)
+        self._info, open_run = open_together(job, self._seams, self._run, places, peers)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._live_key = (self._run, self._info.rank)
         close_earlier(_live.get(self._live_key), self._run)
-        reading = seams_with_copies(places, self._seams, self._run)
-        parts = assemble(self._options, self._run, open_run, self._state, self._seams)
+        reading = seams_with_copies(() if job else places, self._seams, self._run)
+        parts = assemble(self._options, self._run, open_run, self._state, self._seams, peers)
         parts.keepers.copy_to(places)
-        self._run_id = parts.run_id
+        self._parts, self._run_id = parts, parts.run_id
         self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
         self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
         self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
         self._multistep = parts.multistep
-        self._watcher = parts.recorder or parts.multistep
-        if self._watcher is not None:
-            self._updates.consumed = self._consumed
-            self._updates.applied = self._watcher.applied
-            self._updates.lost = self._watcher.skipped
-        for key, optimizer in self._state.optimizers.items():
-            self._updates.watch(key, optimizer)
+        self._watched = Watched(self._state, parts)
+        self._watched.watch(self._consumed)
         self._keeper: Keeper | None = None
         self._timeline = 0
         self._exact = True
         self._step = 0
-        self._lsn_at_mark = 0
         self._overwritten = Overwritten()
         about = self._run, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
-        self._base_due = False
+        self._base_due, self._joint = False, Joint(job)
         self._at_exit = AtExit()
         self._preempting.install()
         self._open = True
@@ -212,7 +214,7 @@ class Checkpointer:
             self._recorder.restored(None if resumed.base is None else resumed.base.step)
         # What came from memory and could not be written is on no disk yet.
         self._base_due = only_in_memory
-        self._lsn_at_mark = self._updates.lsn
+        self._watched.marked(None if self._recorder is None else self._state.survey())
         if resumed.base is not None:
             self._saver.warm()  # behind the first step, at the end of which a base may be due
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
@@ -240,15 +242,18 @@ class Checkpointer:
         self._check_open()
         # Counted whatever is raised: a caller that goes on has still taken this step.
         self._step += 1
+        self._preempting.ask(self._step)
         self._updates.settle()
-        self._lsn_at_mark = self._updates.lsn
+        self._watched.marked()
         self._ready()
         survey = None
         if self._recorder is not None:
             survey = self._state.survey()
+            self._watched.marked(survey)
             self._recorder.mark(survey, self._updates.lsn, self._step)
             lost = self._standby is not None and self._standby.lost is not None
-            self._base_due = self._base_due or self._recorder.base_due is not None or lost
+            needed = self._recorder.base_due is not None or lost
+            self._base_due = self._joint.due(self._step, needed) or self._base_due
         under_way = False
         if self._multistep is not None:
             under_way = self._multistep.marked(self._identity())
@@ -290,7 +295,7 @@ class Checkpointer:
         """
         self._ready()
         self._updates.settle()
-        if self._updates.lsn != self._lsn_at_mark:
+        if not self._watched.is_between_steps:
             raise StateError(
                 "save() after optimizer.step() and before ckpt.step(): this state belongs to a "
                 "step that is not over",
@@ -318,9 +323,8 @@ class Checkpointer:
 
     def _consumed(self, key: str) -> None:
         """An optimizer's gradients are what its update is going to consume."""
-        if self._watcher is not None and os.getpid() == self._pid:
-            over = not self._updates.told
-            self._watcher.consumed(key, self._updates.lsn + 1, self._step + 1, over=over)
+        if os.getpid() == self._pid:
+            self._watched.consumed(key, self._step + 1)
 
     def before_update(self) -> None:
         """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
@@ -340,24 +344,11 @@ class Checkpointer:
             OptionError: no function is registered for one of the patterns.
         """
         self._check_updating()
-        self._state.told.check_updates(declared)
-        watcher = self._watcher
-        for pattern in declared:
-            self._updates.updated()
-            if watcher is not None:
-                watcher.declared(pattern, self._updates.lsn, self._step + 1)
-        if not declared:
-            self._updates.updated()
-            if watcher is not None:
-                watcher.skipped("a change that no optimizer made")
+        self._watched.changed(declared, self._step + 1)
 
     def _check_updating(self) -> None:
         self._check_open()
-        if self._state.replaying:
-            raise StateError(
-                "a registered function calls before_update() or after_update() itself",
-                hint="register only what is done between the two calls",
-            )
+        self._watched.check_changing()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
@@ -373,7 +364,7 @@ class Checkpointer:
             if self._keepers.revive(self._timeline):
                 self._take_over()
                 alone = self._info.world == 1  # else the others would not take it, too
-                if alone and self._updates.lsn == self._lsn_at_mark:  # what was lost, once more
+                if alone and self._watched.is_between_steps:  # what was lost, once more
                     self._take(None, show=True)
                     self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
@@ -388,34 +379,34 @@ class Checkpointer:
         if not self._open or os.getpid() != self._pid:
             return
         failed: list[EverstepError] = []
+        stay = False
         try:
-            self._take_last(failed)
+            stay = self._take_last(failed)
             failed += wait_through(self.wait, lambda: self._keepers.gave_up)
         finally:
-            self._release()
+            self._release(stay=stay)
         for other in failed[1:]:
             _log.error("another background task failed: %s", other)
         if failed:
             raise failed[0]
 
-    def _take_last(self, failed: list[EverstepError]) -> None:
+    def _take_last(self, failed: list[EverstepError]) -> bool:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so
-        do captures of every step."""
-        if isinstance(self._saver, ScheduledSaver):
-            try:
-                self._saver.finish_captures()
-                self._saver.persist_parked()
-            except EverstepError as error:
-                failed.append(error)
-        if self._recorder is None or self._step <= self._recorder.base_step:
-            return
-        if self._updates.lsn == self._lsn_at_mark and not self._overwritten.partly:
-            if no_last_base(self._run, self._step, self._recorder, self._state):
-                return
-            try:
-                self._take(None, show=True)
-            except EverstepError as error:
-                failed.append(error)
+        do captures of every step. Returns whether the keeper must stay, since it alone has it."""
+        persist_parked(self._saver, failed)
+        if self._overwritten.partly:
+            return False
+        if not needs_last_base(self._run, self._step, self._recorder, self._state):
+            return False
+        survey = self._watched.whole_at_mark
+        if survey is None:
+            assert self._keeper is not None
+            return stays_for_the_log(self._run, self._step, self._options, self._keeper)
+        try:
+            self._take(survey, show=True)
+        except EverstepError as error:
+            failed.append(error)
+        return False
 
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
@@ -435,8 +426,17 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        here = self._open and os.getpid() == self._pid
+        if here and self._log_is_shared:  # no base of all ranks: they may be gone
+            self._release(stay=True)
+            return
         with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
             self.close()
+
+    @property
+    def _log_is_shared(self) -> bool:
+        """Whether other ranks can go on only from where this one's log leads, too."""
+        return self._recorder is not None and self._info.world > 1
 
     def _identity(self) -> ShardIdentity:
         return ShardIdentity(
@@ -462,6 +462,7 @@ class Checkpointer:
 
     def _start_timeline(self, timeline: int, exact: bool, verified: BaseId | None = None) -> None:
         self._timeline, self._exact = timeline, exact
+        self._joint.began(self._step)
         self._keepers.serve(timeline, verified, self._starts.seat)
         self._take_over()
 
@@ -470,28 +471,16 @@ class Checkpointer:
         keeper = self._keepers.current
         assert keeper is not None
         self._keeper = keeper
-        self._saver.start(keeper, self._keepers.pool)
-        if self._recorder is not None:
-            where = self._keepers.pool, self._timeline, self._exact, self._step
-            self._recorder.start(keeper, *where)
-        if self._standby is not None:
-            self._standby.start(keeper)
-        if self._multistep is not None:
-            self._multistep.start(keeper, self._keepers.pool)
-        self._at_exit.watch(self._saver, keeper)
+        self._parts.start(keeper, self._timeline, self._exact, self._step)
+        self._at_exit.watch(self._saver, keeper, stay=self._log_is_shared)
 
     def _check_open(self) -> None:
         check_usable(self._open, self._pid, getattr(self, "_run", None))
 
-    def _release(self) -> None:
+    def _release(self, *, stay: bool = False) -> None:
         self._open = False
         self._at_exit.forget()
         self._preempting.close()
-        self._updates.close()
-        if isinstance(self._saver, ScheduledSaver):
-            self._saver.close()
-        self._lane.close()
-        self._keepers.close()
-        self._ring.close()
+        self._parts.close(stay=stay)
         if _live.get(self._live_key) is self:
             del _live[self._live_key]

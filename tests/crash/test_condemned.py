@@ -112,6 +112,7 @@ def test_resuming_from_what_a_stale_deleter_condemned(synced: bool) -> None:
     assert report.operations >= 8
 
 
+@pytest.mark.slow
 def test_going_on_from_what_a_stale_deleter_condemned() -> None:
     report = watch_crashes(Rewound(saves=1, synced=True), images_per_point=0)
     print(report)

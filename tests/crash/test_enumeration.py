@@ -114,12 +114,14 @@ def test_errors_in_the_first_save() -> None:
     passes(report, operations_min=30)
 
 
+@pytest.mark.slow
 def test_errors_in_saves_that_delete_and_recycle() -> None:
     scenario = TrainingScenario(done=1, saves=2, keep=1)
     report = enumerate_errors(scenario, errnos_injected=[errno.EIO], images_per_point=0)
     passes(report, operations_min=60)
 
 
+@pytest.mark.slow
 def test_errors_while_cleaning_up_after_a_crash() -> None:
     scenario = TrainingScenario(done=1, keep=1, crash_first=WRITING)
     report = enumerate_errors(scenario, errnos_injected=[errno.EIO], images_per_point=0)

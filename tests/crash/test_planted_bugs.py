@@ -211,5 +211,6 @@ def test_a_flipped_bit_is_passed_over_and_if_not_that_is_found(
         watch_crashes(scenario, images_per_point=0).raise_if_any()
 
 
-def test_nothing_is_found_where_nothing_is_planted() -> None:
-    search(None, saves=2).raise_if_any()
+@pytest.mark.parametrize("saves", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_is_found_where_nothing_is_planted(saves: int) -> None:
+    search(None, saves=saves).raise_if_any()

@@ -14,7 +14,8 @@ from everstep.testing.simcluster import SimViolationError, simulate, simulate_ma
 from everstep.testing.simjob import Plan
 from tests.crash.cluster_bugs import BUGS
 
-SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "360"))
+SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "180"))
+MORE = 3000
 SEARCHED = 120
 PARTS = 12  # a test each, so that they can be shared out
 
@@ -44,12 +45,22 @@ FOUND: dict[str, int] = {
 @pytest.mark.parametrize("part", range(PARTS))
 def test_schedules(part: int) -> None:
     count = SCHEDULES // PARTS
-    seeds = range(part * count, (part + 1) * count)
+    simulated(range(part * count, (part + 1) * count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_more_schedules(part: int) -> None:
+    count = MORE // PARTS
+    simulated(range(SCHEDULES + part * count, SCHEDULES + (part + 1) * count))
+
+
+def simulated(seeds: range) -> None:
     total = simulate_many(seeds)
     print(f"seeds {seeds.start} to {seeds.stop - 1}: {total}")
-    assert total.schedules == count
-    assert total.recoveries > count
-    assert total.watermarks > count
+    assert total.schedules == len(seeds)
+    assert total.recoveries > len(seeds)
+    assert total.watermarks > len(seeds)
 
 
 @pytest.mark.parametrize("seed", [223, 423, 788, 1095])

@@ -242,7 +242,13 @@ def load(base: BaseFound, state: State, ring: ChunkRing, **given: Any) -> Loaded
     """Restores a rank's state."""
     with open_all(base, given.pop("ranks", None)) as opened:
         return load_ranks(
-            opened, state, ring, strict=True, timeout_s=TIMEOUT_S, progress=silent, **given
+            opened,
+            state,
+            ring,
+            strict=given.pop("strict", True),
+            timeout_s=TIMEOUT_S,
+            progress=silent,
+            **given,
         )
 
 

@@ -752,6 +752,8 @@ def test_version_and_help() -> None:
         shown = invoke(verb, "--help")
         assert shown.exit_code == 0
         assert "--json" in shown.stdout
+    for group in ([], ["plan"], ["bench"]):
+        assert "..." not in invoke(*group, "--help").stdout.partition("Commands:")[2]
     assert invoke("lss").exit_code == ExitCode.USAGE
     assert invoke("ls", "--jsn", ".").exit_code == ExitCode.USAGE
 

@@ -188,3 +188,31 @@ def test_nor_is_one_that_lies_in_other_memory(b: Bench) -> None:
     b.settled()
     assert b.server._over()
     assert b.committed() == set()
+
+
+def test_what_is_handed_over_while_it_looks_around_is_waited_for(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica may do so; copies of a base are begun when it is durable, not before."""
+    one = b.trainer()
+    one.serve()
+    b.turn(2)
+    keeper, replicas = b.server._keeper, b.server._duties.replicas
+    assert keeper is not None
+
+    def hands_over() -> bool:
+        one.begin(1, 5)
+        b.turn(3)
+        return False
+
+    monkeypatch.setattr(replicas, "finish", hands_over)
+    b.server.end()
+    b.server._duties.stopping = False  # it is no new capture of training's
+    assert not b.over()
+    monkeypatch.undo()
+    one.fill(1)
+    one.captured(1)
+    b.turn(3)
+    b.until(lambda: not keeper.waiting, "the end of the base")
+    assert b.over()
+    assert b.committed() == {(1, 5)}

@@ -60,6 +60,14 @@ def raw() -> Iterator[tuple[socket.socket, Connection]]:
     connection.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_look_at() -> None:
+    """What earlier tests have loaded stays: each test here collects garbage, which takes a second
+    behind those that compile models."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_descriptor_is_left() -> Iterator[None]:
     gc.collect()

@@ -4,17 +4,13 @@ good, at every point of a window."""
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.trainers import whole_lines
+from tests.trainers import run_trainer, whole_lines
 from tests.unit.test_log import World
 
-ROOT = Path(__file__).parents[2]
 STEPS = 10
 
 TRAIN = """
@@ -48,16 +44,10 @@ def train(
     run: Path, seed: int, *, overlap: bool, failing: str = "", rebuild: str = "keeper"
 ) -> Said:
     """Trains in a process of its own; what it said, by its first word."""
-    found = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(run), str(STEPS), str(seed), str(overlap), rebuild],
-        cwd=ROOT,
-        env={**os.environ, "EVERSTEP_FAILPOINTS": failing, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said: Said = {"status": [[str(found.returncode)]], "errors": [[found.stderr]]}
-    for line in whole_lines(found.stdout):
+    arguments = (str(run), str(STEPS), str(seed), str(overlap), rebuild)
+    status, out, err = run_trainer(TRAIN, *arguments, timeout_s=120, EVERSTEP_FAILPOINTS=failing)
+    said: Said = {"status": [[str(status)]], "errors": [[err]]}
+    for line in whole_lines(out):
         word, *rest = line.split()
         said.setdefault(word, []).append(rest)
     return said

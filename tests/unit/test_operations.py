@@ -20,7 +20,7 @@ from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
 from tests.trainers import Popen, finish_trainer, start_trainer
 from tests.unit.logged import invoke
 from tests.unit.test_preemption import PRELUDE, saved_at
-from tests.unit.test_readme import masked, run
+from tests.unit.test_readme import masked, run, run_command
 from tests.unit.world import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_there_are_blocks() -> None:
 def test_console(folder: Path, block: str) -> None:
     first, _, shown = block.partition("\n")
     command = shlex.split(first.removeprefix("$ "))
-    assert masked(run([sys.executable, "-m", *command], folder)) == masked(shown)
+    assert masked(run_command(command, folder)) == masked(shown)
 
 
 @pytest.mark.parametrize("block", blocks("sh"), ids=["torchrun", "slurm", "spot"])

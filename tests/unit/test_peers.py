@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from everstep.seams import peers
 from everstep.seams.peers import PeerMailbox
 
 HOST = "127.0.0.1"
@@ -95,6 +96,40 @@ def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]
         boxes[0].send(1, b"two")  # what is on its way when a connection ends is lost
         found = again.receive(0.2)
     assert found == b"two"
+
+
+def test_whoever_never_says_the_session_is_let_go(
+    boxes: list[PeerMailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_STRANGER_S", 0.1)
+    opened(boxes, "s", "s")
+    boxes[1].send(0, b"well")
+    assert boxes[0].receive(DEADLINE_S) == b"well"
+    with socket.create_connection(boxes[0].address, DEADLINE_S) as silent:
+        silent.settimeout(DEADLINE_S)
+        assert silent.recv(1) == b""
+    boxes[1].send(0, b"a rank may be silent for as long as it likes")
+    assert boxes[0].receive(DEADLINE_S)
+    assert not boxes[0].is_gone(1)
+
+
+def test_strangers_are_few(boxes: list[PeerMailbox], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_STRANGERS_MAX", 2)
+    opened(boxes, "s", "s", "s")
+    strangers = []
+    try:
+        for _ in range(2 + 2 + 1):  # as many as may be there, and one for each other rank; one more
+            strangers.append(socket.create_connection(boxes[0].address, DEADLINE_S))
+        strangers[0].settimeout(DEADLINE_S)
+        assert strangers[0].recv(1) == b"", "the oldest one makes room"
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)
+        boxes[1].send(0, b"well")
+        assert boxes[0].receive(DEADLINE_S) == b"well"
+    finally:
+        for one in strangers:
+            one.close()
 
 
 def test_a_forked_child_leaves_the_connections_to_its_parent(boxes: list[PeerMailbox]) -> None:

@@ -446,6 +446,33 @@ def test_ranks_end_at_the_same_step() -> None:
     assert saves[0].timeouts_s == [25.0]
 
 
+def test_a_rank_whose_step_fails_has_asked_the_others(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would get the next collective call of its training for an answer."""
+    asked: list[bool] = []
+    live = {"n": [4], "t": torch.full((2,), 4.0)}
+
+    def others(mine: bool) -> bool:
+        asked.append(mine)
+        return len(asked) == 3
+
+    monkeypatch.setattr("everstep.checkpointer.asks_ranks", lambda: others)
+    with opened(run_folder, live, preempt=Preemption(agree_steps=1)) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+        for number in (2, 3):
+            ckpt._channel.post(OutOfSpaceError("full"))
+            with pytest.raises(OutOfSpaceError):
+                ckpt.step()
+            assert asked == [False] * number
+        assert not ckpt.preempted, "its step had no end"
+        ckpt.step()
+        assert ckpt.preempted
+    assert asked == [False] * 3
+    assert saved_at(run_folder) == 4
+
+
 def test_ranks_ask_each_other_over_the_process_group(tmp_path: Path) -> None:
     body = """
     rank = int(sys.argv[2])

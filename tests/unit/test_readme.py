@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainers import run_trainer
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TIMEOUT_S = 120
+CALL = r"\b(everstep(?:\.\w+)+)\("
 
 
 def blocks(language: str) -> list[str]:
@@ -28,6 +31,24 @@ def run(command: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+COMMAND = """
+import os, runpy, sys, time
+os.chdir(sys.argv[1])
+time.tzset()
+sys.argv = sys.argv[2:]
+runpy.run_module("everstep", run_name="__main__")
+"""
+
+
+def run_command(command: list[str], folder: Path) -> str:
+    """Runs ``everstep ...`` in a process that need not load torch first."""
+    found = run_trainer(
+        COMMAND, str(folder), *command, timeout_s=TIMEOUT_S, COLUMNS="100", TZ="UTC"
+    )
+    assert found[0] == 0, found[2]
+    return found[1]
 
 
 def masked(text: str) -> list[str]:
@@ -55,7 +76,7 @@ def test_console(folder: Path, block: str) -> None:
     first, _, shown = block.partition("\n")
     command = shlex.split(first.removeprefix("$ "))
     assert command[0] == "everstep"
-    found = run([sys.executable, "-m", *command], folder)
+    found = run_command(command, folder)
     assert masked(found) == masked(shown)
 
 
@@ -66,6 +87,16 @@ def test_reading_without_everstep(folder: Path) -> None:
 def test_running_again_resumes(folder: Path) -> None:
     again = blocks("python")[0] + "\nprint(recovery.step, recovery.exact)"
     assert run([sys.executable, "-c", again], folder) == "100 True\n"
+
+
+def test_names_are_there_after_importing_everstep_alone() -> None:
+    planning = (ROOT / "docs" / "PLANNING.md").read_text()
+    names = sorted({*re.findall(CALL, README), *re.findall(CALL, planning)})
+    assert {"everstep.compress.Compressor", "everstep.options.Every"} <= set(names)
+    # Each as the first that is used: a name must not hang on what another one has imported.
+    forget = "[sys.modules.pop(m) for m in list(sys.modules) if m.split('.')[0] == 'everstep']"
+    lines = [f"{forget}\nimport everstep\n{name}" for name in names]
+    run([sys.executable, "-c", "\n".join(["import sys", *lines])], ROOT)
 
 
 def test_make_targets_exist() -> None:

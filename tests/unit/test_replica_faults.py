@@ -165,6 +165,39 @@ def test_nobody_comes_back_the_last_step_becomes_durable(served: Bench) -> None:
         assert bytes(found.bytes_of("model/0.weight")) == states[4]["0.weight"]
 
 
+def test_what_has_arrived_is_applied_before_it_ends(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    ckpt = start(served, world)
+    run_steps(ckpt, world, 2)
+    until_at(served, 3)
+    monkeypatch.setattr(LogStore, "steps_behind", lambda *_: [])  # it falls behind
+    states = run_steps(ckpt, world, 4)
+    until(lambda: served.server._duties.logs.current.steps[1] == 7)  # type: ignore[index,union-attr]
+    die(ckpt)
+    monkeypatch.undo()
+    served.server.end()
+    until(lambda: steps_on_disk(served.run) == [1, 7], "the last base")
+    with base_of(served.run, 7) as found:
+        assert bytes(found.bytes_of("model/0.weight")) == states[7]["0.weight"]
+
+
+def test_where_the_log_does_not_lead_it_ends_with_what_it_has(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    ckpt = start(served, world)
+    run_steps(ckpt, world, 2)
+    until_at(served, 3)
+    monkeypatch.setattr(LogStore, "steps_behind", lambda *_: [])  # as if there were a hole
+    run_steps(ckpt, world, 2)
+    until(lambda: served.server._duties.logs.current.steps[1] == 5)  # type: ignore[index,union-attr]
+    die(ckpt)
+    served.server.end()
+    until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
+
+
 # --- The disk ---------------------------------------------------------------------------
 
 

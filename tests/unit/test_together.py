@@ -218,12 +218,14 @@ def test_folders_of_different_runs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "logged"},
+        {"method": "lowdiff"},
+        {"method": "lowdiff_plus"},
+        {"method": "logged", "log": everstep.LogOptions(watch=True)},
+        {"method": "logged", "log": everstep.LogOptions(to="disk", history="all")},
         {"method": "gockpt"},
         {"method": "checkflow"},
         {"every": "10min"},
         {"every": "auto"},
-        {"tiers": ["elsewhere"]},
     ],
     ids=str,
 )

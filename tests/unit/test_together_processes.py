@@ -45,7 +45,10 @@ model = torch.nn.Sequential(
     torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.5),
     torch.nn.Linear(64, 8),
 )
-model = torch.nn.parallel.DistributedDataParallel(model)
+# Buckets are made anew behind the first step of a process: with more than two ranks, gradients are
+# summed in another order then, and no start has the bits of another one.
+fixed = dist.get_world_size() > 2
+model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=fixed)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 torch.manual_seed(100 + rank)  # each rank has data and noise of its own
 
@@ -72,7 +75,8 @@ def say(**what):
 ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **options)
 recovery = ckpt.resume()
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
-    shared=shared(), notes=recovery.notes)
+    shared=shared(), notes=recovery.notes, source=recovery.source,
+    reads=[[one.rank, one.source, one.size_bytes] for one in recovery.reads])
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()

@@ -8,6 +8,7 @@
 ``doctor``  checks this machine
 ``plan``    how often to take a base and to write the log: models, no measurements
 ``demo``    trains, gets killed, resumes, compares every bit
+``drill``   kills hosts that train together, replaces them, compares every bit
 ``bench``   measures, next to the disk's limit and to others
 
 Exit status: 0 fine, 1 damage or a difference found, 2 usage, 3 infeasible or a goal not
@@ -27,6 +28,7 @@ import typer
 from everstep.cli._common import EverstepGroup, ExitCode
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
+from everstep.cli.drill import drill
 from everstep.cli.du import du
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
@@ -71,7 +73,7 @@ def _root(
     pass
 
 
-for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
+for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo, drill):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
 if importlib.util.find_spec("everstep.cli.bench") is not None:

@@ -112,6 +112,13 @@ def status_of(error: EverstepError) -> ExitCode:
 class EverstepGroup(TyperGroup):
     """Turns what a verb raises on purpose into words and an exit status."""
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the verbs, each with the whole first sentence of its help."""
+        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, verb.get_short_help_str(limit=200)) for name, verb in verbs.items() if verb]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def invoke(self, ctx: Any) -> Any:
         """Runs the verb; errors become words (or JSON) and an exit status."""
         try:

@@ -22,7 +22,7 @@ from everstep.cli._bench import (
 )
 from everstep.cli._bench_gockpt import crash_interval, multistep
 from everstep.cli._bench_lossy import lossy_recovery
-from everstep.cli._common import JsonFlag
+from everstep.cli._common import EverstepGroup, JsonFlag
 from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
 _EXACT_S = 115.0  # two minutes, with what a solver takes to notice
 
 app = typer.Typer(
+    cls=EverstepGroup,
     name="bench",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -95,7 +96,7 @@ def schedule(
     check: Check = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Plans a checkpoint of every step for eight networks: Checkflow's Table I and Fig. 2.
+    """Plans a checkpoint of every step for eight networks: Checkflow's Table I and Figure 2.
 
     Nothing runs on a device: steps are traced without one, and times of operators come from a
     data sheet. The paper's figures stand beside. With --executed a small model is trained here

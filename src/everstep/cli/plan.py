@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli._common import JsonFlag, console, emit, table
+from everstep.cli._common import EverstepGroup, JsonFlag, console, emit, table
 from everstep.cli._units import (
     parse_bytes,
     parse_bytes_per_s,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "interval"]
 
 app = typer.Typer(
+    cls=EverstepGroup,
     name="plan",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -52,7 +52,8 @@ class Status:
         durable_step: the newest step that it has made durable.
         idle_s: how long it has been without a trainer.
         ends_in_s: when it ends by itself; None while a trainer is attached.
-        arena_bytes: shared memory for captured state.
+        arena_bytes: shared memory for captured state, copies of other ranks' included.
+        copies: rank and step of each base that it holds for another node.
     """
 
     trainer: int | None
@@ -62,6 +63,7 @@ class Status:
     idle_s: float
     ends_in_s: float | None
     arena_bytes: int
+    copies: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Status | None:
@@ -73,6 +75,12 @@ class Status:
             if not _are_steps(found[name]):
                 return None
             found[name] = tuple(found[name])
+        copies = found["copies"] or []  # an older keeper says nothing of them
+        if not isinstance(copies, list) or not all(_are_steps(one) for one in copies):
+            return None
+        if any(len(one) != 2 for one in copies):
+            return None
+        found["copies"] = tuple((rank, step) for rank, step in copies)
         for name in ("trainer", "durable_step", "idle_s", "ends_in_s", "arena_bytes"):
             optional = name in ("trainer", "durable_step", "ends_in_s")
             if not _is_number(found[name]) and not (optional and found[name] is None):
@@ -202,6 +210,14 @@ def _doing(status: Status) -> str:
     return f"without a trainer for {in_time(status.idle_s)}{ends}"
 
 
+def _copies(status: Status) -> str:
+    """``"rank 1: step 20; rank 3: step 20"``."""
+    by_rank: dict[int, list[int]] = {}
+    for rank, step in status.copies:
+        by_rank.setdefault(rank, []).append(step)
+    return "; ".join(f"rank {rank}: {steps_of(steps)}" for rank, steps in by_rank.items()) or "-"
+
+
 def _show(
     out: Console, folder: str, keepers: Sequence[KeeperInfo], statuses: Sequence[Status | None]
 ) -> None:
@@ -210,12 +226,15 @@ def _show(
         out.print(label(line, chars_max=LINE_CHARS_MAX), soft_wrap=True)
         return
     numbers = ("pid", "rank", "trainer", "durable", "arena")
-    columns = ("pid", "run", "rank", "trainer", "doing", "in memory", "durable", "arena")
+    columns = ["pid", "run", "rank", "trainer", "doing", "in memory", "durable", "arena"]
+    peers = any(status is not None and status.copies for status in statuses)
+    columns += ["for other ranks"] if peers else []
     shown = table(*columns, right=numbers)
     for info, status in zip(keepers, statuses, strict=True):
         first = (str(info.pid), label(info.run, chars_max=LINE_CHARS_MAX), str(info.rank))
         if status is None:
-            shown.add_row(*first, "?", label("not answering", "yellow"), "?", "?", "?")
+            unknown = ("?",) * (4 if peers else 3)
+            shown.add_row(*first, "?", label("not answering", "yellow"), *unknown)
             continue
         shown.add_row(
             *first,
@@ -224,6 +243,7 @@ def _show(
             steps_of(status.held) if status.held else "-",
             "-" if status.durable_step is None else str(status.durable_step),
             in_words(status.arena_bytes),
+            *((_copies(status),) if peers else ()),
         )
     out.print(shown)
     silent = [info for info, status in zip(keepers, statuses, strict=True) if status is None]

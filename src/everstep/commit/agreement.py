@@ -28,10 +28,10 @@ from everstep.commit.offers import Choice, Needs, Offer, Source, all_ranks, choo
 from everstep.commit.offers_wire import (
     decode_choice,
     decode_offer,
-    decode_sources,
+    decode_restored,
     encode_choice,
     encode_offer,
-    encode_sources,
+    encode_restored,
 )
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
@@ -62,8 +62,8 @@ class TakeInventory:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Load what this rank needs of ``choice.base`` (nothing on a fresh start) and check its
-    digests; answer with :class:`Restored`."""
+    """Load what this rank needs of ``choice.base`` (nothing on a fresh start), check its digests,
+    and replay this rank's log up to ``choice.reach``; answer with :class:`Restored`."""
 
     choice: Choice
 
@@ -80,10 +80,15 @@ class OpenTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """All ranks have restored ``choice`` and opened ``timeline``: train."""
+    """All ranks have restored ``choice`` and opened ``timeline``: train.
+
+    Attributes:
+        exact: what all of them have restored is bit for bit what training had.
+    """
 
     timeline: int
     choice: Choice
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +123,17 @@ class InventorySeen:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The state is loaded, but for files that are damaged: of which rank, and where."""
+    """The state is that of the step that was chosen; or not.
+
+    Attributes:
+        damaged: files that are damaged: of which rank, and where.
+        spoilt: timeline and step at which this rank's log turned out to be of no use.
+        exact: it is bit for bit what training had.
+    """
 
     damaged: tuple[tuple[int, Source], ...] = ()
+    spoilt: tuple[int, int] | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +189,8 @@ class Agreement:
         self._choice: Choice | None = None
         self._record: TimelineRecord | None = None
         self._spoilt: set[tuple[BaseId, int, Source]] = set()
+        self._spoilt_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
+        self._exact = True
         self._opened: set[int] = set()
         self._taken = 0
         self._rounds = 0
@@ -210,7 +225,7 @@ class Agreement:
         if isinstance(event, InventorySeen):
             return self._say(encode_offer(event.offer))
         if isinstance(event, Restored):
-            return self._say(encode_sources(list(event.damaged)))
+            return self._say(encode_restored(event.damaged, event.spoilt, event.exact))
         return self._say(b"ours" if event.ours else b"")
 
     def tick(self, now_s: float) -> list[AgreementOut]:
@@ -248,7 +263,7 @@ class Agreement:
         said = self._say(b"")
         if command.phase == "go":
             choice, record = _split(command.payload)
-            return [Go(record.timeline, choice), *said]
+            return [Go(record.timeline, choice, record.exact), *said]
         return [Refuse(command.payload.decode("utf-8", "replace")), *said]
 
     def _say(self, payload: bytes) -> list[AgreementOut]:
@@ -315,6 +330,7 @@ class Agreement:
             needs=self._needs,
             fetch=self._fetch,
             spoilt=self._spoilt,
+            spoilt_log=self._spoilt_log,
         )
         return replace(choice, timeline=max(choice.timeline, self._taken + 1))
 
@@ -325,15 +341,20 @@ class Agreement:
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
-        damaged = {found for answer in answers for found in decode_sources(answer)}
-        if damaged:
+        told = [decode_restored(answer) for answer in answers]
+        damaged = {found for files, _, _ in told for found in files}
+        log = {(rank, *spoilt) for rank, (_, spoilt, _) in enumerate(told) if spoilt is not None}
+        if damaged or log:
             assert self._choice.base is not None
             self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
+            self._spoilt_log |= log
             return self._lead("offer", b"")
+        self._exact = all(exact for _, _, exact in told)
         return self._open(self._choice)
 
     def _open(self, choice: Choice) -> list[AgreementOut]:
-        self._choice, self._record = choice, self._record_of(choice, choice.timeline)
+        record = self._record_of(choice, choice.timeline)
+        self._choice, self._record = choice, replace(record, exact=record.exact and self._exact)
         return self._lead("open", _join(choice, self._record))
 
     def _on_opened(self, answers: Collection[bytes]) -> list[AgreementOut]:
@@ -353,6 +374,8 @@ class Agreement:
         except RecoveryError:
             return self._lead("offer", b"")
         if now.base != self._choice.base or now.manifest != self._choice.manifest:
+            return self._lead("offer", b"")
+        if now.end != self._choice.end:
             return self._lead("offer", b"")
         if any(number not in self._opened for number in _newer(answers, self._choice.timeline)):
             return self._lead("offer", b"")

@@ -43,7 +43,9 @@ class Branch:
 
 
 def branches_of(
-    timelines: Mapping[int, TimelineRecord | None], there: Collection[BaseId]
+    timelines: Mapping[int, TimelineRecord | None],
+    there: Collection[BaseId],
+    logged: Collection[int] = (),
 ) -> dict[int, Branch]:
     """Where each timeline forked from. With a damaged record: from all of the one before it.
 
@@ -54,9 +56,10 @@ def branches_of(
     Args:
         timelines: their records by number; None where the record is damaged.
         there: bases that are there, or may be.
+        logged: timelines that a log is of: they were trained on, too.
     """
     found: dict[int, Branch] = {}
-    used = {base.timeline for base in there}
+    used = {base.timeline for base in there} | set(logged)
     resting: int | None = None  # the newest so far that has bases, or forked from one
     for number in sorted(timelines):
         record = timelines[number]

@@ -21,13 +21,27 @@ from everstep.format.records import Manifest, Marker
 __all__ = [
     "Answer",
     "Command",
+    "CopyGoesOn",
+    "CopyMessage",
+    "CopySettled",
+    "CopyTold",
+    "CopyWanted",
     "Envelope",
+    "Fetching",
     "GivenUp",
     "ManifestKept",
     "ManifestTold",
     "MarkerTold",
     "MarkersWanted",
     "Message",
+    "PartTold",
+    "PartWanted",
+    "PeerAt",
+    "PeerBegun",
+    "PeerMessage",
+    "PeerPart",
+    "PeerRound",
+    "PeerSaid",
     "ReadBackTold",
     "ReadBackWanted",
     "WatermarkKept",
@@ -110,6 +124,42 @@ class WatermarkKept:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyWanted:
+    """Copy your part of the base with this manifest to ``place``.
+
+    Attributes:
+        place: which of the job's places that keep copies.
+    """
+
+    place: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class CopyGoesOn:
+    """The sender is at work for ``place``, or ready to be."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTold:
+    """The sender's part of ``base`` is in ``place``, its marker last; or why it is not."""
+
+    place: int
+    base: BaseId
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettled:
+    """Nobody is going to be asked for a part of ``base``, or of an older one, any more."""
+
+    place: int
+    base: BaseId
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """Of an agreement: step ``number`` of it begins."""
 
@@ -126,6 +176,91 @@ class Answer:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRound:
+    """Of copies in peers' memory: all ranks send their parts of ``base`` now (None: of none), and
+    ``everywhere`` is whole with all peers."""
+
+    base: BaseId | None
+    everywhere: BaseId | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSaid:
+    """What has become of the sender's part of ``base``: ``"whole"``, ``"failed"``, or, of one that
+    is everywhere, ``"noted"``."""
+
+    base: BaseId
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBegun:
+    """The sender is going to send its files of a base; ``record`` is that of the timeline of the
+    base, as it is on the sender's disk."""
+
+    marker: Marker
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPart:
+    """Bytes of the sender's files of ``base``, counted through all of them."""
+
+    base: BaseId
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAt:
+    """How much of its part of ``base`` the sender of the message holds for its receiver.
+
+    Attributes:
+        whole: all of it, with the digests that the marker has.
+        problem: why there will be no more of it; empty: go on.
+    """
+
+    base: BaseId
+    received_bytes: int
+    whole: bool
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartWanted:
+    """At a start: send these bytes of the copy of ``base`` that is held for ``rank``."""
+
+    base: BaseId
+    rank: int
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartTold:
+    """Bytes of such a copy."""
+
+    base: BaseId
+    rank: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """At a start: the sender is there; ``done``: it has fetched what it needs in this ``round``."""
+
+    round: int
+    done: bool
+
+
+PeerMessage = PeerRound | PeerSaid | PeerBegun | PeerPart | PeerAt
+"""Between keepers, of copies in peers' memory."""
+
+CopyMessage = CopyWanted | CopyGoesOn | CopyTold | CopySettled
+"""Between keepers, of copies in other tiers."""
+
 Message = (
     MarkerTold
     | MarkersWanted
@@ -136,8 +271,13 @@ Message = (
     | ReadBackTold
     | WatermarkTold
     | WatermarkKept
+    | CopyMessage
     | Command
     | Answer
+    | PeerMessage
+    | PartWanted
+    | PartTold
+    | Fetching
 )
 
 
@@ -187,6 +327,11 @@ def _same(value: Any) -> Any:
 _BASE = (plain_base, to_base)
 _BASES = (lambda bases: [plain_base(b) for b in bases], lambda v: tuple(to_base(b) for b in v))
 _TEXT, _NUMBER, _BYTES = (_same, _typed(str)), (_same, _typed(int)), (_same, _typed(bytes))
+_FLAG = (_same, _typed(bool))
+_MAYBE = (
+    lambda base: None if base is None else plain_base(base),
+    lambda value: None if value is None else to_base(value),
+)
 _MARKER = (lambda marker: marker.encode(), lambda value: Marker.decode(value, _WIRE))
 _MANIFEST = (lambda manifest: manifest.encode(), lambda value: Manifest.decode(value, _WIRE))
 
@@ -200,8 +345,20 @@ _FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
     ReadBackTold: {"base": _BASE, "problem": _TEXT},
     WatermarkTold: {"base": _BASE, "delete": _BASES},
     WatermarkKept: {"base": _BASE, "held": _BASES},
+    CopyWanted: {"place": _NUMBER, "manifest": _MANIFEST},
+    CopyGoesOn: {"place": _NUMBER},
+    CopyTold: {"place": _NUMBER, "base": _BASE, "problem": _TEXT},
+    CopySettled: {"place": _NUMBER, "base": _BASE},
     Command: {"number": _NUMBER, "phase": _TEXT, "payload": _BYTES},
     Answer: {"number": _NUMBER, "payload": _BYTES},
+    PeerRound: {"base": _MAYBE, "everywhere": _MAYBE},
+    PeerSaid: {"base": _BASE, "state": _TEXT},
+    PeerBegun: {"marker": _MARKER, "record": _BYTES},
+    PeerPart: {"base": _BASE, "offset": _NUMBER, "data": _BYTES},
+    PeerAt: {"base": _BASE, "received_bytes": _NUMBER, "whole": _FLAG, "problem": _TEXT},
+    PartWanted: {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER, "size_bytes": _NUMBER},
+    PartTold: {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER, "data": _BYTES},
+    Fetching: {"round": _NUMBER, "done": _FLAG},
 }
 _KINDS = {kind.__name__: kind for kind in _FIELDS}
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.commit.lineage import BaseId, branches_of, split_by_history
-from everstep.commit.reclaim import TIERS, VOLATILE_TIERS
+from everstep.commit.logs import JobLogs, LogRun, Reach
+from everstep.commit.reclaim import COPY_TIERS, TIERS, VOLATILE_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
@@ -70,6 +71,7 @@ class Offer:
         timelines: their records; None where one is damaged.
         bases: those that have a manifest, and those that have markers.
         lost: bases of which there is something that cannot be read.
+        log: this rank's own log, in its keeper's memory and on its disk.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class Offer:
     timelines: Mapping[int, TimelineRecord | None]
     bases: Mapping[BaseId, BaseOffer]
     lost: tuple[BaseId, ...] = ()
+    log: tuple[LogRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -106,13 +109,16 @@ class Choice:
         base: None: there is nothing, training starts afresh.
         manifest: of that base.
         sources: for each rank of the base, where its files are, the cheapest first.
-        complete: manifests of all bases that are durable and whole, to be on every disk.
+        complete: manifests of all bases that are whole on the disks, to be on every disk.
         timelines: records of the history, to be on every disk.
         run: id of the run; None where nobody has one.
         timeline: the number to open.
         skipped: ``(base, why)`` of what is newer, or was asked for.
         unreadable: bases that have a manifest, and that the ranks cannot read all of.
         durable: every piece of the base is in a tier that survives a power loss.
+        elsewhere: bases that the ranks can read all of only with what copies hold: no disk may
+            count on them.
+        reach: the step that every rank replays to behind the base; None: the base itself.
     """
 
     base: BaseId | None
@@ -125,6 +131,13 @@ class Choice:
     skipped: tuple[tuple[BaseId, str], ...] = ()
     unreadable: tuple[BaseId, ...] = ()
     durable: bool = False
+    elsewhere: tuple[BaseId, ...] = ()
+    reach: Reach | None = None
+
+    @property
+    def end(self) -> BaseId | None:
+        """Timeline and step that are restored."""
+        return self.base if self.reach is None else self.reach.end
 
 
 Needs = Callable[[int, Manifest], Collection[int]]
@@ -145,6 +158,17 @@ class _Base:
     manifests: set[str] = field(default_factory=set)
     why: str = ""
 
+    def without_copies(self) -> _Base:
+        """What is left of it if copies in other tiers are not counted."""
+        left = {
+            rank: {
+                key: [found for found in sources if found[0].tier not in COPY_TIERS]
+                for key, sources in places.items()
+            }
+            for rank, places in self.pieces.items()
+        }
+        return _Base(left, self.markers, self.manifests)
+
 
 def choose(
     offers: Sequence[Offer],
@@ -153,16 +177,18 @@ def choose(
     needs: Needs = all_ranks,
     fetch: bool = True,
     spoilt: Collection[tuple[BaseId, int, Source]] = (),
+    spoilt_log: Collection[tuple[int, int, int]] = (),
 ) -> Choice:
     """The newest recovery point that every rank can read.
 
     Args:
         offers: one of each rank of the job.
-        step: the newest of this step, in any timeline, those of the history first; 0 with no such
-            base: start afresh.
+        step: the newest of this step, those of the history first, by base and log or by a base
+            alone, then bases of any timeline; 0 with no such base: start afresh.
         needs: what a rank has to read of a base.
         fetch: ranks hand each other what they can read.
         spoilt: pieces that turned out to be damaged: base, its rank, where.
+        spoilt_log: of logs what turned out to be of no use: rank, timeline and step.
 
     Raises:
         RecoveryError: there are bases, and none can be read by all; there is none of ``step``;
@@ -180,25 +206,42 @@ def choose(
     lost = {base for offer in offers for base in offer.lost}
     # Not those that are half deleted: where a timeline forked from one, all of its parent counts.
     whole = {base for base, known in bases.items() if len(known.markers) == _world(known)}
-    branches = branches_of(records, whole | lost)
+    runs = [[r for r in offer.log if (offer.rank, r.timeline) not in apart] for offer in offers]
+    runs = [runs[at] for at in sorted(range(len(runs)), key=lambda at: offers[at].rank)]
+    branches = branches_of(records, whole | lost, {run.timeline for own in runs for run in own})
     here, elsewhere = split_by_history(readable, branches)
-    chosen = here if step is None else [base for base in here + elsewhere if base.step == step]
+    logs = JobLogs(runs, records, branches, spoilt_log)
+    best = logs.best({base: readable[base] for base in here}, step)
+    others = [base for base in elsewhere if step is not None and base.step == step]
+    chosen = [best] if best is not None else [(base, None) for base in others[:1]]
     if not chosen and not _is_fresh(step, bases, whole | lost):
         raise _nothing(step, bases, lost, here + elsewhere)
-    base = chosen[0] if chosen else None
+    base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else readable[base]
     newer = [other for other in bases if base is None or other > base]
     return Choice(
         base,
         manifest,
         {} if base is None or manifest is None else _sources(bases[base], manifest),
-        tuple(readable[other] for other in sorted(readable) if _is_durable(bases[other])),
+        tuple(readable[other] for other in sorted(readable) if _is_on_disks(bases[other])),
         tuple(record for _, record in sorted(records.items()) if record is not None),
         run,
         max(offer.next_timeline for offer in offers),
-        tuple((other, bases[other].why or _why(other, readable)) for other in sorted(newer)),
+        (
+            *((other, bases[other].why or _why(other, readable)) for other in sorted(newer)),
+            *logs.refused,
+            *_cut_off(base, reach, step),
+        ),
         tuple(sorted(b for b in bases if b not in readable and bases[b].manifests)),
         base is not None and _is_durable(bases[base]),
+        tuple(
+            other
+            for other in sorted(readable)
+            if not _all_can_read(
+                bases[other].without_copies(), readable[other], offers, needs, fetch
+            )
+        ),
+        reach if reach is not None and reach.count else None,
     )
 
 
@@ -219,10 +262,10 @@ def _timelines_of(
     """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.
 
     Two starts that saw none of each other's disks may both have opened a timeline of the same
-    number. One that has no bases was never trained on and does not count.
+    number. One that has neither bases nor a log was never trained on and does not count.
 
     Raises:
-        RecoveryError: both have bases: nobody but a person can say which one is meant.
+        RecoveryError: both were trained on: nobody but a person can say which one is meant.
     """
     records: dict[int, TimelineRecord | None] = {}
     apart: set[tuple[int, int]] = set()
@@ -235,7 +278,7 @@ def _timelines_of(
         used = {
             key
             for key, (_, ranks) in kinds.items()
-            if any(base.timeline == number for o in offers if o.rank in ranks for base in o.bases)
+            if any(_trained_on(offer, number) for offer in offers if offer.rank in ranks)
         }
         if len(used) > 1:
             ranks = " and ".join(str(kinds[key][1]) for key in sorted(used))
@@ -248,6 +291,12 @@ def _timelines_of(
         records[number] = None if wins is None else kinds[wins][0]
         apart |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}
     return records, apart
+
+
+def _trained_on(offer: Offer, timeline: int) -> bool:
+    """Whether a rank has anything of a timeline but its record."""
+    logged = any(run.timeline == timeline for run in offer.log)
+    return logged or any(base.timeline == timeline for base in offer.bases)
 
 
 def _bases_of(
@@ -312,9 +361,17 @@ def _all_can_read(
         for rank in needs(offer.rank, manifest):
             holders = {holder for places in known.pieces[rank].values() for _, holder in places}
             if not holders or not (fetch or offer.rank in holders):
-                known.why = f"rank {offer.rank} cannot read the files of rank {rank}"
+                known.why = known.why or f"rank {offer.rank} cannot read the files of rank {rank}"
                 return False
     return True
+
+
+def _is_on_disks(known: _Base) -> bool:
+    """Whether every piece is on a rank's own disk."""
+    return all(
+        any(source.tier == "disk" for found in places.values() for source, _ in found)
+        for places in known.pieces.values()
+    )
 
 
 def _is_durable(known: _Base) -> bool:
@@ -365,3 +422,12 @@ def _nothing(
 
 def _why(base: BaseId, readable: Collection[BaseId]) -> str:
     return "not in the history of the newest timeline" if base in readable else "not readable"
+
+
+def _cut_off(
+    base: BaseId | None, reach: Reach | None, step: int | None
+) -> Iterable[tuple[BaseId, str]]:
+    """What the logs of some ranks have, and not those of all."""
+    if base is not None and reach is not None and step is None and reach.furthest > reach.step:
+        why = f"log: rank {reach.shortest} gets no further; others have up to {reach.furthest}"
+        yield BaseId(reach.timeline, reach.step + 1), why

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from pathlib import PurePath
 from typing import Any, TypeVar
 
 import msgpack
 
+from everstep.commit.logs import LogRun, Reach
 from everstep.commit.messages import plain_base, to_base
 from everstep.commit.offers import BaseOffer, Choice, Offer, Piece, Source
 from everstep.commit.reclaim import TIERS
@@ -17,10 +19,10 @@ from everstep.format.records import Manifest, Marker, TimelineRecord
 __all__ = [
     "decode_choice",
     "decode_offer",
-    "decode_sources",
+    "decode_restored",
     "encode_choice",
     "encode_offer",
-    "encode_sources",
+    "encode_restored",
 ]
 
 _WIRE = PurePath("message")
@@ -39,7 +41,9 @@ def encode_offer(offer: Offer) -> bytes:
     ]
     timelines = [[n, None if r is None else r.encode()] for n, r in offer.timelines.items()]
     lost = [plain_base(base) for base in offer.lost]
-    return _pack([offer.rank, offer.disk, offer.run, offer.next_timeline, timelines, bases, lost])
+    log = [[run.timeline, run.first, run.after, list(run.lsns), run.shape] for run in offer.log]
+    about = [offer.rank, offer.disk, offer.run, offer.next_timeline]
+    return _pack([*about, timelines, bases, lost, log])
 
 
 def decode_offer(data: bytes) -> Offer:
@@ -66,6 +70,8 @@ def encode_choice(choice: Choice) -> bytes:
             [[plain_base(base), why] for base, why in choice.skipped],
             [plain_base(base) for base in choice.unreadable],
             choice.durable,
+            [plain_base(base) for base in choice.elsewhere],
+            None if choice.reach is None else [*astuple(choice.reach)],
         ]
     )
 
@@ -79,24 +85,39 @@ def decode_choice(data: bytes) -> Choice:
     return _unpack(data, _choice)
 
 
-def encode_sources(sources: list[tuple[int, Source]]) -> bytes:
-    """Bytes for files that a rank found damaged: of which rank, and where."""
-    return _pack([[rank, source.cost, source.rank] for rank, source in sources])
+def encode_restored(
+    damaged: Iterable[tuple[int, Source]], spoilt: tuple[int, int] | None, exact: bool
+) -> bytes:
+    """Bytes for what has become of a rank's state.
+
+    Args:
+        damaged: files: of which rank, and where.
+        spoilt: timeline and step of its log at which that turned out to be of no use.
+        exact: what it has restored is exact.
+    """
+    files = [[rank, source.cost, source.rank] for rank, source in damaged]
+    return _pack([files, spoilt, exact])
 
 
-def decode_sources(data: bytes) -> list[tuple[int, Source]]:
-    """What :func:`encode_sources` wrote.
+def decode_restored(
+    data: bytes,
+) -> tuple[list[tuple[int, Source]], tuple[int, int] | None, bool]:
+    """What :func:`encode_restored` wrote.
 
     Raises:
         FormatError: it is something else.
     """
-    return _unpack(
-        data, lambda found: [(int(r), Source(int(cost), int(at))) for r, cost, at in found]
-    )
+
+    def make(found: Any) -> tuple[list[tuple[int, Source]], tuple[int, int] | None, bool]:
+        files, spoilt, exact = found
+        damaged = [(int(r), Source(int(cost), int(at))) for r, cost, at in files]
+        return damaged, None if spoilt is None else (int(spoilt[0]), int(spoilt[1])), bool(exact)
+
+    return _unpack(data, make)
 
 
 def _offer(found: Any) -> Offer:
-    rank, disk, run, next_timeline, timelines, bases, lost = found
+    rank, disk, run, next_timeline, timelines, bases, lost, log = found
     return Offer(
         int(rank),
         str(disk),
@@ -105,7 +126,18 @@ def _offer(found: Any) -> Offer:
         {int(n): None if r is None else TimelineRecord.decode(r, _WIRE) for n, r in timelines},
         {to_base(base): _base_offer(pieces, manifest) for base, pieces, manifest in bases},
         tuple(to_base(base) for base in lost),
+        tuple(_run(*fields) for fields in log),
     )
+
+
+def _run(timeline: Any, first: Any, after: Any, lsns: Any, shape: Any) -> LogRun:
+    if not lsns:
+        raise ValueError("a log of no steps")
+    return LogRun(int(timeline), int(first), int(after), tuple(map(int, lsns)), str(shape))
+
+
+def _reach(fields: Any) -> Reach:
+    return Reach(*map(int, fields))
 
 
 def _base_offer(pieces: Any, manifest: Any) -> BaseOffer:
@@ -119,7 +151,8 @@ def _base_offer(pieces: Any, manifest: Any) -> BaseOffer:
 
 
 def _choice(found: Any) -> Choice:
-    base, manifest, sources, complete, timelines, run, timeline, skipped, unreadable, safe = found
+    base, manifest, sources, complete, timelines, run, timeline, skipped, *rest = found
+    unreadable, safe, elsewhere, reach = rest
     return Choice(
         None if base is None else to_base(base),
         None if manifest is None else Manifest.decode(manifest, _WIRE),
@@ -131,6 +164,8 @@ def _choice(found: Any) -> Choice:
         tuple((to_base(one), str(why)) for one, why in skipped),
         tuple(to_base(one) for one in unreadable),
         bool(safe),
+        tuple(to_base(one) for one in elsewhere),
+        None if reach is None else _reach(reach),
     )
 
 

@@ -14,13 +14,24 @@ from dataclasses import dataclass
 
 from everstep.commit.lineage import BaseId
 
-__all__ = ["TIERS", "VOLATILE_TIERS", "Segment", "reclaimable_bases", "reclaimable_segments"]
+__all__ = [
+    "COPY_TIERS",
+    "TIERS",
+    "VOLATILE_TIERS",
+    "Segment",
+    "reclaimable_bases",
+    "reclaimable_segments",
+]
 
-TIERS = ("memory", "peer", "disk", "object")
-"""Where bytes live, the cheapest to read first (TierCheck, section 3.3)."""
+TIERS = ("memory", "peer", "disk", "copy", "object")
+"""Where bytes live, the cheapest to read first (TierCheck, section 3.3). A copy is one in a
+directory that is not the run folder."""
 
 VOLATILE_TIERS = ("memory", "peer")
 """Tiers that a power loss empties."""
+
+COPY_TIERS = ("copy", "object")
+"""Tiers that hold copies of what was on the ranks' own disks; all ranks read the same ones."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

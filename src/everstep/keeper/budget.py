@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from everstep.errors import OutOfSpaceError
 from everstep.options import Options
 from everstep.seams.machine import memory_available_bytes
+from everstep.state.dtensors import local_of
 
 __all__ = [
     "DAY_S",
@@ -182,13 +183,14 @@ def budget_in_words(options: Options) -> str:
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
-    """How many parameters they have, and the bytes of all gradients that may be there."""
+    """How many elements of parameters are here, and the bytes of all their gradients that may be
+    there."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     found = {id(parameter): parameter for group in groups for parameter in group["params"]}
     taught = [parameter for parameter in found.values() if parameter.requires_grad]
     return (
-        sum(parameter.numel() for parameter in found.values()),
-        sum(parameter.numel() * parameter.element_size() for parameter in taught),
+        sum(local_of(parameter).numel() for parameter in found.values()),
+        sum(local_of(one).numel() * one.element_size() for one in taught),
     )
 
 

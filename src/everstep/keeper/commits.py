@@ -21,7 +21,14 @@ from everstep.commit.coordinator import Coordinator
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
 from everstep.commit.member import Member
-from everstep.commit.messages import Envelope, accept, encode_message
+from everstep.commit.messages import (
+    CopyMessage,
+    Envelope,
+    Message,
+    PeerMessage,
+    accept,
+    encode_message,
+)
 from everstep.commit.steps import (
     Do,
     Fenced,
@@ -91,6 +98,11 @@ class RankCommits:
         keep: bases to keep, on all disks together.
         post: told of what fails behind commits.
         timeout_s: other ranks that have not written their parts for so long are reported.
+
+    Attributes:
+        on_peer: told of messages about copies in peers' memory, and who has sent them.
+        on_copy: likewise, about copies in other tiers.
+        listened_s: when it was last looked what others say.
     """
 
     def __init__(
@@ -141,6 +153,9 @@ class RankCommits:
             read_shards=self._read_shards,
             unique=f"{seat.session}-{seat.rank}",
         )
+        self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
+        self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
+        self.listened_s = self._clock.monotonic_s()
         self._changed = threading.Condition(threading.RLock())
         self._works: dict[BaseId, _Work] = {}
         self._again: list[Do] = []  # what the disk has refused
@@ -203,9 +218,17 @@ class RankCommits:
             self._absorb(self._member.no_more(why))
 
     def retain(self) -> None:
-        """Waits, on the rank that leads all, until no rank has anything left to do."""
+        """Waits, on the rank that leads all, until no rank has anything left to do; and deletes
+        what of this rank's log leads nowhere any more.
+
+        Raises:
+            FencedError: a newer timeline has begun.
+            StorageError
+        """
         with self._changed:
             self._changed.wait_for(self._is_settled, _SETTLE_S)
+        with storage_errors("clean up the log", self._run, rank=self._seat.rank):
+            self._disk.retain_log(self._member.timeline, leads=self._member.leads)
 
     def sweep(self) -> None:
         """Removes what older timelines have left unfinished, if this rank leads on its disk."""
@@ -274,6 +297,7 @@ class RankCommits:
     def _drive(self) -> None:
         while not self._closing:
             data = self._mailbox.receive(_TICK_S)
+            self.listened_s = self._clock.monotonic_s()
             try:
                 with self._changed:
                     if data is not None:
@@ -291,8 +315,24 @@ class RankCommits:
         except FormatError as error:
             _log.warning("a message was passed over: %s", error)
             return
-        if envelope is not None:
-            self._absorb(self._member.heard(envelope.sender, envelope.message))
+        if envelope is None:
+            return
+        if isinstance(envelope.message, PeerMessage):
+            self.on_peer(envelope.sender, envelope.message)
+            return
+        if isinstance(envelope.message, CopyMessage):
+            self.on_copy(envelope.sender, envelope.message)
+            return
+        self._absorb(self._member.heard(envelope.sender, envelope.message))
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the keeper of a rank has been heard, and will not be heard any more."""
+        return self._mailbox.is_gone(rank)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Sends to the keeper of another rank; does not wait. In any thread."""
+        envelope = Envelope(self._seat.session, self._seat.rank, message)
+        self._mailbox.send(rank, encode_message(envelope))
 
     def _try_again(self) -> None:
         again, self._again = self._again, []
@@ -305,8 +345,7 @@ class RankCommits:
         while todo:
             out = todo.popleft()
             if isinstance(out, Send):
-                envelope = Envelope(self._seat.session, self._seat.rank, out.message)
-                self._mailbox.send(out.rank, encode_message(envelope))
+                self.send(out.rank, out.message)
             elif isinstance(out, Do):
                 todo.extend(self._perform(out))
             else:

@@ -28,6 +28,7 @@ from everstep.keeper.recordable import (
 from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import kind_name
 from everstep.replay.own import writes_gradients
+from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, overlaps
 from everstep.state.log import GRADIENT, HYPER
@@ -160,6 +161,8 @@ class Consumption:
                 bare = name.removeprefix(GRADIENT)
                 compressed[bare] = lossy_entries(bare, gradient, copy, others)
                 continue
+            if is_dtensor(gradient):
+                gradient = _part_of(gradient, parameter)
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
                 raise _not_plain(name.removeprefix(GRADIENT))
             if gradient.is_conj() or gradient.is_neg():
@@ -246,6 +249,16 @@ def _batch(outline: _Outline, named: Mapping[str, torch.Tensor]) -> Batch:
     if len(sources) == 1 and sources[0].numel() != end - begin:
         sources = (sources[0][skip : skip + end - begin],)
     return Batch(begin, end, sources)
+
+
+def _part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient; None where it is not spread as its parameter is, so that an
+    update would ask other ranks for theirs."""
+    if not is_dtensor(parameter):
+        return None
+    alike = gradient.placements == parameter.placements  # type: ignore[attr-defined]
+    alike = alike and gradient.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
+    return local_of(gradient) if alike else None
 
 
 def _refuse_gaps(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:

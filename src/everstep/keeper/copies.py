@@ -13,10 +13,11 @@ from everstep.recover.copies import RunWithCopies
 from everstep.recover.folder import open_run_folder
 from everstep.recover.resume import Resumed
 from everstep.seams import Seams
+from everstep.tiers.contract import Tier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import open_tier
 
-__all__ = ["seams_with_copies", "with_source"]
+__all__ = ["open_places", "seams_with_copies", "with_source"]
 
 
 def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> Seams:
@@ -31,12 +32,9 @@ def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath)
     """
     if not tiers:
         return seams
-    _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
-    places = [open_tier(one.where, seams.filesystem, clock=seams.clock) for one in tiers]
+    places = open_places(tiers, seams, run)
     both = RunWithCopies(seams.filesystem, run, places)
     try:
-        for place in places:
-            place.check()
         inventory = open_run_folder(both, run)
         both.check_run(RunRecord(run=inventory.run or "").encode())
     except StorageError as error:
@@ -46,6 +44,20 @@ def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath)
                 raise inner from None
         raise
     return dataclasses.replace(seams, filesystem=both)
+
+
+def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> list[Tier]:
+    """The places that keep copies, each of which can be reached.
+
+    Raises:
+        OptionError, UnavailableError: one is none, or lies in another one.
+        StorageError: it cannot be reached.
+    """
+    _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
+    places = [open_tier(one.where, seams.filesystem, clock=seams.clock) for one in tiers]
+    for place in places:
+        place.check()
+    return places
 
 
 def _refuse_overlap(places: list[PurePath]) -> None:

@@ -27,6 +27,7 @@ from everstep.keeper.local import LocalKeeper
 from everstep.keeper.logs import Logs
 from everstep.keeper.messages import identity_from_wire, layout_from_wire, parts_of
 from everstep.keeper.mirrors import Mirrors
+from everstep.keeper.peers import Peers
 from everstep.keeper.rebuilds import Rebuilds
 from everstep.keeper.replicas import Replicas
 from everstep.keeper.save import Save
@@ -71,6 +72,7 @@ class Duties:
         self.rebuilds = Rebuilds(seams.filesystem, run, self.holding)
         self.auditor: Auditor | None = None
         self.mirrors: Mirrors | None = None
+        self.peers = Peers(seams.filesystem, run, self.holding)
         self.mailbox: PeerMailbox | None = None  # of the next timeline, if there are several ranks
         self.timeline = 0
         self._arena: Arena | None = None
@@ -83,6 +85,7 @@ class Duties:
             self.auditor.close()
         if self.mirrors is not None:
             self.mirrors.close()
+        self.peers.close()
         mailbox, self.mailbox = self.mailbox, None
         if self.keeper is not None:
             if self.keeper.waiting:  # two that write at once would take each other's files away
@@ -112,6 +115,14 @@ class Duties:
             mailbox=mailbox,
         )
         self.timeline, self._arena = message["timeline"], trainer.arena
+        self.peers.serve(
+            message.get("peers"),
+            None if seat is None else Seat.from_wire(seat),
+            self.keeper.commits,
+            self._seams.clock,
+            lambda notice: _report(trainer, notice, "notice"),
+            timeout_s=self.timeout_s,
+        )
         self.keeper.sweep_behind()
         self.logs.serve(trainer, channel, message, self.timeout_s)
         assert self.logs.current is not None
@@ -124,6 +135,8 @@ class Duties:
             message.get("tiers") or [],
             channel.post,
             timeout_s=self.timeout_s,
+            seat=None if seat is None else Seat.from_wire(seat),
+            commits=self.keeper.commits,
         )
         self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
         self.auditor = None
@@ -163,8 +176,8 @@ class Duties:
         assert self.keeper is not None
         if self.stopping:  # or there would be no end of it
             raise KeeperError("this keeper was asked to stop")
-        if self.rebuilds.take_whole():
-            self.logs.drop_older()
+        if self.rebuilds.take_whole():  # of one rank
+            self.logs.drop_older(self.timeline)
         identity = identity_from_wire(message["identity"])
         arena, word = trainer.arena, message["word"]
         plan = layout_from_wire(trainer.layouts[message["layout"]], identity)
@@ -199,7 +212,8 @@ class Duties:
         assert self.keeper is not None
         failpoint("keeper.after_captured")
         self.holding.take(capture, trainer.arena)
-        self.logs.drop_older()  # nothing needs them any more
+        if not self.keeper.is_one_of_several:  # else other ranks may yet lose theirs of it
+            self.logs.drop_older(self.timeline)  # nothing needs them any more
         objects = {name: bytes(data) for name, data in parts.items()}
         if capture.parked:
             capture.incoming.arrived(objects)
@@ -277,8 +291,12 @@ class Duties:
         for number, blob in enumerate(blobs):
             for part in parts_of(blob):
                 trainer.connection.send({"kind": "blob", "number": number, "part": part})
-        fds = [arena.fd for arena in arenas if arena.fd is not None]
-        trainer.connection.send({"kind": "recalled", "base": base, "logs": logs}, fds)
+        copies, memories = self.peers.recall()
+        for place, copy in enumerate(copies, len(arenas)):
+            copy["arena"] = place
+        fds = [arena.fd for arena in (*arenas, *memories) if arena.fd is not None]
+        recalled = {"kind": "recalled", "base": base, "logs": logs, "copies": copies}
+        trainer.connection.send(recalled, fds)
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
         """A base is due, which the replica is to give."""
@@ -306,6 +324,9 @@ class Duties:
         self.keeper.stats.log_bytes = self.logs.written_bytes
         if self.mirrors is not None:
             self.keeper.stats.copied, self.keeper.stats.copied_bytes = self.mirrors.copied
+        sent = self.peers.stats
+        self.keeper.stats.peered, self.keeper.stats.peered_bytes = sent.sent, sent.sent_bytes
+        self.keeper.stats.peers_passed_over = sent.passed_over
         return {
             "stats": dataclasses.asdict(self.keeper.stats),
             "timeline": self.timeline,
@@ -329,7 +350,8 @@ class Duties:
         it have left, and that of a replica."""
         mine = None if trainer is None else trainer.arena
         found = (mine, self.holding.arena, self.replicas.arena, *self.logs.arenas)
-        return sum({id(arena): arena.size_bytes for arena in found if arena is not None}.values())
+        mine_bytes = {id(arena): arena.size_bytes for arena in found if arena is not None}
+        return sum(mine_bytes.values()) + self.peers.store.used_bytes
 
     def finish(self) -> bool:
         """The keeper is about to end; whether something is still to be written before."""
@@ -340,6 +362,8 @@ class Duties:
         parked = self._arena and self.holding.parked(self._arena, self.timeline)
         if parked:
             self._persist(parked)
+            return True
+        if self.keeper.waiting:  # the replica has handed it over since that was last looked at
             return True
         return self.mirrors is not None and self.mirrors.finish()
 
@@ -358,6 +382,7 @@ class Duties:
             self.auditor.close()
         if self.mirrors is not None:
             self.mirrors.close()
+        self.peers.close()
         if self.keeper is not None:
             self.keeper.close()
         if self.mailbox is not None:
@@ -375,15 +400,17 @@ class Duties:
             self.replicas.done(capture)
         if capture.save.durable.exception() is None:
             if self.mirrors is not None:
-                self.mirrors.base_durable()
+                self.mirrors.base_durable(BaseId(capture.timeline, capture.step))
             if self.auditor is not None:
                 self.auditor.base_durable()
+            self.peers.base_durable(BaseId(capture.timeline, capture.step))
 
     def _on_end(self, trainer: Attached, capture: Capture) -> None:
         """In the writing thread: a base is durable or has failed."""
         trainer.captures.pop(capture.number, None)
         error = capture.save.durable.exception()
         if error is None:
+            self.logs.drop_older(capture.save.timeline)
             self.replicas.base_durable(capture, trainer.arena)
         message: dict[str, Any] = {"number": capture.number, **self.stats()}
         if error is None:
@@ -395,10 +422,10 @@ class Duties:
         trainer.tell({"kind": "failed", "error": error_to_wire(ours), **message})
 
 
-def _report(trainer: Attached, error: EverstepError) -> None:
+def _report(trainer: Attached, error: EverstepError, kind: str = "error") -> None:
     """What fails is told to the trainer whose it is, and to no other."""
     _log.error("%s", error)
-    trainer.tell({"kind": "error", "error": error_to_wire(error)})
+    trainer.tell({"kind": kind, "error": error_to_wire(error)})
 
 
 HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {

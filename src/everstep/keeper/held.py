@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgpack
@@ -15,6 +16,7 @@ from everstep.keeper.capture import Capture, shard_offsets
 from everstep.keeper.log import records_from_wire
 from everstep.keeper.messages import identity_from_wire, identity_to_wire
 from everstep.recover.held import HeldBase, Recalled
+from everstep.recover.peer_copy import PeerCopy, size_of
 from everstep.tiers.memory import MemoryFile
 
 __all__ = ["base_from_wire", "base_to_wire", "recalled_from_wire"]
@@ -85,4 +87,10 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Re
     for number, place in fields["logs"]:
         index = msgpack.unpackb(bytes(blobs[number]), strict_map_key=False)
         records += records_from_wire(index, arenas[place])
-    return Recalled(base, tuple(records))
+    copies = tuple(_copy_from_wire(copy, arenas) for copy in fields["copies"])
+    return Recalled(base, tuple(records), copies)
+
+
+def _copy_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> PeerCopy:
+    marker = Marker.decode(fields["marker"], PurePath("copy"))
+    return PeerCopy(marker, fields["record"], arenas[fields["arena"]].view[: size_of(marker)])

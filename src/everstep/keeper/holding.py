@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError
 from everstep.format.plan import BasePlan
 from everstep.format.writer import Written, digest_shard
@@ -94,6 +95,19 @@ class Holding:
                 return None
             capture = self._held[0]
             return capture if capture.parked and capture.timeline == timeline else None
+
+    def durable(self, base: BaseId) -> tuple[Capture, Arena] | None:
+        """The capture of a base that is on the disk, too, and its memory, if it is held."""
+        held = self._held
+        if held is None or held[0].redo is not None or not held[0].durable:
+            return None
+        found = BaseId(held[0].timeline, held[0].step)
+        return held if found == base and held[0].written else None
+
+    def has(self, capture: Capture) -> bool:
+        """Whether the memory of a capture is as it was."""
+        held = self._held
+        return held is not None and held[0] is capture
 
     def drop(self, capture: Capture) -> None:
         """The memory of a base is going to change."""

@@ -11,18 +11,31 @@ from typing import Any
 
 import msgpack
 
-from everstep.commit.offers import Choice
-from everstep.errors import EverstepError, OptionError, RecoveryError, StateError
+from everstep.commit.cluster import COORDINATOR
+from everstep.commit.offers import Choice, Offer
+from everstep.errors import (
+    EverstepError,
+    ForeignDirectoryError,
+    OptionError,
+    RecoveryError,
+    StateError,
+)
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
+from everstep.keeper.copies import open_places
+from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
-from everstep.options import Options
+from everstep.options import History, Options
 from everstep.recover.folder import open_run_folder
-from everstep.recover.held import HeldBase
+from everstep.recover.held import Recalled
 from everstep.recover.loading import loader, needs_here
+from everstep.recover.peers import Fetched, fetch_from_peers
+from everstep.recover.rank_copies import Copies
+from everstep.recover.ranklog import RankLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import scan_run
+from everstep.recover.sources import RankRead
 from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
 from everstep.seams.group import Group, group_of_job
@@ -30,7 +43,7 @@ from everstep.seams.peers import PeerMailbox
 from everstep.state.image import State
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
-from everstep.tiers.options import TierOptions
+from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Job", "Listen", "job_of", "open_together", "refuse_unsupported"]
 
@@ -56,36 +69,55 @@ class Job:
         self.resumed_durable = True
         self._group, self._timeout_s = group, timeout_s
         self._disks: tuple[str, ...] = ()
+        self._copies: Copies | None = None
 
-    def open_run(self, seams: Seams, run: PurePath) -> str:
+    def open_run(
+        self,
+        seams: Seams,
+        run: PurePath,
+        tiers: Sequence[TierOptions] = (),
+        peers: PeerOptions | None = None,
+    ) -> str:
         """Makes the folder of each rank a run, the same one; returns its id.
 
+        Args:
+            tiers: places that keep copies of the run; a folder that is new becomes one of the
+                run whose copies they hold.
+            peers: what was said of the memory of other nodes.
+
         Raises:
-            ForeignDirectoryError, StorageError: a folder cannot be used.
+            ForeignDirectoryError, StorageError: a folder or place cannot be used.
+            OptionError: a place is none, or is not the same one for all ranks.
             RecoveryError: the folders are of different runs.
             DeadlineError: not all ranks are there.
         """
         what, rank = "make a Checkpointer", self.info.rank
         filesystem = seams.filesystem
         mine: dict[str, Any] = {"name": uuid.uuid4().hex, "run": None, "error": None}
-        mine["host"] = platform.node()
+        mine["host"], mine["tiers"] = platform.node(), [tier.where for tier in tiers]
+        mine["node"] = node_to_say(peers)
         failed: EverstepError | None = None
         try:
+            self._copies = copies = Copies(open_places(tiers, seams, run), run)
             with storage_errors("open the run folder", run, rank=rank):
                 ensure_dirs(filesystem, run)
                 mine["run"] = scan_run(filesystem, run).run
+            mine["run"] = _same_as_copies(mine["run"], copies.run_id(), run)
         except EverstepError as error:
             failed, mine["error"] = error, error.message
         found = self._say(what, mine)
         if failed is not None:
             raise failed
         self._refuse_errors(found)
+        nodes = nodes_said(found, rank)
         run_id = self._same_run(found)
+        self._open_copies(copies, found, run_id)
         with storage_errors("open the run folder", run, rank=rank):
             self._disks = self._find_disks(seams, run, found[0]["name"])
             unique = f"{mine['name'][:8]}-{rank}"
             create_exclusive(filesystem, run / RUN_RECORD, RunRecord(run_id).encode(), unique)
-        self.info = replace(self.info, here=sum(said["host"] == mine["host"] for said in found))
+        here_too = sum(said["host"] == mine["host"] for said in found)
+        self.info = replace(self.info, here=here_too, nodes=nodes)
         if len(set(self._disks)) > 1:
             here = [r for r, disk in enumerate(self._disks) if disk == self._disks[rank]]
             self.info = replace(self.info, near=tuple(here))
@@ -97,7 +129,7 @@ class Job:
         run: PurePath,
         state: State,
         ring: ChunkRing,
-        held: HeldBase | None,
+        recalled: Recalled,
         listen: Listen,
         *,
         step: int | None,
@@ -111,22 +143,21 @@ class Job:
             RecoveryError, MismatchError, DeadlineError
         """
         load = loader(
-            seams,
             state,
-            needs_here(state, self._disks),
             ring,
             strict=strict,
             timeout_s=timeout_s,
             on_touch=on_touch,
         )
-        return self._start(seams, run, state, held, listen, load, step)
+        log = RankLog(seams, run, state, ring, recalled.records, strict=strict, timeout_s=timeout_s)
+        return self._start(seams, run, state, recalled, listen, load, log, step)
 
     def start_fresh(
         self,
         seams: Seams,
         run: PurePath,
         state: State,
-        held: HeldBase | None,
+        recalled: Recalled,
         listen: Listen,
     ) -> Resumed:
         """Begins without a resume.
@@ -134,16 +165,17 @@ class Job:
         Raises:
             StateError: there is something to resume.
         """
-        return self._start(seams, run, state, held, listen, None, None)
+        return self._start(seams, run, state, recalled, listen, None, None, None)
 
     def _start(
         self,
         seams: Seams,
         run: PurePath,
         state: State,
-        held: HeldBase | None,
+        recalled: Recalled,
         listen: Listen,
         load: Any,
+        log: RankLog | None,
         step: int | None,
     ) -> Resumed:
         what = (
@@ -167,30 +199,99 @@ class Job:
             self._refuse_different(found)
             session = found[0]["name"]
             mailbox.open(session, self.info.rank, [_address(said["trainer"]) for said in found])
+            meeting = Meeting(session, self.info.rank, self._disks, mailbox)
+            needs = needs_here(state, self._disks)
+
+            def fetch(offer: Offer) -> list[Fetched]:
+                about = offer, recalled.copies, needs
+                limits: dict[str, Any] = {"step": step, "timeout_s": self._timeout_s}
+                return fetch_from_peers(meeting, seams.clock, self._say, *about, **limits)
+
             resumed, choice = resume_together(
                 seams,
                 run,
                 state,
-                Meeting(session, self.info.rank, self._disks, mailbox),
-                held,
+                meeting,
+                recalled.base,
                 load,
                 step=step,
-                needs=needs_here(state, self._disks),
+                needs=needs,
                 timeout_s=self._timeout_s,
+                copies=self._copies,
+                log=log,
+                fetch=fetch if self.info.nodes else None,
             )
         finally:
             mailbox.close()
         keepers = tuple(_address(said["keeper"]) for said in found)
         self.seat = self._seat(session, keepers, choice)
-        return resumed
+        return replace(resumed, reads=self._all_reads(resumed))
+
+    def any_rank(self, what: str, mine: bool) -> bool:
+        """Whether any rank passes true; all of them call it at the same steps.
+
+        Raises:
+            DeadlineError: not all ranks do.
+        """
+        return any(said["mine"] for said in self._say(what, {"mine": mine}))
+
+    def _all_reads(self, resumed: Resumed) -> tuple[RankRead, ...]:
+        """What every rank has read, and from where."""
+        mine = {"reads": [[one.source, one.size_bytes] for one in resumed.reads]}
+        return tuple(
+            RankRead(rank, str(source), int(size_bytes))
+            for rank, said in enumerate(self._say("tell what was read", mine))
+            for source, size_bytes in said["reads"]
+        )
 
     def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
-        durable = choice.base if choice.durable else None
-        spare = None if choice.durable else choice.base
+        """What is only in copies in part is nothing that the disks' retention may rest on, and
+        what they have of it is not swept away either."""
+        on_disks = choice.durable and choice.base not in choice.elsewhere
+        durable = choice.base if on_disks else None
+        spare = None if on_disks else choice.base
         self.resumed_durable = choice.durable or choice.base is None
-        return Seat(
-            session, self.info.rank, self._disks, keepers, durable, spare, choice.unreadable
-        )
+        unreadable = tuple(sorted({*choice.unreadable, *choice.elsewhere}))
+        seat = Seat(session, self.info.rank, self._disks, keepers, durable, spare, unreadable)
+        return replace(seat, nodes=self.info.nodes)
+
+    def _open_copies(self, copies: Copies, found: Sequence[dict[str, Any]], run_id: str) -> None:
+        """Rank 0 makes the places those of the run, and the others look whether they see it."""
+        named = [said["tiers"] for said in found]
+        if any(one != named[0] for one in named):
+            raise OptionError(
+                "the ranks name different places for copies: "
+                + "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(named)),
+                rank=self.info.rank,
+                hint="give every rank the same tiers=",
+            )
+        if not copies.places:
+            return
+        failed, problem = None, ""
+        for first in (True, False):
+            try:
+                if first == (self.info.rank == COORDINATOR) and failed is None:
+                    problem = self._open_mine(copies, run_id)
+            except EverstepError as error:
+                failed, problem = error, error.message
+            said = self._say("open the places for copies", {"problem": problem})
+        if failed is not None:
+            raise failed
+        for rank, one in enumerate(said):
+            if one["problem"]:
+                raise OptionError(
+                    f"rank {rank} cannot use the places for copies: {one['problem']}",
+                    rank=self.info.rank,
+                    hint="tiers= must name places that every rank sees: a store, or a directory "
+                    "of a network file system",
+                )
+
+    def _open_mine(self, copies: Copies, run_id: str) -> str:
+        if self.info.rank == COORDINATOR:
+            copies.publish(run_id)
+        elif unseen := copies.unseen(run_id):
+            return f"{unseen} is not the place that rank {COORDINATOR} sees under that name"
+        return ""
 
     def _find_disks(self, seams: Seams, run: PurePath, name: str) -> tuple[str, ...]:
         """Which ranks see the same folder: each puts a file there, and looks whose it sees."""
@@ -251,6 +352,16 @@ def job_of(seams: Seams, timeout_s: float) -> Job | None:
     return None if group is None else Job(group, timeout_s)
 
 
+def _same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str | None:
+    if None not in (run, copied) and run != copied:
+        raise ForeignDirectoryError(
+            f"the places for copies hold those of another run than {path}",
+            path=path,
+            hint="give each run a place of its own",
+        )
+    return run if run is not None else copied
+
+
 def refuse_unsupported(job: Job | None, options: Options, tiers: Sequence[TierOptions]) -> None:
     """Raises:
     OptionError: for what several ranks cannot do together.
@@ -261,32 +372,56 @@ def refuse_unsupported(job: Job | None, options: Options, tiers: Sequence[TierOp
     why = ""
     if method.base not in ("sync", "async", "lazy"):
         why = f"base={method.base!r} is for one rank; with several: 'sync', 'async' or 'lazy'"
-    elif options.logs:
-        why = f"log={method.log!r} is for one rank; with several: log='none'"
+    elif options.logs and (why_not := _why_no_log(options)):
+        why = why_not
     elif every.auto or every.seconds is not None:
         why = "every= must be a number of steps: ranks would not agree on when a time is over"
-    elif tiers:
-        why = "tiers= is for one rank: copies are made of whole bases"
+    elif any((tier.objects_per_hour or job.info.world) < job.info.world for tier in tiers):
+        why = "TierOptions.objects_per_hour is shared by all ranks, and is less than one for each"
     if why:
         raise OptionError(
             f"this job has {job.info.world} ranks: {why}",
             rank=job.info.rank,
-            hint='method="lazy", every=100 (steps), without tiers=',
+            hint='method="lazy", every=100 (steps)',
         )
 
 
+def _why_no_log(options: Options) -> str:
+    """Why several ranks cannot have this gradient log; "" if they can."""
+    if options.has_replica:
+        return "apply='replica' is for one rank; with several: apply='recovery'"
+    if options.method.log != "dense":
+        return f"log={options.method.log!r} is for one rank; with several: log='dense' or 'none'"
+    if options.log.watch:
+        return "LogOptions(watch=True) is for one rank: others may not see what it sees"
+    if options.log.audit:
+        return "LogOptions(audit=True) is for one rank: an audit reads whole bases"
+    if History.parse(options.log.history).is_more:
+        return "LogOptions(history=) is for one rank; with several: history='last'"
+    return ""
+
+
 def open_together(
-    job: Job | None, seams: Seams, run: PurePath
+    job: Job | None,
+    seams: Seams,
+    run: PurePath,
+    tiers: Sequence[TierOptions] = (),
+    peers: PeerOptions | None = None,
 ) -> tuple[RankInfo, Callable[[], str]]:
     """Which rank this process is, and what makes the folder a run and gives its id. Several ranks
     do that first: what each of them writes depends on whose folders are the same.
 
+    Args:
+        tiers: places that keep copies.
+        peers: what was said of the memory of other nodes.
+
     Raises:
-        StorageError, RecoveryError, DeadlineError: of :meth:`Job.open_run`.
+        StorageError, OptionError, RecoveryError, DeadlineError: of :meth:`Job.open_run`.
     """
     if job is None:
+        refuse_lonely(peers)
         return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""
-    run_id = job.open_run(seams, run)
+    run_id = job.open_run(seams, run, tiers, peers)
     return job.info, lambda: run_id
 
 

@@ -35,7 +35,7 @@ from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import TierOptions
 
-__all__ = ["Keepers"]
+__all__ = ["Keepers", "let_go"]
 
 _log = logging.getLogger("everstep")
 _TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
@@ -90,6 +90,7 @@ class Keepers:
         self.restarts = 0
         self.on_disk: Callable[[int], None] = lambda number: None
         self._tiers: list[dict[str, Any]] = []
+        self._peers: dict[str, Any] | None = None
         self.in_process = (
             options.method.base != "sync"
             and options.keeper.process
@@ -120,7 +121,24 @@ class Keepers:
                 "tiers= needs a keeper that is a process of its own: it makes the copies",
                 hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
             )
-        self._tiers = [dataclasses.asdict(tier) for tier in tiers]
+        self._tiers = [dataclasses.asdict(tier.of_rank(self._info.world)) for tier in tiers]
+
+    def send_to_peer(self, bound_bytes: int, bytes_per_s: float | None) -> None:
+        """From the next keeper on, bases are sent to the memory of another node.
+
+        Args:
+            bound_bytes: of the copies that are held here for other ranks.
+            bytes_per_s: see :class:`everstep.tiers.options.PeerOptions`.
+
+        Raises:
+            OptionError: there is no process to send and to hold them.
+        """
+        if not self.in_process:
+            raise OptionError(
+                'tiers=["peer"] needs a keeper that is a process of its own: it outlives training',
+                hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
+            )
+        self._peers = {"bound_bytes": bound_bytes, "bytes_per_s": bytes_per_s}
 
     @property
     def stats(self) -> KeeperStats:
@@ -137,7 +155,7 @@ class Keepers:
             if self._remote is None or self._remote.lost is not None:
                 self._remote = self._attach()
                 self._remote.on_disk = lambda number: self.on_disk(number)
-                self._remote.tiers = self._tiers
+                self._remote.copies = {"tiers": self._tiers, "peers": self._peers}
                 self.pool = CapturePool(self._remote.arena)
         elif self._options.method.base != "sync" and self.pool is None:
             self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
@@ -262,7 +280,7 @@ class Keepers:
         return {
             "identity": identity_to_wire(self._identity(timeline)),
             "batch_steps": self._options.log.batch_steps,
-            "audit": self._options.audits,
+            "audit": self._options.audits and self._info.world == 1,
         }
 
     @property
@@ -354,11 +372,15 @@ class Keepers:
         if callable(self._options.on_failure) and lost is not None:
             self._options.on_failure(lost)
 
-    def close(self) -> None:
-        """Lets the keeper go; what it was given, it finishes."""
+    def close(self, *, stay: bool = False) -> None:
+        """Lets the keeper go; what it was given, it finishes.
+
+        Args:
+            stay: a keeper process holds what it has in memory, as if this process had died.
+        """
         if self.current is not None:
             self._before = self.stats
-            self.current.close()
+            let_go(self.current, stay=stay)
         if self._remote is not None and self._remote is not self.current:
             self._remote.close()
         if self._mailbox is not None:
@@ -376,6 +398,14 @@ class Keepers:
             self._seams.clock,
             timeout_s=self._options.progress_timeout_s,
         )
+
+
+def let_go(keeper: Keeper, *, stay: bool) -> None:
+    """Closes a keeper; a process is to ``stay``, or not, with what it has in memory."""
+    if isinstance(keeper, RemoteKeeper):
+        keeper.close(stay=stay)
+    else:
+        keeper.close()
 
 
 def _sum(one: KeeperStats, other: KeeperStats) -> KeeperStats:

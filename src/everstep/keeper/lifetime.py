@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
+from everstep.keeper.keepers import let_go
 from everstep.keeper.recorder import Recorder
+from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
+from everstep.options import Options
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.state.image import State
 
@@ -28,7 +32,10 @@ __all__ = [
     "check_usable",
     "close_earlier",
     "finish_at_exit",
+    "needs_last_base",
     "no_last_base",
+    "persist_parked",
+    "stays_for_the_log",
     "wait_through",
 ]
 
@@ -80,11 +87,15 @@ class AtExit:
     def __init__(self) -> None:
         self._job: Callable[[], None] | None = None
 
-    def watch(self, saver: Saver, keeper: Keeper) -> None:
-        """From now on ``keeper`` is finished at the end of this process."""
+    def watch(self, saver: Saver, keeper: Keeper, *, stay: bool) -> None:
+        """From now on ``keeper`` is finished at the end of this process.
+
+        Args:
+            stay: it is not, but holds what it has, as if this process had died.
+        """
         self.forget()
         pid, shown = os.getpid(), sys.stderr
-        self._job = lambda: finish_at_exit(saver, keeper, pid, shown)
+        self._job = lambda: finish_at_exit(saver, keeper, pid, shown, stay=stay)
         atexit.register(self._job)
 
     def forget(self) -> None:
@@ -113,10 +124,22 @@ def wait_through(wait: Callable[[], None], gave_up: Callable[[], bool]) -> list[
                 return failed
 
 
-def finish_at_exit(saver: Saver, keeper: Keeper, pid: int, shown: Any) -> None:
-    """For a script that ends without ``close()``: its last base becomes durable all the same."""
+def finish_at_exit(
+    saver: Saver, keeper: Keeper, pid: int, shown: Any, *, stay: bool = False
+) -> None:
+    """For a script that ends without ``close()``: its last base becomes durable all the same.
+
+    Args:
+        stay: the keeper sees to that, and holds the log: another rank may have died, and this
+            one's log is needed for all of them to come back.
+    """
     if os.getpid() != pid:
         return  # a forked child owns nothing here
+    if stay:
+        with contextlib.suppress(EverstepError):
+            saver.finish_captures()
+        let_go(keeper, stay=True)
+        return
     while True:
         try:
             saver.finish_captures()
@@ -144,6 +167,47 @@ def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: Sta
         file=sys.stderr,
     )
     return True
+
+
+def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
+    """Whether what the log in memory has is to be in a base, as that log ends with us."""
+    if recorder is None or step <= recorder.base_step:
+        return False
+    return not no_last_base(run, step, recorder, state)
+
+
+def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
+    """Whether the keeper is to stay with a log whose last step is in no base, since the state is
+    no longer that of the step. Says so."""
+    if options.log is None or options.log.to != "memory":
+        return False
+    stays = isinstance(keeper, RemoteKeeper)
+    where = (
+        f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
+        if stays
+        else "was in the memory of this process only, and is lost with it"
+    )
+    print(
+        f"everstep: {run}: no last base is taken of step {step}: the state has moved on within the "
+        f"next step. What the log has since the newest base {where}",
+        file=sys.stderr,
+    )
+    return stays
+
+
+def persist_parked(saver: Saver, failed: list[EverstepError]) -> None:
+    """The newest of captures of every step becomes durable, as they end with us.
+
+    Args:
+        failed: gets what fails.
+    """
+    if not isinstance(saver, ScheduledSaver):
+        return
+    try:
+        saver.finish_captures()
+        saver.persist_parked()
+    except EverstepError as error:
+        failed.append(error)
 
 
 def close_earlier(earlier: Closing | None, run: PurePath) -> None:

@@ -57,6 +57,8 @@ class KeeperStats:
         log_bytes: of the segments of the log that were written.
         cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
         copied, copied_bytes: copies of bases in other tiers.
+        peered, peered_bytes: bases that were sent to the memory of another node.
+        peers_passed_over: bases that were not, because they came too fast.
     """
 
     committed: int = 0
@@ -68,6 +70,9 @@ class KeeperStats:
     cpu_s: float = 0.0
     copied: int = 0
     copied_bytes: int = 0
+    peered: int = 0
+    peered_bytes: int = 0
+    peers_passed_over: int = 0
     durable_step: int | None = None
 
 
@@ -181,6 +186,16 @@ class LocalKeeper:
         """Captures of whose end (durable, or failed) not everybody has heard yet."""
         with self._changed:
             return list(self._waiting)
+
+    @property
+    def commits(self) -> RankCommits | None:
+        """Of this rank with others; None: it is alone."""
+        return self._commits
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether other ranks have parts of each base."""
+        return self._commits is not None
 
     def sweep(self) -> None:
         """Cleans up after crashes; a failure is reported, and no reason to stop."""

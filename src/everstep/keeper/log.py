@@ -56,6 +56,7 @@ class _Item:
     objects: Mapping[str, bytes]
     offset: int
     record: LogRecord | None = None
+    spoilt: bool = False  # there will be no record
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,13 @@ class LogStore:
         with self._lock:
             return not self._items
 
+    @property
+    def arriving(self) -> bool:
+        """Whether a record in memory is not digested yet."""
+        with self._lock:
+            last = self._items[-1] if self._items else None
+        return last is not None and last.record is None and not last.spoilt
+
     def flush(self) -> None:
         """Begins to write what is left of an unfinished batch, up to its last mark."""
         self._threads.submit(self._flush)
@@ -332,6 +340,8 @@ class LogStore:
         except Exception as error:
             step = item.head.step
             self._fail(EverstepError(f"internal error in the log: {error!r}", step=step))
+        finally:
+            item.spoilt = item.record is None
 
     def _fail(self, error: EverstepError) -> None:
         """No more segments: behind a hole they would be of no use. Nobody waits for them."""

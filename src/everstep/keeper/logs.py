@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -34,7 +35,8 @@ class Logs:
         self._ring = ring
         self._timeline = 0
         self._current: LogStore | None = None
-        self._older: list[LogStore] = []
+        self._older: list[tuple[int, LogStore]] = []  # with their timelines
+        self._lock = threading.Lock()
 
     def serve(
         self,
@@ -48,7 +50,8 @@ class Logs:
             if self._current.empty:
                 self._current.close()
             else:
-                self._older.append(self._current)
+                with self._lock:
+                    self._older.append((self._timeline, self._current))
         writer = None
         if message.get("log") is not None:
             writer = SegmentWriter(
@@ -101,11 +104,14 @@ class Logs:
         """The memory that records lie in, or may."""
         return [log.arena for log in self._all()]
 
-    def drop_older(self) -> None:
-        """A base of the current timeline is whole."""
-        for log in self._older:
+    def drop_older(self, timeline: int) -> None:
+        """A base of this timeline is whole: nothing needs the logs of those before it; in any
+        thread."""
+        with self._lock:
+            over = [log for number, log in self._older if number < timeline]
+            self._older = [one for one in self._older if one[0] >= timeline]
+        for log in over:
             log.close()
-        self._older.clear()
 
     def recall(
         self, trainer: Attached, *, own: bool, timeout_s: float
@@ -147,7 +153,9 @@ class Logs:
             log.close()
 
     def _all(self) -> list[LogStore]:
-        return [*self._older, *([] if self._current is None else [self._current])]
+        with self._lock:
+            older = [log for _, log in self._older]
+        return [*older, *([] if self._current is None else [self._current])]
 
     def _add(self, trainer: Attached, message: dict[str, Any]) -> None:
         objects = message["objects"]

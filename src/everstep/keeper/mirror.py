@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -36,12 +36,12 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.reader import read_header, read_record_bytes
-from everstep.format.records import FileRecord
+from everstep.format.records import FileRecord, Marker
 from everstep.keeper.place import CopyPlace
 from everstep.keeper.retain_copies import CopyRetention
 from everstep.recover.scan import BaseFound, Inventory, scan_run
 from everstep.seams.clock import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.rate import ObjectRate
 
@@ -49,6 +49,7 @@ __all__ = ["Mirror", "MirrorStats"]
 
 _log = logging.getLogger("everstep.keeper")
 _STOP_TIMEOUT_S = 5.0
+_LOOK_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -120,19 +121,18 @@ class Mirror:
         with self._changed:
             return not self._closed and not self._refused and (self._at_work or self._due)
 
-    def base_durable(self) -> None:
-        """There is a new base on disk."""
+    def base_durable(self, base: BaseId | None = None) -> None:
+        """There is a new base on disk.
+
+        Args:
+            base: which; None: perhaps there is one.
+        """
         with self._changed:
             if self._closed or self._refused:
                 return
             self.stats.passed_over += self._due
             self._due = True
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="everstep-mirror", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+            self._begin()
 
     def hurry(self) -> None:
         """The keeper is about to end: the last base does not wait for its time. A cap of objects
@@ -167,15 +167,16 @@ class Mirror:
             ) from error
         there = {base.id: base for base in inventory.bases if base.status == "committed"}
         here, _ = split_by_history(there, inventory.branches)
-        if not here:
+        if not here or not self._may_copy(there[here[0]]):
             return None
         self._place.check_fence()
         if not self._published:  # or another run's base might be taken for the copy of this one
             self._publish(inventory)
             self._published = True
         base = there[here[0]]
-        if self._place.size_of(self._name(base.path / MANIFEST)) is None:
-            self._copy(inventory, base)
+        there_already = self._place.size_of(self._name(base.path / MANIFEST)) is not None
+        if not there_already and not self._copy(inventory, base):
+            return None
         self.stats.step = base.id.step
         return base.id
 
@@ -187,11 +188,21 @@ class Mirror:
         """
         self._retention.run()
 
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="everstep-mirror", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _turn(self) -> None:
+        """What is due."""
+        self.copy_newest()
+        self.retain()
+
     def _work(self) -> None:
         while self._next():
             try:
-                self.copy_newest()
-                self.retain()
+                self._turn()
             except (FencedError, ForeignDirectoryError, InfeasibleError) as error:
                 self._fail(error, for_good=True)
             except EverstepError as error:
@@ -216,14 +227,25 @@ class Mirror:
                 self._changed.wait(early_s if self._due else None)
             return False
 
-    def _copy(self, inventory: Inventory, base: BaseFound) -> None:
+    def _may_copy(self, base: BaseFound) -> bool:
+        """Whether this is one that can be copied from here."""
+        return True
+
+    def _copy(self, inventory: Inventory, base: BaseFound) -> bool:
+        """Copies a base; False: it cannot be, and that is nothing to report."""
         assert base.manifest is not None
+        self._copy_parts(base, base.manifest.markers)
+        self._commit(base)
+        return True
+
+    def _copy_parts(self, base: BaseFound, markers: Sequence[Marker]) -> None:
+        """Copies these ranks' files, then their markers."""
         with contextlib.ExitStack() as stack:
             try:
                 # All at once, first: retention may delete the base while it is copied.
                 sources = [
                     (path, stack.enter_context(contextlib.closing(self._open(path, record))))
-                    for marker in base.manifest.markers
+                    for marker in markers
                     for record in marker.files
                     for path in [base.path / record.name]
                 ]
@@ -234,15 +256,23 @@ class Mirror:
                     path=base.path,
                     hint="look at the disk (dmesg, df); the next base is copied anew",
                 ) from error
-            self._await_rate(len(sources) + len(base.manifest.markers) + 1)
+            self._await_rate(len(sources) + len(markers) + 1)
             for path, source in sources:
                 self._put(self._name(path), source)
-        for marker in base.manifest.markers:
+        self._before_markers()
+        for marker in markers:
             self._place.create(self._name(base.path / marker_name(marker.rank)), marker.encode())
+        self.stats.copied_bytes += sum(f.length for marker in markers for f in marker.files)
+
+    def _before_markers(self) -> None:
+        """Files are there, markers are not."""
+
+    def _commit(self, base: BaseFound) -> None:
+        """All markers are there."""
+        assert base.manifest is not None
         self._place.check_fence()
         self._place.create(self._name(base.path / MANIFEST), base.manifest.encode())
         self.stats.copied += 1
-        self.stats.copied_bytes += sum(f.length for m in base.manifest.markers for f in m.files)
         _log.info("%s is in %s", base.id, self._tier.url)
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
@@ -277,7 +307,10 @@ class Mirror:
                     hint="end one of the two, or copy to another place",
                 )
 
-    def _put(self, name: str, source: CheckedFile) -> None:
+    def _beat(self) -> None:
+        """It takes long, and goes on."""
+
+    def _put(self, name: str, source: ReadFile) -> None:
         if self._place.size_of(name) == source.size_bytes:
             return  # an earlier keeper's; retention reads it back before it relies on it
         if self._closed:
@@ -290,16 +323,19 @@ class Mirror:
         while (wait_s := self._rate.wait_s(count)) > 0:
             with self._changed:
                 if self._closed or self._hurried:
+                    self.waits_for_the_cap = False
                     raise StorageError(
                         "the newest base is not copied: the cap of objects an hour is used up",
                         tier=self._tier.traits.kind,
                         path=self._tier.url,
                         hint="a higher TierOptions.objects_per_hour, or a longer every_s",
                     )
-                _log.info("the cap of objects an hour delays a copy by %.0f s", wait_s)
+                if not self.waits_for_the_cap:
+                    _log.info("the cap of objects an hour delays a copy by %.0f s", wait_s)
                 self.waits_for_the_cap = True
-                self._changed.wait(wait_s)
-                self.waits_for_the_cap = False
+                self._changed.wait(min(wait_s, _LOOK_AGAIN_S))
+                self._beat()
+        self.waits_for_the_cap = False
 
     def _name(self, path: PurePath) -> str:
         return path.relative_to(self._run).as_posix()

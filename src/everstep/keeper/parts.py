@@ -25,9 +25,10 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.multistep import Multistep
+from everstep.keeper.peering import peer_announcement, peer_bytes
 from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
-from everstep.keeper.saver import Saver
+from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.standby import (
     Standby,
@@ -38,6 +39,7 @@ from everstep.keeper.standby import (
 from everstep.options import Options
 from everstep.seams import Seams
 from everstep.state.image import State
+from everstep.tiers.options import PeerOptions
 
 __all__ = ["Parts", "assemble"]
 
@@ -65,14 +67,48 @@ class Parts:
     updates: UpdateHooks
     cadence: Cadence
 
+    def start(self, keeper: Keeper, timeline: int, exact: bool, step: int) -> None:
+        """A keeper has come into service.
+
+        Args:
+            step: that the state is of.
+        """
+        pool = self.keepers.pool
+        self.saver.start(keeper, pool)
+        if self.recorder is not None:
+            self.recorder.start(keeper, pool, timeline, exact, step)
+        if self.standby is not None:
+            self.standby.start(keeper)
+        if self.multistep is not None:
+            self.multistep.start(keeper, pool)
+
+    def close(self, *, stay: bool = False) -> None:
+        """Lets go of everything.
+
+        Args:
+            stay: the keeper holds what it has, as if this process had died.
+        """
+        self.updates.close()
+        if isinstance(self.saver, ScheduledSaver):
+            self.saver.close()
+        self.lane.close()
+        self.keepers.close(stay=stay)
+        self.ring.close()
+
 
 def assemble(
-    options: Options, run: PurePath, open_run: Callable[[], str], state: State, seams: Seams
+    options: Options,
+    run: PurePath,
+    open_run: Callable[[], str],
+    state: State,
+    seams: Seams,
+    peers: PeerOptions | None = None,
 ) -> Parts:
     """Makes all parts, and says what they will take.
 
     Args:
         open_run: makes the folder a run; returns its id.
+        peers: what was said of the memory of other nodes; None: nothing goes there.
 
     Raises:
         OutOfSpaceError: more than a budget allows.
@@ -84,7 +120,8 @@ def assemble(
     gradients = gradients_of(state.optimizers.values())
     host_bytes = host_budget_bytes(options, tensors_bytes, state.ranks.here)
     replica_bytes = replica_budget_bytes(options, host_bytes, tensors_bytes, gradients[1])
-    arena_bytes = host_bytes - replica_bytes
+    held_bytes = peer_bytes(peers, state.ranks, host_bytes - replica_bytes, tensors_bytes)
+    arena_bytes = host_bytes - replica_bytes - held_bytes
     check_disk_budget(options, run, max(1, shape.size_bytes))
     run_id = open_run()
     clock = seams.clock
@@ -96,6 +133,8 @@ def assemble(
     keepers = Keepers(
         options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes, state.ranks
     )
+    if peers is not None:
+        keepers.send_to_peer(held_bytes, peers.bytes_per_s)
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
@@ -118,6 +157,10 @@ def assemble(
     base_bytes = max(1, shape.size_bytes)
     cadence = Cadence(options, run, saver, keepers, recorder, clock, base_bytes=base_bytes)
     print(announcement(options, run, shape.size_bytes, host_bytes, gradients), file=sys.stderr)
+    if peers is not None:
+        print(
+            f"everstep: {run}: {peer_announcement(peers, state.ranks, held_bytes)}", file=sys.stderr
+        )
     if options.is_scheduled and not keepers.in_process:
         why = "without a keeper process nobody holds captures between bases: none is taken"
         print(f"everstep: {run}: {why}", file=sys.stderr)

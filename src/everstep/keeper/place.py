@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from everstep.errors import EverstepError, FencedError, StorageError
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.names import TIMELINE_RECORD, marker_name, timeline_dir
+from everstep.format.records import Marker
 from everstep.recover.scan import Inventory, newest_timeline, scan_run
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.rate import ObjectRate
+from everstep.tiers.streams import read_record
 
 __all__ = ["ROOT", "CopyPlace", "newest_timeline_in", "own_errors"]
 
@@ -75,6 +77,20 @@ class CopyPlace:
             return None
         with contextlib.closing(file):
             return file.size_bytes
+
+    def has_part(self, directory: str, marker: Marker) -> bool:
+        """Whether a rank's files and its marker are in the directory of a base, asked for by
+        name: no listing from the past says so."""
+        name = f"{directory}/{marker_name(marker.rank)}"
+        try:
+            file = self.tier.open(name)
+        except FileNotFoundError:
+            return False
+        with contextlib.closing(file):
+            if read_record(file, name) != marker.encode():
+                return False
+        sizes = ((self.size_of(f"{directory}/{one.name}"), one.length) for one in marker.files)
+        return all(there == length for there, length in sizes)
 
     def inventory(self) -> Inventory:
         """What the copies are."""

@@ -52,6 +52,8 @@ class Preempting:
         self._wanted = wanted
         self._clock = clock
         self._any_rank = any_rank
+        self._asked_at: int | None = None
+        self._is_last = False
         self._watch: SignalWatch | None = None
         self._let_go: Callable[[], object] = lambda: None
         if wanted is not None:
@@ -64,6 +66,19 @@ class Preempting:
             # Of a Checkpointer that is dropped without close(), too: nobody else would act.
             self._let_go = weakref.finalize(self, self._watch.close)
 
+    def ask(self, step: int) -> None:
+        """Ranks find out together whether this step is the last one.
+
+        To be called before anything in a step's end can fail: a rank that left this out, and
+        whose program goes on, would answer with the next collective call of its training.
+        """
+        if self._watch is None or self._any_rank is None or self._is_last or self._asked_at == step:
+            return
+        assert self._wanted is not None
+        self._asked_at = step
+        if step % self._wanted.agree_steps == 0:
+            self._is_last = self._any_rank(self._watch.came is not None)
+
     def marked(self, step: int, save_last: Callable[[float], None]) -> None:
         """A step is over; the one place where training ends in order.
 
@@ -73,7 +88,11 @@ class Preempting:
         Raises:
             EverstepError: what ``save_last`` raises; :attr:`preempted` is true all the same.
         """
-        if self._watch is None or self.preempted or not self._asked(step):
+        self.ask(step)
+        self._asked_at = None
+        if self._watch is None or self.preempted:
+            return
+        if not (self._is_last or (self._any_rank is None and self._watch.came is not None)):
             return
         assert self._wanted is not None
         now_s, came = self._clock.monotonic_s(), self._watch.came
@@ -93,14 +112,6 @@ class Preempting:
                 name,
                 error,
             )
-
-    def _asked(self, step: int) -> bool:
-        assert self._watch is not None
-        assert self._wanted is not None
-        came = self._watch.came is not None
-        if self._any_rank is None:
-            return came
-        return step % self._wanted.agree_steps == 0 and self._any_rank(came)
 
     def close(self) -> None:
         """Signals do what they did before."""

@@ -45,6 +45,7 @@ from everstep.format.names import (
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain import delete_files, perform_deletion
+from everstep.keeper.retain_log import delete_segments, needed_by
 from everstep.recover.ranks import keep_manifest
 from everstep.recover.scan import BaseFound, newest_timeline, scan_run
 from everstep.seams.filesystem import FileSystem
@@ -160,6 +161,37 @@ class RankDisk:
                 if newest_timeline(self._filesystem, self._run) > timeline:
                     raise self._fenced(found.id)
                 delete_files(self._filesystem, found, None)
+
+    def retain_log(self, timeline: int, *, leads: bool) -> None:
+        """Deletes segments of this rank's log behind which no base is left on this disk that they
+        could be replayed on; not a base only that is whole here: of one that is not, others may
+        have the rest.
+
+        Args:
+            timeline: the one that was opened.
+            leads: this rank cleans up for those that were there before, too: of older timelines
+                nobody writes anything any more.
+
+        Raises:
+            FencedError: a newer timeline has begun.
+        """
+        inventory = scan_run(self._filesystem, self._run)
+        left = [base.id for base in inventory.bases]
+
+        def check_fence() -> None:
+            if newest_timeline(self._filesystem, self._run) > timeline:
+                raise self._fenced(BaseId(timeline, 0))
+
+        for number in sorted(n for n in inventory.timelines if n <= timeline):
+            delete_segments(
+                self._filesystem,
+                self._run,
+                [number],
+                lambda segment: not needed_by(segment, left),
+                check_fence,
+                own=timeline,
+                rank=None if leads and number < timeline else self._rank,
+            )
 
     def _write_manifest(self, base: BaseId, directory: PurePath, manifest: Manifest) -> Event:
         """Only beside this rank's own marker: where that is gone, a newer timeline has swept up,

@@ -263,11 +263,11 @@ def refuse_optimizers(state: State, log: str) -> None:
     UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
     OptionError: ``log="topk"``, and one has no Compressor.
     """
-    optimizers = state.optimizers
+    optimizers, parts = state.optimizers, state.ranks.world > 1
     found = [
         (key, why)
         for key, o in optimizers.items()
-        if (why := _SPARSE if type(o) is torch.optim.SparseAdam else refusal(o)) is not None
+        if (why := _SPARSE if type(o) is torch.optim.SparseAdam else refusal(o, parts=parts))
     ]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)

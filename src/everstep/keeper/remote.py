@@ -92,10 +92,9 @@ class RemoteKeeper:
         self.replica_applied = self.replica_bytes = 0
         self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
         self.on_disk: Callable[[int], None] = lambda number: None
-        self.tiers: list[dict[str, Any]] = []  # where copies of bases go
+        self.copies: dict[str, Any] = {}  # where copies of bases go: "tiers", "peers"
         self._timeline = 0
-        self._heard_s = clock.monotonic_s()
-        self._written_bytes = 0
+        self._heard_s, self._written_bytes = clock.monotonic_s(), 0
         self._hung = self._closing = False
         self.lost_steps: tuple[int, ...] = ()  # of captures that were lost with it
         self._reader = threading.Thread(
@@ -139,7 +138,7 @@ class RemoteKeeper:
                 "history": history,
                 "replica": replica,
                 "rebuild": rebuild,
-                "tiers": self.tiers,
+                **self.copies,
                 "seat": seat,
             }
         )
@@ -361,11 +360,11 @@ class RemoteKeeper:
                     raise not_durable_yet(len(self._waiting), waited_s)
         self._channel.check()
 
-    def close(self) -> None:
-        """Lets the keeper go: it finishes what it was given, and ends. Returns when it has, so
-        that the run folder is nobody's, or after a few seconds."""
+    def close(self, *, stay: bool = False) -> None:
+        """Lets the keeper go: it finishes what it was given, and ends, or is to ``stay``, as if we
+        had died. Returns when the run folder is nobody's, or after a few seconds."""
         self._closing = True
-        self._send({"kind": "bye"})
+        self._send({"kind": "bye", "stay": stay})
         self._reader.join(_ENDS_S)
         self._connection.close()
         self._reader.join(_LOOK_AGAIN_S)
@@ -440,8 +439,9 @@ class RemoteKeeper:
                 self._changed.notify_all()
         elif kind == "progress":
             self._written_bytes, self._hung = message["written_bytes"], message["hung"]
-        elif kind == "error":
-            self._channel.post(error_from_wire(message["error"]))
+        elif kind in ("error", "notice"):
+            hear = self._channel.post if kind == "error" else self._channel.tell
+            hear(error_from_wire(message["error"]))
         elif kind == "durable":
             self._end(message["number"], None, message["size_bytes"])
         elif kind == "failed":

@@ -228,18 +228,31 @@ class Replica:
             self._wanted, self._unchecked = _Wanted(), []
 
     def finish(self) -> bool:
-        """Has its newest step made durable where nobody is there to ask for it; whether that is
-        still to be waited for."""
+        """Has the newest step that has arrived made durable where nobody is there to ask for it;
+        whether that is still to be waited for."""
         with self._changed:
-            step = self.step
-            if self._off or step is None or step <= self._durable_step:
+            step, newest = self.step, self._log.steps
+            if self._off or step is None:
                 return False
-            if self._finishing:  # once; what fails then is in the log
-                return self._wanted.target is not None or self._frozen is not None
-            self._finishing = True
-            self._wanted = _Wanted(target=step)
-        self._stir()
-        return True
+            if self._frozen is not None:
+                return True
+            if not self._finishing:  # once; what fails then is in the log
+                self._finishing = True
+                goal = step if newest is None else max(step, newest[1])
+                if goal > self._durable_step:
+                    self._wanted = _Wanted(target=goal)
+                    self._stir()
+            elif self._wanted.target is not None and not self._is_under_way():
+                # The log does not lead there: a hole, or another shape.
+                self._wanted.target = step if step > self._durable_step else None
+                self._stir()
+            return self._wanted.target is not None
+
+    def _is_under_way(self) -> bool:
+        """Whether the thread has something to do, or is going to."""
+        if self._busy or self._stirred or self._log.arriving:
+            return True
+        return self._state is not None and not self._stalled and bool(self._next())
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """Ends the thread, behind the steps under way; waits no longer than that for it."""

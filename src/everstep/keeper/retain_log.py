@@ -40,6 +40,7 @@ def delete_segments(
     check_fence: Callable[[], None],
     *,
     own: int,
+    rank: int | None = None,
 ) -> int:
     """Deletes segments, each with its marker first: without it nobody reads the rest.
 
@@ -47,6 +48,7 @@ def delete_segments(
         timelines: whose segments are looked at.
         unneeded: which of them go.
         own: timeline of this process: there, what has no marker is being written.
+        rank: only the files of this one; the others' are theirs.
 
     Returns:
         How many went.
@@ -68,12 +70,15 @@ def delete_segments(
             check_fence()
             failpoint("retain.before_segment")
             with contextlib.suppress(FileNotFoundError):  # somebody else does the same
-                deleted += _delete(filesystem, directory / entry.name, whole=timeline == own)
+                path = directory / entry.name
+                deleted += _delete(filesystem, path, whole=timeline == own, rank=rank)
     return deleted
 
 
-def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool) -> bool:
+def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool, rank: int | None) -> bool:
     names = sorted(entry.name for entry in filesystem.scan(path) if entry.kind == "file")
+    if rank is not None:
+        names = [name for name in names if _rank_of(name) == rank]
     if whole and not any(parse_marker(name) is not None for name in names):
         return False
     for name in names:
@@ -86,3 +91,10 @@ def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool) -> bool:
     with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
         filesystem.remove_dir(path)
     return True
+
+
+def _rank_of(name: str) -> int | None:
+    """Whose file of a segment it is."""
+    name = name.removesuffix(TEMPORARY_SUFFIX)
+    shard = parse_shard(name)
+    return parse_marker(name) if shard is None else shard[0]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from everstep.commit.lineage import BaseId
+from everstep.commit.peers import peer_of
 from everstep.errors import KeeperError
 
 __all__ = ["Seat", "no_mailbox"]
@@ -25,6 +26,7 @@ class Seat:
         unreadable: bases that have a manifest, and that the ranks cannot read all of.
         again: another keeper has served this rank in this start, and is lost.
         lost: steps of the bases that were lost with it.
+        nodes: by rank: what its node is called; empty where nobody sends copies to peers.
     """
 
     session: str
@@ -36,6 +38,17 @@ class Seat:
     unreadable: tuple[BaseId, ...] = ()
     again: bool = False
     lost: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def peer(self) -> int | None:
+        """The rank whose keeper holds copies of this one's bases; None: nobody's does."""
+        return peer_of(self.nodes, self.rank) if self.nodes else None
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks whose copies this one's keeper holds."""
+        return tuple(r for r in range(len(self.nodes)) if peer_of(self.nodes, r) == self.rank)
 
     def to_wire(self) -> dict[str, Any]:
         """As a message holds it."""
@@ -54,6 +67,7 @@ class Seat:
             tuple(BaseId(**base) for base in fields["unreadable"]),
             fields["again"],
             tuple(fields["lost"]),
+            tuple(fields["nodes"]),
         )
 
 

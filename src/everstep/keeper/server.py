@@ -314,6 +314,7 @@ class Server:
             "idle_s": 0.0 if trainer is not None else alone_s,
             "ends_in_s": None if trainer is not None else max(0.0, self._alone_s_max - alone_s),
             "arena_bytes": self._duties.arena_bytes(trainer),
+            "copies": [list(copy) for copy in self._duties.peers.store.held],
         }
 
     def _on_settle(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -321,8 +322,10 @@ class Server:
         self._duties.settle()
 
     def _on_bye(self, trainer: Attached, message: dict[str, Any]) -> None:
-        trainer.said_bye = True
+        trainer.said_bye = not message.get("stay")
         self._lose_trainer(trainer)
+        if not trainer.said_bye:
+            return  # as if it had died
         self._ending = self._stopping or not self._holding.is_only_copy
         if not self._ending:
             self._hang_up_farewells()

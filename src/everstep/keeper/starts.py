@@ -79,7 +79,7 @@ class Starts:
                 self._run,
                 self._state,
                 self._ring,
-                recalled.base,
+                recalled,
                 self._keepers.listen,
                 step=step,
                 strict=strict,
@@ -107,10 +107,10 @@ class Starts:
         """
         if self._job is not None:
             self._keepers.open()
-            held = self._keepers.left_behind().base
+            recalled = self._keepers.left_behind()
             listen = self._keepers.listen
             job = self._job
-            return job.start_fresh(self._seams, self._run, self._state, held, listen).timeline
+            return job.start_fresh(self._seams, self._run, self._state, recalled, listen).timeline
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took

@@ -38,6 +38,8 @@ class Stats:
         keeper_restarts: keeper processes that were lost and replaced.
         replica_step: step of the state that the keeper's replica has; None while none follows.
         copies, copied_bytes: copies of bases that were made in other tiers.
+        peered, peered_bytes: bases that were sent whole to the memory of another node.
+        peers_passed_over: bases that were not, because the next ones came too soon for the link.
         multistep: bases over several steps; None for methods without them.
         log_bytes: bytes that the gradient log has taken into host memory.
         log_written_bytes: bytes of the log that were written to disk.
@@ -67,6 +69,9 @@ class Stats:
     replica_step: int | None = None
     copies: int = 0
     copied_bytes: int = 0
+    peered: int = 0
+    peered_bytes: int = 0
+    peers_passed_over: int = 0
     multistep: MultistepReport | None = None
     log_bytes: int = 0
     log_written_bytes: int = 0
@@ -106,6 +111,9 @@ def stats_of(
         replica_step=keepers.replica_step,
         copies=keeper.copied,
         copied_bytes=keeper.copied_bytes,
+        peered=keeper.peered,
+        peered_bytes=keeper.peered_bytes,
+        peers_passed_over=keeper.peers_passed_over,
         multistep=None if multistep is None else multistep.stats.report(),
         log_bytes=0 if recorder is None else recorder.stats.record_bytes,
         log_written_bytes=keeper.log_bytes,

@@ -35,7 +35,7 @@ from everstep.seams import Seams
 from everstep.seams.progress import progress
 from everstep.state.image import State
 
-__all__ = ["Loader", "Restored", "bring_forward", "redoable"]
+__all__ = ["Loader", "Restored", "bring_forward", "redoable", "replay"]
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ def bring_forward(
         start_s = clock.monotonic_s()
         try:
             if chain.steps:
-                _replay(restored, chain, loader, log, inventory.timelines, together=together)
+                replay(restored, chain, loader, log, inventory.timelines, together)
             restored.replay_s = clock.monotonic_s() - start_s
             restored.inexact = restored.inexact or (doubt if restored.replayed else "")
             return restored
@@ -244,19 +244,24 @@ def redoable(
     return cut
 
 
-def _replay(
+def replay(
     restored: Restored,
     chain: Chain,
     loader: Loader,
     log: LogFound,
     timelines: Mapping[int, TimelineRecord | None],
-    *,
     together: bool,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
     """Redoes the steps of a chain, as far as its records are whole.
 
     Args:
+        restored: what has been restored; gets what is redone.
         together: several steps in one pass; otherwise an error is of step ``restored.replayed``.
+        alive: called at each step.
+
+    Raises:
+        EverstepError: a step cannot be redone; the state is a mixture of steps.
     """
     # Only now: most runs have no log.
     from everstep.recover.redo import STEPS_AT_ONCE, Redo, checked, other_conditions
@@ -288,6 +293,7 @@ def _replay(
                 timeline, at = chain.steps[restored.replayed]
                 restored.skipped.append(Skipped(timeline, at, f"log: {step.message}"))
                 break
+            alive()
             redo.step(step)
             head = step.mark.head
             restored.replayed += 1

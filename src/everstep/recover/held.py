@@ -10,14 +10,15 @@ from everstep.format.log import LogRecord
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
 from everstep.recover.opened import OpenBase, check_identity
-from everstep.tiers.memory import MemoryFile
+from everstep.recover.peer_copy import PeerCopy
+from everstep.seams import ReadFile
 
 __all__ = ["HeldBase", "Recalled"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBase:
-    """A whole base, in memory; verified while it is read, like one on disk.
+    """A whole base, mostly in memory; verified while it is read, like one on disk.
 
     Attributes:
         marker: as it is, or would be, on disk.
@@ -26,7 +27,7 @@ class HeldBase:
     """
 
     marker: Marker
-    files: tuple[tuple[MemoryFile, FileRecord], ...]
+    files: tuple[tuple[ReadFile, FileRecord], ...]
     durable: bool
 
     @property
@@ -56,7 +57,9 @@ class Recalled:
     Attributes:
         base: the newest whole one.
         records: of the log, in the order in which they were made.
+        copies: held for other ranks.
     """
 
     base: HeldBase | None = None
     records: tuple[LogRecord, ...] = field(default=())
+    copies: tuple[PeerCopy, ...] = ()

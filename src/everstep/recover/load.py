@@ -23,6 +23,7 @@ from everstep.recover.opened import OpenBase
 from everstep.recover.pieces import Fill, PieceReads, fills
 from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
+from everstep.recover.versions import unclear
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.dtensors import box_of, like, local_of
@@ -47,6 +48,7 @@ class LoadedBase:
         notes: what could not be taken back, in words.
         shape: what it consists of (see :mod:`everstep.state.shapes`); of one rank's base only.
         redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
+        rank_bytes: of ``size_bytes``, those from the files of each rank that wrote some.
     """
 
     marker: Marker
@@ -56,6 +58,7 @@ class LoadedBase:
     notes: tuple[str, ...]
     shape: str = ""
     redone: int = 0
+    rank_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -155,6 +158,7 @@ def load_ranks(
     view = saved.view(state)
     plans = state.plan_restore(view.trees, view.entries, view.left_out)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
+    mismatches = (*mismatches, *unclear(saved, state, view))
     marker = next((o.marker for o in opened if o.marker.rank == state.ranks.rank), opened[0].marker)
     if mismatches and strict:
         listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
@@ -168,7 +172,7 @@ def load_ranks(
     shared = _sharing_memory(view, targets)
     wanted = _fills(saved, view, targets)
     on_touch()
-    size_bytes, entries = _read(saved, wanted, ring, timeout_s, progress)
+    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress)
     tensors = targets.finish()
     for name, expected in shared.items():
         flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
@@ -184,7 +188,10 @@ def load_ranks(
     if alone:
         aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
         shape = shape_of_base(opened[0].placed(), aliases, view.trees)
-    return LoadedBase(marker, size_bytes, entries, mismatches, tuple(notes), shape)
+    size_bytes = sum(rank_bytes.values())
+    return LoadedBase(
+        marker, size_bytes, entries, mismatches, tuple(notes), shape, rank_bytes=rank_bytes
+    )
 
 
 def _objects(opened: OpenBase) -> dict[str, Any]:
@@ -310,10 +317,10 @@ def _read(
     ring: ChunkRing,
     timeout_s: float,
     progress: ProgressSink,
-) -> tuple[int, int]:
-    """Reads, and returns how many bytes and entries; a base of one rank as a whole, so that the
-    digests of its files are compared, too."""
-    size_bytes = entries = 0
+) -> tuple[dict[int, int], int]:
+    """Reads, and returns how many bytes of each rank that wrote them, and how many entries; a base
+    of one rank as a whole, so that the digests of its files are compared, too."""
+    entries, rank_bytes = 0, dict[int, int]()
     for number, (file, record, header, path) in enumerate(saved.files):
         reads = PieceReads(header, wanted.get(number, ()))
         whole = saved.world == 1
@@ -331,8 +338,10 @@ def _read(
         )
         places = header.placed if whole else [header.placed[index] for index in reads.wanted]
         entries += len(places)
-        size_bytes += record.length if whole else sum(p.end - p.begin for p in places)
-    return size_bytes, entries
+        size_bytes = record.length if whole else sum(p.end - p.begin for p in places)
+        writer = header.identity.rank
+        rank_bytes[writer] = rank_bytes.get(writer, 0) + size_bytes
+    return rank_bytes, entries
 
 
 def _refuse_unused(

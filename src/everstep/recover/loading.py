@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from everstep.commit.offers import Needs
 from everstep.format.records import Manifest
@@ -12,8 +12,8 @@ from everstep.recover.load import LoadedBase, load_ranks
 from everstep.recover.opened import OpenBase
 from everstep.recover.reshard import needs_of
 from everstep.recover.scan import BaseFound
+from everstep.recover.sources import Place
 from everstep.recover.together import Load
-from everstep.seams import Seams
 from everstep.seams.progress import ProgressSink, progress
 from everstep.state.image import State
 
@@ -52,9 +52,7 @@ def needs_here(state: State, disks: Sequence[str]) -> Needs:
 
 
 def loader(
-    seams: Seams,
     state: State,
-    needs: Needs,
     ring: ChunkRing,
     *,
     strict: bool,
@@ -62,17 +60,19 @@ def loader(
     on_touch: Callable[[], None],
 ) -> Load:
     """What restores ``state``."""
-    rank = state.ranks.rank
 
-    def load(base: BaseFound, held: dict[int, HeldBase], alive: Callable[[], None]) -> LoadedBase:
-        assert base.manifest is not None
+    def load(base: BaseFound, places: Mapping[int, Place], alive: Callable[[], None]) -> LoadedBase:
         opened: list[OpenBase] = []
         try:
-            for number in needs(rank, base.manifest):
-                mine = held.get(number)
-                one = mine.open() if mine else OpenBase.open(seams.filesystem, base, rank=number)
-                opened.append(one)
-            label = f"resume from step {base.id.step} ({'memory' if held else 'disk'})"
+            for number, place in places.items():
+                files = place.files
+                if isinstance(files, HeldBase):
+                    opened.append(files.open())
+                else:
+                    opened.append(OpenBase.open(files, base, rank=number))
+                alive()
+            tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
+            label = f"resume from step {base.id.step} ({tiers})"
             with progress(label, sum(one.size_bytes for one in opened)) as bar:
                 return load_ranks(
                     opened,

@@ -65,13 +65,14 @@ class RunLog:
 
     @classmethod
     def of(cls, filesystem: FileSystem, inventory: Inventory) -> RunLog:
-        """Looks at all segments.
+        """Looks at all segments; not at those of several ranks, whose log is for them to replay.
 
         Raises:
             NewerFormatError: one was written by a newer everstep.
             OSError: a directory cannot be read.
         """
-        timelines = sorted(inventory.timelines)
+        worlds = {n: 1 if r is None else r.world for n, r in inventory.timelines.items()}
+        timelines = sorted(number for number, world in worlds.items() if world == 1)
         for left in reversed(range(_ATTEMPTS)):
             try:
                 found = scan_log(filesystem, inventory.path, timelines)

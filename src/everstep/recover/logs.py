@@ -42,17 +42,41 @@ class LogFound:
 
     @classmethod
     def of(
-        cls, filesystem: FileSystem, inventory: Inventory, records: Sequence[LogRecord]
+        cls,
+        filesystem: FileSystem,
+        inventory: Inventory,
+        records: Sequence[LogRecord],
+        *,
+        rank: int = 0,
+        world: int | None = None,
     ) -> LogFound:
-        """All that there is.
+        """All that there is of one rank.
+
+        Args:
+            records: in memory.
+            world: leave out what another number of ranks has written: which of them had which
+                gradients, it does not tell. None: whoever asks looks at that.
 
         Raises:
             OSError: a directory cannot be read.
         """
         there = set(inventory.timelines)
         mine = [record for record in records if record.head.timeline in there]
-        found = scan_log(filesystem, inventory.path, sorted(there))
-        return cls(mine, [vetted(segment, inventory.run) for segment in found])
+        found = scan_log(filesystem, inventory.path, sorted(there), rank=rank)
+        others: dict[int, Skipped] = {}
+        for number, record in inventory.timelines.items():
+            if world is None or record is None or record.world == world:
+                continue
+            last = [segment.last for segment in found if segment.timeline == number]
+            last += [record.head.step for record in mine if record.head.timeline == number]
+            if last:
+                why = f"log: {record.world} rank(s) wrote it, and {world} start"
+                others[number] = Skipped(number, max(last), why)
+        mine = [record for record in mine if record.head.timeline not in others]
+        found = [segment for segment in found if segment.timeline not in others]
+        log = cls(mine, [vetted(segment, inventory.run) for segment in found])
+        log.skipped += others.values()
+        return log
 
     def steps(
         self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
+from everstep.commit.logs import LogRun
 from everstep.commit.offers import BaseOffer, Choice, Offer, Piece
 from everstep.errors import EverstepError
 from everstep.format.digests import digest
@@ -33,7 +34,7 @@ from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs
 
-__all__ = ["keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
+__all__ = ["base_offer_of", "keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
 
 
 def offer_of(
@@ -42,6 +43,7 @@ def offer_of(
     rank: int,
     disk: str,
     held: Iterable[tuple[Marker, str]] = (),
+    log: tuple[LogRun, ...] = (),
 ) -> Offer:
     """What a rank can read, from names and lengths; bytes are checked when they are loaded.
 
@@ -51,10 +53,11 @@ def offer_of(
     Args:
         disk: name of the disk that ``inventory`` is of.
         held: what is in other tiers: marker and tier of each piece.
+        log: of this rank.
     """
     bases: dict[BaseId, BaseOffer] = {}
     for found in inventory.bases:
-        offer = _base_offer(found)
+        offer = base_offer_of(found)
         if offer.pieces and offer.manifest is None:
             _sync_names(filesystem, found.path)
         if offer.pieces or offer.manifest is not None:
@@ -70,7 +73,7 @@ def offer_of(
         bases[base] = BaseOffer(pieces, old.manifest)
     lost = tuple(base.id for base in inventory.bases if base.status == "damaged")
     timelines = dict(inventory.timelines)
-    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost)
+    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost, log)
 
 
 def open_on_disk(
@@ -185,7 +188,8 @@ def _names(filesystem: FileSystem, directory: PurePath) -> set[str]:
     return {entry.name for entry in filesystem.scan(directory)}
 
 
-def _base_offer(found: BaseFound) -> BaseOffer:
+def base_offer_of(found: BaseFound) -> BaseOffer:
+    """What can be read of a base, from names and lengths."""
     if found.status == "condemned" and found.manifest is not None:
         # Each disk has its mark: what none of them has begun to remove is there as before.
         mine = [marker for marker in found.manifest.markers if found.has_files_of(marker)]

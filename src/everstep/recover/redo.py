@@ -21,6 +21,7 @@ from everstep.errors import AuditError, DamageError, EverstepError, FormatError,
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.declared import DeclaredRedo
+from everstep.recover.sharded import as_live, replayer_of
 from everstep.recover.tensors import tensor_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
@@ -29,6 +30,7 @@ from everstep.replay.updates import Update
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes import available_cores
+from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.log import GRADIENT, HYPER, INDICES, INT8, SCALES, SPOT, UPDATE_OBJECT, VALUES
@@ -197,7 +199,7 @@ class Redo:
         for tree in trees.values():
             for name in references(tree):
                 if name in kept:
-                    entries[name] = kept[name]
+                    entries[name] = as_live(kept[name], live.get(name))
                 elif name in live:
                     entries[name] = stored_form(name, live[name])
                 else:
@@ -223,7 +225,7 @@ class Redo:
                     continue
                 if source is not None:
                     with torch.no_grad():
-                        target.copy_(source)
+                        local_of(target).copy_(source)
                 tensors[name] = target
             notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
         return notes
@@ -237,13 +239,13 @@ class Redo:
             spans = sorted(
                 (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
                 for optimizer in self._state.optimizers.values()
-                for tensor in _owned(optimizer)
+                for tensor in map(local_of, _owned(optimizer))
             )
             names = [place.entry.name for place in mark.layout.placed]
             self._doubtful = [
                 name
                 for name in names
-                if name in self._live and _inside(self._live[name].data_ptr(), spans)
+                if name in self._live and _inside(local_of(self._live[name]).data_ptr(), spans)
             ]
         return self._doubtful
 
@@ -251,7 +253,7 @@ class Redo:
         for place in mark.layout.placed:
             if place.entry.name in names:
                 with torch.no_grad():
-                    self._live[place.entry.name].copy_(tensor_of(mark, place))
+                    local_of(self._live[place.entry.name]).copy_(tensor_of(mark, place))
 
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
@@ -280,7 +282,7 @@ class Redo:
             known = {id(p): name for p, name in zip(parameters, names, strict=True)}
             # Training stands still: its second core is free, whatever torch was told to use.
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
-            replayer = self._replayers[key] = Replayer.of(optimizer, known, threads=threads)
+            replayer = self._replayers[key] = replayer_of(optimizer, known, threads=threads)
         return replayer
 
 
@@ -320,7 +322,7 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
     for record in {id(record): record for record in records}.values():
         if record is None:
             return "the record that says where it was trained is damaged"
-        for key in sorted({*mine, *record.fingerprint} - {"python"}):
+        for key in sorted({*mine, *record.fingerprint} - {"python", "session"}):
             theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
             if theirs != here:
                 return f"trained with {key} {theirs}, replayed with {here}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from everstep.recover.audits import audit_in_words
 from everstep.recover.decide import Skipped
 from everstep.recover.resume import Resumed
+from everstep.recover.sources import RankRead
 
 __all__ = ["Recovery", "describe"]
 
@@ -30,8 +31,10 @@ class Recovery:
         size_bytes: bytes read and verified.
         timeline: the timeline that was opened; later bases are written to it.
         skipped: bases that were passed over, with the reason.
-        mismatched: ``(name, what differs)`` that ``strict=False`` left out.
+        mismatched: ``(name, what differs)`` that ``strict=False`` left out, or took as it may not
+            be meant (parameters that ranks had different ones of, see ``adr/022``).
         notes: what this machine could not take back, and damage to records that did no harm.
+        reads: of a job of several ranks: from which tier each of them has read how many bytes.
     """
 
     step: int
@@ -48,6 +51,7 @@ class Recovery:
     notes: tuple[str, ...] = ()
     load_s: float = 0.0
     replay_s: float = 0.0
+    reads: tuple[RankRead, ...] = ()
 
 
 def describe(resumed: Resumed, seconds: float) -> Recovery:
@@ -80,4 +84,5 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         notes=resumed.problems + (() if loaded is None else loaded.notes),
         load_s=resumed.load_s,
         replay_s=resumed.replay_s,
+        reads=resumed.reads,
     )

@@ -30,9 +30,13 @@ from everstep.state.ranks import RankInfo
 from everstep.state.tree import references
 from everstep.state.zero import PARTITIONED, ZeroProvider
 
-__all__ = ["Piece", "SavedRanks", "View", "needs_of", "read_object"]
+__all__ = ["HoleError", "Piece", "SavedRanks", "View", "needs_of", "read_object"]
 
 _LISTED = 8
+
+
+class HoleError(DamageError):
+    """What is wanted is not all in the files that were opened: perhaps other ranks' have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,10 @@ class SavedRanks:
                 )
         return list(boxes.values())
 
+    def all_pieces(self, name: str) -> Sequence[Piece]:
+        """The parts of all that any rank calls ``name``."""
+        return self._pieces.get(name, ())
+
     def _add(self, header: ShardHeader, rank: int) -> None:
         file = len(self.files)
         others: dict[str, list[str]] = {}
@@ -257,9 +265,10 @@ class SavedRanks:
         for name in references(tree):
             pieces = self.pieces_of(name, rank)
             if not pieces:
-                raise FormatError(
-                    f"entry {name!r} of rank {rank} is referred to but not there{self._absent()}"
-                )
+                message = f"entry {name!r} of rank {rank} is referred to but not there"
+                if len(self.ranks) < self.world:
+                    raise HoleError(message + self._absent(), entry=name)
+                raise FormatError(message)
             entry = pieces[0].entry
             view.pieces[name] = pieces
             view.entries[name] = Entry.whole(
@@ -332,11 +341,11 @@ class SavedRanks:
         missing = sorted(set(range(self.world)) - set(self.ranks))
         return f"; the files of rank(s) {_listed(missing)} are not here" if missing else ""
 
-    def hole(self, holes: Mapping[str, str]) -> DamageError:
+    def hole(self, holes: Mapping[str, str]) -> HoleError:
         """The error that lists what nobody has written: ``name -> what``."""
         listed = [f"  {name}: {what}" for name, what in list(holes.items())[:_LISTED]]
         more = len(holes) - len(listed)
-        return DamageError(
+        return HoleError(
             f"{len(holes)} entries have a hole{self._absent()}:\n"
             + "\n".join([*listed, *([f"  and {more} more"] if more > 0 else [])]),
             entry=next(iter(holes)),

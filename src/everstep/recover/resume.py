@@ -38,6 +38,7 @@ from everstep.recover.logs import LogFound
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.reach import reachable
 from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
+from everstep.recover.sources import RankRead
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint
@@ -65,6 +66,7 @@ class Resumed:
         audit: what the state rests on (see :func:`.audits.audit_of`).
         load_s, replay_s: seconds that loading the base, and replaying behind it, took.
         forks: steps at which earlier processes took the run over.
+        reads: of several ranks: what each has read, and from where.
     """
 
     timeline: int
@@ -82,6 +84,7 @@ class Resumed:
     load_s: float = 0.0
     replay_s: float = 0.0
     forks: tuple[int, ...] = ()
+    reads: tuple[RankRead, ...] = ()
 
 
 def resume(
@@ -116,7 +119,7 @@ def resume(
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             try:
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
-                log = LogFound.of(seams.filesystem, inventory, recalled.records)
+                log = LogFound.of(seams.filesystem, inventory, recalled.records, world=1)
                 restored = Restored() if fresh else _restore(inventory, loader, log, step)
             except _VanishedError:
                 continue

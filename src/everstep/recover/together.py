@@ -7,8 +7,8 @@ that says nothing for too long is named; one that is loading says so while it do
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.commit.agreement import (
@@ -35,6 +35,7 @@ from everstep.commit.messages import (
     encode_message,
 )
 from everstep.commit.offers import Choice, Needs, Offer, Source
+from everstep.commit.reclaim import COPY_TIERS
 from everstep.errors import (
     DamageError,
     DeadlineError,
@@ -43,14 +44,19 @@ from everstep.errors import (
     StateError,
 )
 from everstep.format.names import base_dir
-from everstep.format.records import Manifest, TimelineRecord
+from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase
 from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.recover.peers import Fetch, Fetched
+from everstep.recover.rank_copies import Copies
+from everstep.recover.ranklog import RankLog, Redone
 from everstep.recover.ranks import offer_of, open_on_disk
+from everstep.recover.reshard import HoleError
 from everstep.recover.resume import Resumed, not_finite
 from everstep.recover.scan import BaseFound, Inventory, scan_run
+from everstep.recover.sources import Place, Places, RankRead, rank_of
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint
@@ -64,9 +70,9 @@ _log = logging.getLogger("everstep")
 _TICK_S = 0.1
 _ALIVE_EVERY_S = 1.0
 
-Load = Callable[[BaseFound, dict[int, HeldBase], Callable[[], None]], LoadedBase]
-"""Restores this rank's state from a base: from memory where it is held, else from disk. Calls the
-last argument every now and then."""
+Load = Callable[[BaseFound, Mapping[int, Place], Callable[[], None]], LoadedBase]
+"""Restores this rank's state from a base: from the files of these ranks, each where it says. Calls
+the last argument every now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,8 @@ class _Outcome:
     exact: bool = True
     load_s: float = 0.0
     inventory: Inventory | None = None
+    reads: tuple[RankRead, ...] = ()
+    redone: Redone = field(default_factory=Redone)
 
 
 class _Start:
@@ -110,16 +118,21 @@ class _Start:
         meeting: Meeting,
         held: HeldBase | None,
         load: Load | None,
+        copies: Copies,
+        log: RankLog | None,
         *,
         step: int | None,
         needs: Needs,
         timeout_s: float,
     ) -> None:
+        self._copies, self._log = copies, log
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._timeout_s = timeout_s
         self._needs = needs
+        self.fetched: list[Fetched] = []
         self.outcome = _Outcome()
+        self.skipped: list[Skipped] = []
         self.went: Go | None = None
         self._refused: str | None = None
         self._agreement = Agreement(
@@ -206,12 +219,10 @@ class _Start:
             elif isinstance(out, TakeInventory):
                 todo += self._agreement.done(InventorySeen(self._offer()))
             elif isinstance(out, Restore):
-                todo += self._agreement.done(Restored(self._restore(out.choice)))
+                todo += self._agreement.done(self._restore(out.choice))
             elif isinstance(out, OpenTimeline):
                 failpoint("resume.before_timeline")
-                unique = f"{self._meeting.session}-{self._meeting.rank}"
-                ours = open_on_disk(self._filesystem, self._run, out.record, out.choice, unique)
-                todo += self._agreement.done(Opened(ours))
+                todo += self._agreement.done(Opened(self._open(out)))
             elif isinstance(out, Go):
                 self.went = out
             elif isinstance(out, Refuse):
@@ -219,15 +230,58 @@ class _Start:
             else:
                 assert isinstance(out, IsSilent)  # judged by what was heard, see _check_others
 
+    def _open(self, out: OpenTimeline) -> bool:
+        """Opens a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
+        leads = self._meeting.rank == COORDINATOR
+        if leads:
+            self._copies.prepare(out.choice)
+        unique = f"{self._meeting.session}-{self._meeting.rank}"
+        ours = self._copies.open_timeline(out.record) and open_on_disk(
+            self._filesystem, self._run, out.record, out.choice, unique
+        )
+        if ours and leads and out.choice.base is not None:
+            self._copies.take_back(out.choice.base)
+        return ours
+
     def _offer(self) -> Offer:
         inventory = self.outcome.inventory = scan_run(self._filesystem, self._run)
         rank = self._meeting.rank
         disk, held = self._meeting.disks[rank], []
         if self._held is not None and self._held.id.timeline in inventory.timelines:
             held.append((self._held.marker, "memory"))
-        return offer_of(self._filesystem, inventory, rank, disk, held)
+        mine = [one for one in self.fetched if one.is_of(inventory)]
+        held += [(one.held.marker, "peer") for one in mine]
+        log = () if self._log is None else self._log.runs(inventory)
+        offer = offer_of(self._filesystem, inventory, rank, disk, held, log)
+        named = {one.record.timeline: one.record for one in mine}
+        offer = replace(offer, timelines={**offer.timelines, **named})
+        return self._copies.add_to(offer)
 
-    def _restore(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
+    def fetch(self, fetch: Fetch) -> None:
+        """What is held in the memory of other nodes, and is needed here, comes here."""
+        self.fetched = fetch(self._offer())
+
+    def _restore(self, choice: Choice) -> Restored:
+        """Loads what was chosen, and replays this rank's log behind it."""
+        damaged = self._load_base(choice)
+        loaded = self.outcome.loaded
+        if damaged or loaded is None or choice.reach is None or self._log is None:
+            return Restored(damaged, exact=self.outcome.exact)
+        redone = self._log.redo(choice, loaded, together=True, alive=self._is_alive)
+        if redone.spoilt is not None and not redone.sure:
+            # Which step it is shows when they are redone one by one, on the base once more.
+            damaged = self._load_base(choice)
+            loaded = self.outcome.loaded
+            if damaged or loaded is None:
+                return Restored(damaged, exact=self.outcome.exact)
+            redone = self._log.redo(choice, loaded, together=False, alive=self._is_alive)
+        self.outcome.redone = redone
+        self.skipped += [one for one in redone.skipped if one not in self.skipped]
+        exact = self.outcome.exact and not redone.inexact and not redone.notes
+        self.outcome.exact = exact
+        return Restored((), redone.spoilt, exact)
+
+    def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Loads what was chosen; returns which files are damaged, and where."""
         self.outcome = _Outcome(inventory=self.outcome.inventory)
         if choice.base is None or choice.manifest is None:
@@ -241,70 +295,82 @@ class _Start:
             )
         path = base_dir(self._run, choice.base.timeline, choice.base.step)
         base = BaseFound(choice.base, path, "committed", choice.manifest, None, ())
-        damaged: list[tuple[int, Source]] = []
-        for held, source in self._ways(choice, choice.manifest):
+        places = self._places(choice, choice.manifest)
+        wanted = tuple(self._needs(self._meeting.rank, choice.manifest))
+        while (picked := places.pick(wanted)) is not None:
             start_s = self._clock.monotonic_s()
             try:
-                loaded = self._load(base, held, self._is_alive)
+                loaded = self._load(base, picked, self._is_alive)
+            except (HoleError, RecoveryError) as error:
+                # Ranks wrote to other disks then: what they had in common others have, too.
+                if set(wanted) >= set(places.readable):
+                    if isinstance(error, RecoveryError):
+                        raise
+                    places.failed(picked, None)
+                wanted = places.readable or wanted
             except (DamageError, FormatError, OSError) as error:
-                _log.warning("%s could not be restored from %s: %s", choice.base, source, error)
-                damaged += self._spoilt(choice, held, error)
-                continue
-            exact = not loaded.mismatches and not loaded.notes
-            exact = exact and all(marker.exact for marker in choice.manifest.markers)
-            load_s = self._clock.monotonic_s() - start_s
-            self.outcome = _Outcome(loaded, source, exact, load_s, self.outcome.inventory)
-            return ()
-        return tuple(damaged)
+                where = ", ".join(sorted({place.source.tier for place in picked.values()}))
+                _log.warning("%s could not be restored from %s: %s", choice.base, where, error)
+                places.failed(picked, rank_of(error))
+            else:
+                self._take(loaded, choice.manifest, picked, start_s)
+                return ()
+        return tuple(places.damaged)
 
-    def _ways(self, choice: Choice, manifest: Manifest) -> list[tuple[dict[int, HeldBase], str]]:
-        """What to restore from, the cheapest first: pieces in memory, by rank; others on disk."""
-        ways: list[tuple[dict[int, HeldBase], str]] = []
-        held, needed = self._held, tuple(self._needs(self._meeting.rank, manifest))
-        held = held if held is not None and held.id == choice.base else None
-        mine = {
-            rank: {source.tier for source in choice.sources[rank] if self._is_mine(source)}
-            for rank in needed
-        }
-        here = held is not None and "memory" in mine.get(held.marker.rank, ())
-        if held is not None and here and held.marker in manifest.markers:
-            ways.append(({held.marker.rank: held}, "memory"))
-        if all("disk" in tiers for tiers in mine.values()):
-            ways.append(({}, "disk"))
-        return ways
+    def _take(
+        self, loaded: LoadedBase, manifest: Manifest, picked: Mapping[int, Place], start_s: float
+    ) -> None:
+        """Notes what was restored, and from where."""
+        exact = not loaded.mismatches and not loaded.notes
+        exact = exact and all(marker.exact for marker in manifest.markers)
+        read_bytes: dict[Source, int] = {}
+        for rank, size_bytes in loaded.rank_bytes.items():
+            source = picked[rank].source
+            read_bytes[source] = read_bytes.get(source, 0) + size_bytes
+        self.outcome = _Outcome(
+            loaded,
+            _name_of({place.source.tier for place in picked.values()}),
+            exact,
+            self._clock.monotonic_s() - start_s,
+            self.outcome.inventory,
+            tuple(
+                RankRead(self._meeting.rank, source.tier, size_bytes)
+                for source, size_bytes in sorted(read_bytes.items())
+            ),
+        )
 
-    def _is_mine(self, source: Source) -> bool:
-        return source.rank == self._meeting.rank
+    def _places(self, choice: Choice, manifest: Manifest) -> Places:
+        """Where this rank can read the files of each rank that wrote some."""
+        found: dict[int, list[Place]] = {}
+        for marker in manifest.markers:
+            for source in choice.sources[marker.rank]:
+                if source.rank == self._meeting.rank:
+                    found.setdefault(marker.rank, []).extend(self._at(source, marker))
+        return Places(found)
 
-    def _spoilt(
-        self, choice: Choice, held: dict[int, HeldBase], error: Exception
-    ) -> list[tuple[int, Source]]:
-        """The pieces that a failed attempt has shown to be damaged: those of the rank that the
-        error names, where it names one."""
-        assert choice.manifest is not None
-        named = getattr(error, "rank", None)
-        found = []
-        for rank in self._needs(self._meeting.rank, choice.manifest):
-            tier = "memory" if rank in held else "disk"
-            if named is None or rank == named:
-                found += [
-                    (rank, source)
-                    for source in choice.sources[rank]
-                    if self._is_mine(source) and source.tier == tier
-                ]
-        return found
+    def _at(self, source: Source, marker: Marker) -> list[Place]:
+        if source.tier == "memory":
+            held = self._held
+            return [Place(source, held)] if held is not None and held.marker == marker else []
+        if source.tier == "peer":
+            return [Place(source, one.held) for one in self.fetched if one.held.marker == marker]
+        if source.tier == "disk":
+            return [Place(source, self._filesystem)]
+        copies = [copy for copy in self._copies.places if copy.kind == source.tier]
+        return [Place(source, copy.files) for copy in copies]
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
         assert choice.run is not None, "every disk has the record of the run by now"
         return TimelineRecord(
             run=choice.run,
             timeline=number,
-            parent=None if choice.base is None else choice.base.timeline,
-            fork_step=0 if choice.base is None else choice.base.step,
+            parent=None if choice.end is None else choice.end.timeline,
+            fork_step=0 if choice.end is None else choice.end.step,
             exact=self.outcome.exact,
             world=self._meeting.world,
             fingerprint={**fingerprint(), "session": self._meeting.session},
             created_unix_s=self._clock.unix_s(),
+            base=None if choice.base is None or choice.reach is None else astuple(choice.base),
         )
 
 
@@ -319,8 +385,12 @@ def resume_together(
     step: int | None,
     needs: Needs,
     timeout_s: float,
+    copies: Copies | None = None,
+    log: RankLog | None = None,
+    fetch: Fetch | None = None,
 ) -> tuple[Resumed, Choice]:
-    """Restores, on every rank, the newest base that all of them can read, and opens a timeline.
+    """Restores, on every rank, the newest step that all of them reach, by a base that all can read
+    and the log of each of them, and opens a timeline.
 
     Args:
         held: what is in the memory of this rank's keeper.
@@ -328,6 +398,10 @@ def resume_together(
         step: restore a base of this step; 0 with no such base: start afresh.
         needs: which ranks' files a rank has to read.
         timeout_s: a rank that says nothing for so long is reported.
+        copies: in other tiers, which every rank can read; None: there are none.
+        log: of this rank; None: there is none.
+        fetch: gets what this rank needs of copies in the memory of other nodes; None: there are
+            none.
 
     Raises:
         RecoveryError: when there are bases and none can be used by all, or none of ``step``.
@@ -336,28 +410,72 @@ def resume_together(
         DeadlineError: a rank is silent.
     """
     with storage_errors("resume", run, rank=meeting.rank):
-        start = _Start(seams, run, meeting, held, load, step=step, needs=needs, timeout_s=timeout_s)
+        copies = copies or Copies((), run)
+        start = _Start(
+            seams,
+            run,
+            meeting,
+            held,
+            load,
+            copies,
+            log,
+            step=step,
+            needs=needs,
+            timeout_s=timeout_s,
+        )
+        if fetch is not None:
+            start.fetch(fetch)
         go = start.agree()
-    return _resumed(go, start.outcome, state), go.choice
+    skipped = (*start.skipped, *(() if log is None else log.skipped))
+    return _resumed(go, start.outcome, state, skipped, copies.problems), go.choice
 
 
-def _resumed(go: Go, outcome: _Outcome, state: State) -> Resumed:
-    choice, loaded = go.choice, outcome.loaded
+def _name_of(tiers: set[str]) -> str:
+    """What a resume calls the places that it read from. Never "disk" where a copy was among them:
+    that would vouch for what this rank's own disk holds."""
+    copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
+    if copies:
+        return copies[0]
+    if "peer" in tiers:
+        return "peer"
+    return "memory" if "memory" in tiers else "disk"
+
+
+def _resumed(
+    go: Go,
+    outcome: _Outcome,
+    state: State,
+    skipped: tuple[Skipped, ...],
+    damage: tuple[str, ...],
+) -> Resumed:
+    choice, loaded, redone = go.choice, outcome.loaded, outcome.redone
+    end, lsn = choice.end, 0 if loaded is None else loaded.marker.lsn
+    if choice.reach is not None:
+        lsn = choice.reach.lsn
+    if loaded is not None and redone.notes:
+        loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
+    inexact = redone.inexact
+    if outcome.exact and not go.exact:
+        inexact = "what another rank has restored is not exact"
     inventory = outcome.inventory
     assert inventory is not None
-    problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
+    problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
     if loaded is not None and (bad := nonfinite_parameter(state)):
-        problems += (not_finite(bad, choice.base),)
+        problems += (not_finite(bad, end),)
     return Resumed(
         go.timeline,
         choice.base,
         loaded,
         outcome.source,
-        outcome.exact,
-        tuple(Skipped(base.timeline, base.step, why) for base, why in choice.skipped),
+        outcome.exact and go.exact,
+        (*(Skipped(base.timeline, base.step, why) for base, why in choice.skipped), *skipped),
         problems,
-        step=0 if choice.base is None else choice.base.step,
-        lsn=0 if loaded is None else loaded.marker.lsn,
+        step=0 if end is None else end.step,
+        lsn=lsn,
+        replayed=0 if choice.reach is None else choice.reach.count,
+        inexact=inexact,
         load_s=outcome.load_s,
+        replay_s=redone.replay_s,
         forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
+        reads=outcome.reads,
     )

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError
 from everstep.replay.cuts import has_gaps
+from everstep.state.dtensors import local_of
 
 __all__ = [
     "MATRIX",
@@ -239,16 +240,19 @@ def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Ten
 # --- What cannot be replayed ------------------------------------------------------------
 
 
-def refusal(optimizer: Optimizer) -> str | None:
+def refusal(optimizer: Optimizer, *, parts: bool = False) -> str | None:
     """Why the updates of this optimizer cannot be logged and replayed, or None if they can.
 
     To be asked before training starts. Sparse gradients show only in training; see
     :meth:`~everstep.replay.engine.Replayer.apply`.
+
+    Args:
+        parts: of parameters that are spread over ranks, each rank replays its own part.
     """
-    return next(_refusals(optimizer), None)
+    return next(_refusals(optimizer, parts), None)
 
 
-def _refusals(optimizer: Optimizer) -> Iterator[str]:
+def _refusals(optimizer: Optimizer, parts: bool) -> Iterator[str]:
     kind = type(optimizer)
     if why := kind_refusal(kind):
         yield why
@@ -261,7 +265,7 @@ def _refusals(optimizer: Optimizer) -> Iterator[str]:
         if why := options_refusal(kind, group, group["params"]):
             yield why
         for position, parameter in enumerate(group["params"]):
-            if why := tensor_refusal(parameter):
+            if why := tensor_refusal(local_of(parameter) if parts else parameter):
                 yield f"parameter {position}: {why}"
 
 

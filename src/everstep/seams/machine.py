@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
-__all__ = ["memory_available_bytes"]
+__all__ = ["machine_name", "memory_available_bytes"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -20,6 +21,12 @@ def memory_available_bytes() -> int:
     if limit.isdigit() and used.isdigit():
         found.append(max(0, int(limit) - int(used)))
     return min(found)
+
+
+def machine_name() -> str:
+    """What this machine is called as a thing that fails as a whole: the same in all containers on
+    it, and another one on every other machine."""
+    return _text(Path("/proc/sys/kernel/random/boot_id")) or platform.node()
 
 
 def _text(path: Path) -> str:

@@ -28,6 +28,8 @@ _KEPT_MAX = 1024  # messages for a rank that cannot be reached
 _TRY_AGAIN_S = 0.25
 _CONNECT_S = 5.0
 _LOOK_AGAIN_S = 0.02
+_STRANGERS_MAX = 64  # connections that have not said their session yet
+_STRANGER_S = 10.0  # within which they have to
 
 
 class PeerMailbox:
@@ -139,6 +141,7 @@ class PeerMailbox:
         assert self._selector is not None
         while not self._closing:
             try:
+                self._drop_strangers()
                 self._connect_all()
                 for key, events in self._selector.select(_TRY_AGAIN_S):
                     key.data(key.fileobj, events)
@@ -154,8 +157,27 @@ class PeerMailbox:
         with contextlib.suppress(OSError):
             connected, _peer = self._listener.accept()
             connected.setblocking(False)
-            self._in[connected] = _In()
+            self._in[connected] = _In(time.monotonic())
             self._selector.register(connected, selectors.EVENT_READ, self._read)
+
+    def _drop_strangers(self) -> None:
+        """Whoever does not say the session in time, or is one of too many who have not, is no rank
+        of ours; a rank that was only slow connects again."""
+        strangers = [one for one, incoming in self._in.items() if incoming.rank is None]
+        # All ranks may connect at once.
+        too_many = max(0, len(strangers) - _STRANGERS_MAX - len(self._out))
+        now_s = time.monotonic()
+        for place, connected in enumerate(strangers):  # the oldest first
+            if place < too_many or now_s - self._in[connected].since_s > _STRANGER_S:
+                self._drop_incoming(connected)
+
+    def _drop_incoming(self, connected: socket.socket) -> None:
+        assert self._selector is not None
+        incoming = self._in.pop(connected)
+        self._selector.unregister(connected)
+        connected.close()
+        if incoming.rank is not None:
+            self._from[incoming.rank] -= 1
 
     def _read(self, connected: Any, events: int) -> None:
         incoming = self._in[connected]
@@ -168,12 +190,7 @@ class PeerMailbox:
         if piece:
             incoming.data += piece
         if not piece or not self._parse(incoming):
-            assert self._selector is not None
-            self._selector.unregister(connected)
-            del self._in[connected]
-            connected.close()
-            if incoming.rank is not None:
-                self._from[incoming.rank] -= 1
+            self._drop_incoming(connected)
 
     def _parse(self, incoming: _In) -> bool:
         """Takes whole messages; False: this is none of ours."""
@@ -273,9 +290,14 @@ class PeerMailbox:
 
 
 class _In:
-    """A connection that another rank has made."""
+    """A connection that another rank has made, or somebody else.
 
-    def __init__(self) -> None:
+    Attributes:
+        rank: None before the session was said.
+    """
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
         self.data = bytearray()
         self.rank: int | None = None
 

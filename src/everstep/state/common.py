@@ -21,8 +21,9 @@ def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Comm
     """What is known of the sections that ``providers`` are of.
 
     Parameters inside of DistributedDataParallel are the same on all ranks of its group, and so is
-    what an optimizer keeps for them. Buffers are not: each rank computes its own, and where they
-    are broadcast, that happens before the next forward.
+    what one of torch's optimizers keeps for them; another may keep what is a rank's own. Buffers
+    are not: each rank computes its own, and where they are broadcast, that happens before the next
+    forward.
 
     Args:
         aliases: ``other name -> entry name``.
@@ -48,7 +49,7 @@ def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Comm
         where = join_path(provider.section, "state")
         for name, owner in provider.named():
             front = join_path(where, name)
-            if id(owner) in entries:
+            if id(owner) in entries and provider.is_function_of_gradients:
                 states[front] = entries[id(owner)]
             if isinstance(provider, ZeroProvider):
                 owned[front] = provider.ranks

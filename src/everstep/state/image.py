@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +171,11 @@ class State:
     def is_shared(self) -> bool:
         """Whether other ranks have, or write, any of what this rank holds."""
         return self._share.is_shared(self._survey())
+
+    def holders(self) -> Callable[[str], frozenset[int] | None]:
+        """Which ranks have a parameter in common, by the name of its entry, or of one of an
+        optimizer's state for it; None for all other entries."""
+        return self._share.holders(self._survey())
 
     def restore_order(self) -> list[str]:
         """Sections in the order of restoring: modules, optimizers, the rest, RNG last, so that

@@ -77,6 +77,12 @@ class OptimizerProvider:
         names = [name for name, _ in self._parameters(self._names.now())]
         return list(dict(zip(names, parameters, strict=True)).items())
 
+    @property
+    def is_function_of_gradients(self) -> bool:
+        """Whether ranks that consume the same gradients keep the same state: torch's own
+        optimizers do; others may keep what is a rank's own (local momentum, residuals)."""
+        return type(self._optimizer).__module__.startswith("torch.optim.")
+
     def groups(self) -> list[list[str]]:
         """Names of the parameters of each group, now."""
         named = iter(self._parameters(self._names.now()))

@@ -254,7 +254,8 @@ class Told:
                 there = ", ".join(map(repr, self.updates)) or "none"
                 raise OptionError(
                     f"no function is registered for {pattern!r}; there are: {there}",
-                    hint=f"Checkpointer(..., declared={{{pattern!r}: function}})",
+                    hint=f"Checkpointer(..., declared={{{pattern!r}: function}}); "
+                    "or after_update() without a name, and a log takes a base instead",
                 )
 
     def check_used(self, names: Iterable[str]) -> None:

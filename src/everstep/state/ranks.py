@@ -17,12 +17,14 @@ class RankInfo:
         near: the ranks that write to the same disk as this one, itself included; what all ranks
             have in common is written once to each disk. None: all of them do.
         here: how many ranks share the memory of this machine, itself included.
+        nodes: by rank: what its node is called; empty where no rank sends its bases to a peer.
     """
 
     rank: int = 0
     world: int = 1
     near: tuple[int, ...] | None = None
     here: int = 1
+    nodes: tuple[str, ...] = ()
 
 
 ONE_RANK = RankInfo()

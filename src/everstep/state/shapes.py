@@ -17,14 +17,17 @@ def shape_digest(
     aliases: Mapping[str, str],
     groups: Mapping[str, Sequence[Sequence[str]]],
 ) -> str:
-    """The digest of names, dtypes and shapes of all tensors, and of who optimizes what.
+    """The digest of names, dtypes and shapes of all tensors, of which part of a larger one each
+    is, and of who optimizes what.
 
     Args:
         entries: of tensors; those of objects left out.
         aliases: ``other name -> entry name``.
         groups: names of the parameters of each group, by optimizer.
     """
-    listed = sorted([e.name, e.dtype, list(e.shape), e.logical_dtype or ""] for e in entries)
+    listed = sorted(
+        [e.name, e.dtype, list(e.shape), e.logical_dtype or "", *_place(e)] for e in entries
+    )
     plain = [
         listed,
         sorted(aliases.items()),
@@ -32,3 +35,10 @@ def shape_digest(
     ]
     text = json.dumps(plain, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _place(entry: Entry) -> list[list[int]]:
+    """Which part of a tensor an entry is; nothing where it is all of it."""
+    if entry.shape == entry.global_shape:
+        return []
+    return [list(entry.global_shape), list(entry.global_offset)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
 from everstep.state.common import common_of, why_not_shared
+from everstep.state.objects import join_path
+from everstep.state.optimizers import OptimizerProvider
 from everstep.state.placing import WHOLE, Placement
 from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.ranks import RankInfo
@@ -57,6 +59,25 @@ class OwnShare:
             return False
         common = common_of(self._providers.values(), survey.shape.aliases)
         return Sharing(self._ranks, survey.shape.entries, common).is_shared()
+
+    def holders(self, survey: Survey) -> Callable[[str], frozenset[int] | None]:
+        """See :meth:`everstep.state.image.State.holders`."""
+        aliases, providers = survey.shape.aliases, self._providers
+        common = common_of(providers.values(), aliases)
+        sharing = Sharing(self._ranks, survey.shape.entries, common)
+        modules = [p for p in providers.values() if isinstance(p, ModuleProvider)]
+        keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
+        parameters = {aliases.get(key, key) for key in keys}
+
+        def of(name: str) -> frozenset[int] | None:
+            unit = sharing.unit_of(aliases.get(name, name))
+            if unit in parameters:
+                return sharing.ranks_of(unit)
+            section, kind, *_ = (*name.split("/", 2), "")
+            of_optimizer = isinstance(providers.get(section), OptimizerProvider)
+            return frozenset({self._ranks.rank}) if of_optimizer and kind == "state" else None
+
+        return of
 
     def _share_of(self, shape: Shape) -> Shape:
         self._refuse(shape)

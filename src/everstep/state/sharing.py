@@ -84,18 +84,31 @@ class Sharing:
             share.placement.ranks != own for share in self._shares.values()
         )
 
+    def unit_of(self, name: str) -> str:
+        """The parameter that an entry goes with; other entries go alone."""
+        if name in self._common.parameters:
+            return name
+        return self._common.states.get(_front(name), name)
+
+    def ranks_of(self, name: str) -> frozenset[int]:
+        """Ranks that have an entry in common; this one alone, where it is none of its own."""
+        share = self._shares.get(name)
+        if share is None:
+            return frozenset({self._ranks.rank})
+        ranks = share.placement.ranks
+        return frozenset(self._everyone if ranks is None else ranks)
+
     def _share(self, entry: Entry) -> Share:
         name, me = entry.name, self._ranks.rank
-        unit, front = name, _front(name)
-        if name not in self._common.parameters:
-            unit = self._common.states.get(front, name)
+        unit, front = self.unit_of(name), _front(name)
         placement = Placement.parse(entry.placement)
         if placement.ranks is not None:
             return Share(unit, self._near(replicas_on_mesh(placement, me)), placement)
         if front in self._common.owned:
             return Share(unit, (me,), self._held_by(self._common.owned[front]))
         together = self._common.parameters.get(unit)
-        if together is None and unit != name and entry.size_bytes <= _COUNTER_BYTES:
+        counts = name.endswith("/step") and entry.size_bytes <= _COUNTER_BYTES
+        if together is None and unit != name and counts:
             together = self._on_the_mesh_of(unit)
         together = together or (me,)
         return Share(unit, self._near(together), self._held_by(together))

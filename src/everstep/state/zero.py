@@ -49,6 +49,10 @@ class ZeroProvider(OptimizerProvider):
         self._zero = optimizer
 
     @property
+    def is_function_of_gradients(self) -> bool:
+        return True  # one rank alone has the state of a parameter
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks over which the state is spread."""
         return tuple(torch.distributed.get_process_group_ranks(self._zero.process_group))

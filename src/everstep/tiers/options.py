@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.errors import OptionError
 
-__all__ = ["TierOptions", "validate_tiers"]
+__all__ = ["PeerOptions", "TierOptions", "split_peers", "validate_tiers"]
 
 _YEAR_S = 366 * 86_400.0
 
@@ -20,7 +20,8 @@ class TierOptions:
         where: ``"s3://bucket/prefix"``, or the absolute path of a directory on another disk.
         every_s: from copy to copy, at least; the newest base counts.
         keep: copies to keep; None: as many as bases.
-        objects_per_hour: a cap on what is written there; copies wait for it.
+        objects_per_hour: a cap on what is written there, by all ranks together, each of which
+            has an equal part of it; copies wait for it.
     """
 
     where: str
@@ -38,6 +39,59 @@ class TierOptions:
             is_int = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not is_int or value < 1):
                 raise OptionError(f"TierOptions.{name} must be at least 1, not {value!r}")
+
+    def of_rank(self, world: int) -> TierOptions:
+        """What holds for one of ``world`` ranks: no message says who has written how much, so
+        each keeps to its part of the cap."""
+        if self.objects_per_hour is None or world == 1:
+            return self
+        return replace(self, objects_per_hour=max(1, self.objects_per_hour // world))
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """The memory of another node as a tier; ``"peer"`` means ``PeerOptions()``.
+
+    Attributes:
+        bytes_per_s: of each rank, that its keeper sends at most. None: so many that a base is there
+            after four fifths of the time between two bases (TierCheck, section 3.2).
+        host_bytes: of the copies that are held here for other ranks, at most; a part of
+            ``Budget.host_bytes``. None: half of it.
+        emulated_node: stands for a node, for tests and drills on one machine: ranks that name the
+            same are on the same one. A copy on the same machine protects nothing.
+    """
+
+    bytes_per_s: float | None = None
+    host_bytes: int | None = None
+    emulated_node: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "host_bytes"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and (not is_number or not value > 0):
+                raise OptionError(f"PeerOptions.{name} must be above 0, not {value!r}")
+        node = self.emulated_node
+        if node is not None and (not isinstance(node, str) or not node):
+            raise OptionError(f"PeerOptions.emulated_node must be a name, not {node!r}")
+
+
+def split_peers(
+    tiers: Sequence[str | TierOptions | PeerOptions],
+) -> tuple[list[str | TierOptions], PeerOptions | None]:
+    """The places that keep copies, and what was said of peers; None: they keep none.
+
+    Raises:
+        OptionError: peers were named twice.
+    """
+    if isinstance(tiers, str):
+        raise OptionError(f"tiers={tiers!r} must be a list of places", hint=f"tiers=[{tiers!r}]")
+    named = [PeerOptions() if one == "peer" else one for one in tiers]
+    peers = [one for one in named if isinstance(one, PeerOptions)]
+    if len(peers) > 1:
+        raise OptionError("tiers= names peers twice: each rank has one peer")
+    rest = [one for one in named if not isinstance(one, PeerOptions)]
+    return rest, peers[0] if peers else None
 
 
 def validate_tiers(tiers: Sequence[str | TierOptions], keep: int) -> tuple[TierOptions, ...]:

@@ -57,6 +57,8 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
+        if hasattr(value, "to_local"):  # a DTensor: what this rank has of it
+            return f"part of {list(value.shape)}: {_describe(value.to_local())}"
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_128_hexdigest(data)}"
     if isinstance(value, np.ndarray):

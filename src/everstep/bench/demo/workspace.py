@@ -21,8 +21,11 @@ __all__ = ["interruptible", "private_keepers", "workspace"]
 
 
 @contextlib.contextmanager
-def workspace(folder: Path | None) -> Iterator[Path]:
+def workspace(folder: Path | None, what: str = "demo") -> Iterator[Path]:
     """``folder``, made if need be and kept; or a temporary one, removed at the end.
+
+    Args:
+        what: is done there, for the temporary one's name.
 
     Raises:
         OptionError: when ``folder`` holds something already.
@@ -34,7 +37,7 @@ def workspace(folder: Path | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
         return
-    temporary = Path(tempfile.mkdtemp(prefix="everstep-demo-"))
+    temporary = Path(tempfile.mkdtemp(prefix=f"everstep-{what}-"))
     try:
         yield temporary
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ class Training:
     def step(self) -> float:
         """One update; returns the loss (nats per byte) before it."""
         inputs, targets = self.loader.next_batch()
-        device = self.model.positions.weight.device
+        device = next(self.model.parameters()).device  # the model may be in a wrapper
         inputs = _with_noise(inputs, self.config.noise).to(device)
         targets = targets.to(device)
         logits = self.model(inputs)
@@ -137,14 +138,18 @@ def training_of(
     text: bytes,
     *,
     device: torch.device | str = "cpu",
+    wrap: Callable[[GPT], GPT] = lambda model: model,
 ) -> Training:
     """Builds a training run; the weights come from torch's generator as it stands.
+
+    Args:
+        wrap: makes of the model what is trained, before there is an optimizer.
 
     Raises:
         OptionError: when ``text`` does not fill one batch.
     """
     loader = WindowLoader(text, context=model.context, batch=training.batch, seed=training.seed)
-    gpt = GPT(model).to(device)
+    gpt = wrap(GPT(model).to(device))
     parameters = list(gpt.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": training.weight_decay},

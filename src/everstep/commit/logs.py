@@ -1,0 +1,296 @@
+"""How far the logs of all ranks lead together: decisions without I/O (I4, I7).
+
+Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
+every one of them reaches: where one log ends, or has a hole, that is the end for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from everstep.commit.lineage import BaseId, Branch
+from everstep.format.log import RecordHead
+from everstep.format.records import Manifest, TimelineRecord
+
+__all__ = [
+    "JobLogs",
+    "LogRun",
+    "Reach",
+    "common_reach",
+    "log_path",
+    "reach_of",
+    "runs_of",
+    "timeline_of",
+]
+
+Path = Sequence[tuple[int, int | None]]
+"""A history, youngest timeline first, with the last step of each that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRun:
+    """Steps of one rank's log that follow each other without a hole.
+
+    Attributes:
+        first: the first step.
+        after: updates that follow this one are all there, up to the first step's mark.
+        lsns: at each step: the last update before its mark.
+        shape: digest of what the state consists of, in all of them.
+    """
+
+    timeline: int
+    first: int
+    after: int
+    lsns: tuple[int, ...]
+    shape: str
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.first + len(self.lsns) - 1
+
+    def follows(self, step: int, lsn: int) -> bool:
+        """Whether ``step`` can be redone on the state of the step before, which has seen update
+        ``lsn`` and those before it, and no other."""
+        at = step - self.first
+        if at == 0:
+            return self.after <= lsn <= self.lsns[0]
+        return 0 < at < len(self.lsns) and self.lsns[at - 1] == lsn
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The last step that all ranks reach from a base; the base's own where nothing can be redone.
+
+    Attributes:
+        lsn: the last update before the mark of that step; of all ranks the same, as of a base.
+        count: steps to be redone.
+        furthest: the last step that any rank could reach from there.
+        shortest: a rank whose log ends here.
+    """
+
+    timeline: int
+    step: int
+    lsn: int
+    count: int
+    furthest: int
+    shortest: int
+
+    @property
+    def end(self) -> BaseId:
+        """Timeline and step."""
+        return BaseId(self.timeline, self.step)
+
+
+def runs_of(
+    marks: Mapping[tuple[int, int], RecordHead], updates: Collection[tuple[int, int]]
+) -> tuple[LogRun, ...]:
+    """The runs of a log.
+
+    Args:
+        marks: by timeline and step.
+        updates: timeline and LSN of each.
+    """
+    found: list[LogRun] = []
+    lsns: list[int] = []
+    before: RecordHead | None = None
+    begin = 0
+
+    def end() -> None:
+        if before is not None:
+            first = before.step - len(lsns) + 1
+            found.append(LogRun(before.timeline, first, begin, tuple(lsns), before.shape))
+
+    for key in sorted(marks):
+        mark = marks[key]
+        if before is None or not _continues(before, mark, updates):
+            end()
+            begin, lsns = mark.lsn, []
+            while (mark.timeline, begin) in updates:
+                begin -= 1
+        lsns.append(mark.lsn)
+        before = mark
+    end()
+    return tuple(found)
+
+
+def _continues(before: RecordHead, mark: RecordHead, updates: Collection[tuple[int, int]]) -> bool:
+    if (before.timeline, before.step + 1, before.shape) != (mark.timeline, mark.step, mark.shape):
+        return False
+    between = range(before.lsn + 1, mark.lsn + 1)
+    return mark.lsn >= before.lsn and all((mark.timeline, lsn) in updates for lsn in between)
+
+
+def log_path(branches: Mapping[int, Branch], logged: Collection[int]) -> Path:
+    """The history along which logs are followed: that of the newest timeline that its record puts
+    where it is in the history, or that has a log. It ends where a record cannot be read: what lies
+    before has no known end.
+
+    Args:
+        logged: timelines that some rank's log is of.
+    """
+    if not branches:
+        return ()
+    timeline = max(branches)
+    while timeline not in logged and (branch := branches[timeline]).parent is not None:
+        if branch.fork_step is not None:
+            break
+        timeline = branch.parent
+    path: list[tuple[int, int | None]] = [(timeline, None)]
+    limit: int | None = None
+    while (found := branches.get(timeline)) is not None and found.parent is not None:
+        if found.fork_step is None or found.parent >= timeline:
+            break
+        limit = found.fork_step if limit is None else min(limit, found.fork_step)
+        timeline = found.parent
+        path.append((timeline, limit))
+    return path
+
+
+def reach_of(
+    runs: Iterable[LogRun],
+    base: BaseId,
+    lsn: int,
+    path: Path,
+    *,
+    spoilt: Collection[tuple[int, int]] = (),
+) -> list[tuple[int, int, int]]:
+    """Timeline, step and LSN of each step that one rank's log adds to its part of a base.
+
+    Args:
+        lsn: of the rank's own part.
+        spoilt: timeline and step of what turned out to be of no use.
+    """
+    by_timeline: dict[int, list[LogRun]] = {}
+    for run in runs:
+        by_timeline.setdefault(run.timeline, []).append(run)
+    found: list[tuple[int, int, int]] = []
+    if not any(t == base.timeline and (end is None or base.step <= end) for t, end in path):
+        return found
+    step, shape = base.step, None
+    while True:
+        step += 1
+        timeline = timeline_of(step, path)
+        here = by_timeline.get(timeline, []) if timeline is not None else []
+        one = next((run for run in here if run.first <= step <= run.last), None)
+        if one is None or (one.timeline, step) in spoilt or shape not in (None, one.shape):
+            return found
+        if not one.follows(step, lsn):
+            return found
+        lsn, shape = one.lsns[step - one.first], one.shape
+        found.append((one.timeline, step, lsn))
+
+
+def common_reach(
+    logs: Sequence[Iterable[LogRun]],
+    base: BaseId,
+    lsn: int,
+    path: Path,
+    *,
+    until: int | None = None,
+    spoilt: Collection[tuple[int, int, int]] = (),
+) -> Reach:
+    """The last step that every rank reaches from a base, each by its own log; not past a step in
+    which one has made more updates than another, as none of its bases would be whole either.
+
+    Args:
+        logs: of each rank.
+        lsn: of the base.
+        until: no step behind this one.
+        spoilt: rank, timeline and step of what turned out to be of no use.
+    """
+    chains = []
+    for rank, runs in enumerate(logs):
+        bad = {(timeline, step) for one, timeline, step in spoilt if one == rank}
+        chains.append(reach_of(runs, base, lsn, path, spoilt=bad))
+    count = 0
+    while count < min(map(len, chains)) and len({chain[count] for chain in chains}) == 1:
+        count += 1
+    if until is not None:
+        count = max(0, min(count, until - base.step))
+    timeline, step, last = chains[0][count - 1] if count else (base.timeline, base.step, lsn)
+    return Reach(
+        timeline,
+        step,
+        last,
+        count,
+        base.step + max(map(len, chains)),
+        min(range(len(chains)), key=lambda rank: len(chains[rank])),
+    )
+
+
+def timeline_of(step: int, path: Path) -> int | None:
+    """The timeline of a history that has written ``step``: the oldest that had not forked yet."""
+    for timeline, limit in reversed(path):
+        if limit is None or step <= limit:
+            return timeline
+    return None
+
+
+class JobLogs:
+    """The logs of all ranks of a job that starts, along the history of its run.
+
+    Args:
+        runs: by rank: of its own log.
+        records: of all timelines.
+        branches: where each forked from.
+        spoilt: rank, timeline and step of what turned out to be of no use.
+
+    Attributes:
+        refused: timeline and last step of logs that another number of ranks has written, and why
+            they are of no use: which rank's gradients were of which parameters is not told by them.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Sequence[LogRun]],
+        records: Mapping[int, TimelineRecord | None],
+        branches: Mapping[int, Branch],
+        spoilt: Collection[tuple[int, int, int]] = (),
+    ) -> None:
+        self._world, self._spoilt = len(runs), spoilt
+        worlds = {number: record.world for number, record in records.items() if record is not None}
+        fit = [[run for run in own if worlds.get(run.timeline) == len(runs)] for own in runs]
+        self._runs = fit
+        self._path = log_path(branches, {run.timeline for own in fit for run in own})
+        last: dict[int, int] = {}
+        for run in (run for own in runs for run in own):
+            if worlds.get(run.timeline, len(runs)) != len(runs):
+                last[run.timeline] = max(last.get(run.timeline, 0), run.last)
+        self.refused = tuple(
+            (BaseId(number, step), f"log: {worlds[number]} rank(s) wrote it, and {len(runs)} start")
+            for number, step in sorted(last.items())
+        )
+
+    def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
+        """The last step that all ranks reach from a base; None: another number of ranks has saved
+        it, and a log does not say which gradients would be whose here.
+
+        Args:
+            until: no step behind this one.
+        """
+        if len(manifest.markers) != self._world:
+            return None
+        lsn = manifest.markers[0].lsn  # that of all
+        return common_reach(self._runs, base, lsn, self._path, until=until, spoilt=self._spoilt)
+
+    def best(
+        self, bases: Mapping[BaseId, Manifest], step: int | None
+    ) -> tuple[BaseId, Reach | None] | None:
+        """The base from which all ranks get furthest, of several the newest; None: there is none.
+
+        Args:
+            bases: that every rank can read, of one history.
+            step: get to this one, and no further.
+        """
+        found: list[tuple[BaseId, BaseId, Reach | None]] = []
+        for base, manifest in bases.items():
+            reach = self.reach(base, manifest, step)
+            end = base if reach is None else reach.end
+            if step is None or end.step == step:
+                found.append((end, base, reach))
+        if not found:
+            return None
+        _, base, reach = max(found, key=lambda one: one[:2])
+        return base, reach

@@ -1,0 +1,90 @@
+"""Ways to be recoverable that a drill compares, all on the same engine.
+
+What each arm comes back from is what its system has (TierCheck section 5.1). CheckFreq and
+DataStates-LLM write to a durable tier that all hosts share, from threads of the training process,
+so nothing of them outlives it. everstep's own methods have a keeper beside every trainer: where
+that survives, its memory is a source, too. With a run folder on the hosts' own disks a method needs
+tiers or peers; without them a lost host could not come back.
+
+The durable tier is a folder that all hosts see, on this machine's disk: no link is in between, in
+no arm. That is kinder to the arms which read all their state from it than the paper's testbed is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from everstep.errors import OptionError
+from everstep.method import nearest
+
+__all__ = ["ARMS", "DEFAULT_ARMS", "Arm", "parse_arms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to be recoverable.
+
+    Attributes:
+        method: preset of the Checkpointer.
+        keeper: ``"process"`` beside the trainer, which survives it; ``"thread"`` of it.
+        folder: where the run folder is: ``"shared"``: the durable tier itself; ``"own"``: the
+            disk of each host, which is lost with it.
+        tiers: of the Checkpointer; ``{durable}`` stands for the durable tier, and each host is
+            another node to ``"peer"``.
+        log: arguments of ``LogOptions``.
+        words: what it is, for people.
+    """
+
+    method: str
+    words: str
+    keeper: Literal["process", "thread"] = "process"
+    folder: Literal["shared", "own"] = "shared"
+    tiers: tuple[str, ...] = ()
+    log: Mapping[str, Any] = field(default_factory=dict)
+
+
+_SYSTEM = "nothing outlives a training process"
+
+ARMS: Mapping[str, Arm] = MappingProxyType(
+    {
+        "sync": Arm("sync", "training waits until a base is durable", keeper="thread"),
+        "async": Arm("async", "training waits for a copy, which the keeper process persists"),
+        "lazy": Arm("lazy", "copied behind the next step, persisted by the keeper process"),
+        "checkfreq": Arm("checkfreq", f"CheckFreq: {_SYSTEM}", keeper="thread"),
+        "datastates": Arm("datastates", f"DataStates-LLM: {_SYSTEM}", keeper="thread"),
+        "everstep": Arm(
+            "logged",
+            "every step logged; bases on the hosts' disks, with peers, and in the durable tier",
+            folder="own",
+            tiers=("peer", "{durable}/copies"),
+            log={"to": "disk", "batch_steps": 1},
+        ),
+    }
+)
+"""The arms by name."""
+
+DEFAULT_ARMS = tuple(ARMS)
+
+
+def parse_arms(text: str | None) -> tuple[str, ...]:
+    """The arms of ``"lazy,async"``; all of them for None.
+
+    Raises:
+        OptionError: for a name that is none, with the nearest one.
+    """
+    if text is None:
+        return DEFAULT_ARMS
+    names: Sequence[str] = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        if name not in ARMS:
+            guess = nearest(name, ARMS)
+            raise OptionError(
+                f"no arm {name!r}; there are: {', '.join(ARMS)}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
+    if not names:
+        raise OptionError(f"no arms; there are: {', '.join(ARMS)}")
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,213 @@
+"""What is trained, and what is killed when: fixed and validated before anything begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from everstep.bench.workloads import GPTConfig, gpt_of
+from everstep.drill.arms import parse_arms
+from everstep.errors import OptionError
+from everstep.method import one_of
+from everstep.seams.failpoints import FAILPOINTS
+
+__all__ = [
+    "KILLS",
+    "DrillPlan",
+    "Kill",
+    "Links",
+    "Parallel",
+    "drill_plan",
+    "parse_at",
+    "parse_rate",
+]
+
+Kill = Literal["process", "node", "rack"]
+Links = Literal["auto", "namespaces", "groups"]
+Parallel = Literal["ddp", "fsdp2"]
+
+KILLS: tuple[Kill, ...] = ("process", "node", "rack")
+_FAILPOINT_GROUPS = ("save", "capture", "keeper", "log", "retain")
+_HOSTS_MAX = 16
+_CONTEXT = 64
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class DrillPlan:
+    """Everything that a drill does.
+
+    Attributes:
+        hosts: of the job, one rank each.
+        kills: which failures, one after the other.
+        arms: names of :data:`~everstep.drill.arms.ARMS`.
+        model: what is trained.
+        batch: sequences of each rank in a step.
+        parallel: ``"ddp"``: the state is replicated; ``"fsdp2"``: spread over the ranks (as with
+            ZeRO-3, TierCheck section 5.1).
+        steps: of the training.
+        every: steps between two bases.
+        at_step: the kill falls after this step.
+        at_point: failpoint at which a process of the victim dies first; None: none.
+        victim: host that is killed; of a rack, the first one.
+        seed: of everything.
+        links: namespaces, process groups, or whatever the machine allows.
+        link_bits_per_s: of each host, both ways; of namespaces only.
+        cut: the links of dead nodes are cut first: no connection is closed, survivors have to
+            find out.
+        timeout_s: after which a rank is given up by the others, and a start of the job by the
+            drill if nothing happens in it.
+    """
+
+    hosts: int
+    kills: tuple[Kill, ...]
+    arms: tuple[str, ...]
+    model: GPTConfig
+    batch: int
+    parallel: Parallel
+    steps: int
+    every: int
+    at_step: int
+    at_point: str | None
+    victim: int
+    seed: int
+    links: Links
+    link_bits_per_s: int
+    cut: bool
+    timeout_s: float
+
+    def dead_hosts(self, kill: Kill) -> tuple[int, ...]:
+        """Hosts that a kill takes with all that is on them; none for a process. A rack is half
+        of the hosts, at least two, side by side: of a ring of peers it takes neighbours."""
+        count = {"process": 0, "node": 1, "rack": max(2, self.hosts // 2)}[kill]
+        return tuple((self.victim + index) % self.hosts for index in range(count))
+
+
+def drill_plan(
+    *,
+    hosts: int = 4,
+    kills: str = "process,node,rack",
+    arms: str | None = None,
+    params: int = 1_000_000,
+    batch: int = 8,
+    parallel: str = "ddp",
+    steps: int = 40,
+    every: int = 10,
+    at: str | None = None,
+    victim: int = 1,
+    seed: int = 1234,
+    links: str = "auto",
+    link: str = "1gbit",
+    cut: bool = False,
+    timeout_s: float = 60.0,
+) -> DrillPlan:
+    """Fills in what the user left open.
+
+    Args:
+        kills: names of :data:`KILLS`, with commas.
+        arms: names of arms, with commas; None: all.
+        at: see :func:`parse_at`.
+        link: like ``"1gbit"``.
+
+    Raises:
+        OptionError: for what cannot be.
+    """
+    if not 2 <= hosts <= _HOSTS_MAX:
+        raise OptionError(f"--hosts must be 2 to {_HOSTS_MAX}, not {hosts}")
+    wanted = [word.strip() for word in kills.split(",") if word.strip()]
+    for word in wanted or [kills]:
+        one_of("kill", word, KILLS)
+    one_of("links", links, ("auto", "namespaces", "groups"))
+    one_of("parallel", parallel, ("ddp", "fsdp2"))
+    if every < 1 or steps < 3 * every:
+        raise OptionError(
+            f"{steps} steps with a base every {every} leave no room for a kill",
+            hint="take at least three times as many steps as there are between bases",
+        )
+    if not 0 <= victim < hosts:
+        raise OptionError(f"--victim must be one of the hosts 0 to {hosts - 1}, not {victim}")
+    if not 0 <= seed < 2**32 - _HOSTS_MAX:
+        raise OptionError(f"--seed must be from 0 to {2**32 - _HOSTS_MAX - 1}, not {seed}")
+    if batch < 1 or not 1 <= timeout_s <= 3600:
+        raise OptionError("--batch must be at least 1, --timeout 1 to 3600 seconds")
+    at_step, at_point = parse_at(at, steps=steps, every=every)
+    if at_point is not None and at_point.split(".")[0] == "retain" and at_step < 4 * every:
+        raise OptionError(f"{at_point} is not reached before more than three bases are kept")
+    if cut and links == "groups":
+        raise OptionError("--cut is for network namespaces: process groups have no links")
+    return DrillPlan(
+        hosts,
+        cast(tuple[Kill, ...], tuple(dict.fromkeys(wanted))),
+        parse_arms(arms),
+        gpt_of(params, context=_CONTEXT),
+        batch,
+        cast(Parallel, parallel),
+        steps,
+        every,
+        at_step,
+        at_point,
+        victim,
+        seed,
+        cast(Links, links),
+        parse_rate(link),
+        cut,
+        timeout_s,
+    )
+
+
+def parse_at(text: str | None, *, steps: int, every: int) -> tuple[int, str | None]:
+    """When the kill falls: ``"27"``, ``"save.before_manifest"``, or ``"save.before_manifest@30"``.
+
+    A number is the step that it comes after. At a failpoint a process of the victim kills itself
+    there, in the base that is due at the step that is named or implied, and the rest that is to die
+    follows at once. None: half an interval after a base in the last part of the run, which makes
+    the steps lost the mean of the best and the worst case, as TierCheck counts them.
+
+    Returns:
+        Step and failpoint.
+
+    Raises:
+        OptionError: for what is none, or comes too early or too late.
+    """
+    base = max(1, (steps // every) * 2 // 3) * every
+    if text is None:
+        return min(base + every // 2, steps - 1), None
+    point, _, step_text = text.partition("@")
+    if not step_text and re.fullmatch(r"[0-9]+", point):
+        point, step_text = "", point
+    if point:
+        one_of("failpoint", point, _failpoints())
+    step = base
+    if step_text:
+        if not re.fullmatch(r"[0-9]+", step_text):
+            raise OptionError(f"--at {text!r}: {step_text!r} is no step")
+        step = int(step_text)
+    if point and step % every:
+        raise OptionError(
+            f"--at {text!r}: no base is due at step {step}", hint=f"every {every} steps one is"
+        )
+    if not every <= step <= steps - (every if point else 1):
+        raise OptionError(
+            f"--at {text!r}: a kill after step {step} of {steps} is too early or too late",
+            hint="after the first base, and with a base's steps left",
+        )
+    return step, point or None
+
+
+def parse_rate(text: str) -> int:
+    """Bits in a second of ``"1gbit"``, ``"200mbit"``.
+
+    Raises:
+        OptionError: for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(kbit|mbit|gbit)\s*", text.lower())
+    rate = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not 10**6 <= rate <= 10**12:
+        raise OptionError(f"--link {text!r} is no rate", hint='like "1gbit" or "200mbit"')
+    return rate
+
+
+def _failpoints() -> Sequence[str]:
+    return [name for name in FAILPOINTS if name.split(".")[0] in _FAILPOINT_GROUPS]

@@ -1,0 +1,191 @@
+"""The outcome of a drill as plain data, and TierCheck's figures of it.
+
+TierCheck's Table 3 (Exp. 4) adds T_rollback and T_rerun. Here T_rollback is the time until the
+ranks that live know of the failure, and that of ``resume()``; T_rerun is what the lost steps
+take. The start of the job in between (torchrun, Python, torch) is the same for all arms and in
+neither; it is given beside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.bench.demo.verdict import Difference
+from everstep.drill.plan import DrillPlan, Kill
+
+__all__ = ["DrillReport", "Outcome"]
+
+_DIFFERENCES_KEPT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One arm and one kill.
+
+    Attributes:
+        arm: its name.
+        kill: what died.
+        refused: why the engine does not take this arm with several ranks; None: it does, and only
+            then is anything below of meaning.
+        dead_hosts: that were lost with all on them, and replaced.
+        reached: last step that any rank had finished.
+        recovered: step that was resumed.
+        detect_s: from the kill until the last rank that lives knew; None: they did not within the
+            timeout, and were ended. With nobody left, 0.
+        launch_s: from the launch of the new start until all its ranks were ready to resume.
+        restore_s: from then to the end of the last ``resume()``.
+        step_s: median of the steps before the kill.
+        sources: where each rank's state came from, by rank.
+        size_bytes: read and verified by all ranks.
+        replayed: steps replayed from a log.
+        exact: whether all ranks claim to have their state back bit for bit.
+        evidence: of the claim, of rank 0.
+        skipped: bases that were passed over.
+        differences: from the run that nobody disturbed.
+    """
+
+    arm: str
+    kill: Kill
+    refused: str | None = None
+    dead_hosts: tuple[int, ...] = ()
+    reached: int = 0
+    recovered: int = 0
+    detect_s: float | None = 0.0
+    launch_s: float = 0.0
+    restore_s: float = 0.0
+    step_s: float = 0.0
+    sources: tuple[str, ...] = ()
+    size_bytes: int = 0
+    replayed: int = 0
+    exact: bool = False
+    evidence: str = ""
+    skipped: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def ran(self) -> bool:
+        """Whether there was anything to see."""
+        return self.refused is None
+
+    @property
+    def same(self) -> bool:
+        """Whether every rank ended with the bits of the run that nobody disturbed."""
+        return self.ran and not self.differences
+
+    @property
+    def lost(self) -> int:
+        """Finished steps that had to be taken again."""
+        return self.reached - self.recovered
+
+    @property
+    def rollback_s(self) -> float:
+        """To detect the failure and to restore the state."""
+        return (self.detect_s or 0.0) + self.restore_s
+
+    @property
+    def rerun_s(self) -> float:
+        """To take the lost steps again."""
+        return self.lost * self.step_s
+
+    @property
+    def total_s(self) -> float:
+        """Rollback and re-run."""
+        return self.rollback_s + self.rerun_s
+
+    @property
+    def from_words(self) -> str:
+        """``"memory x 3, disk x 1"``."""
+        return ", ".join(f"{name} x {n}" for name, n in Counter(self.sources).most_common())
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        if not self.ran:
+            return {"arm": self.arm, "kill": self.kill, "refused": self.refused}
+        return {
+            "arm": self.arm,
+            "kill": self.kill,
+            "refused": None,
+            "dead_hosts": list(self.dead_hosts),
+            "reached_step": self.reached,
+            "recovered_step": self.recovered,
+            "lost_steps": self.lost,
+            "replayed_steps": self.replayed,
+            "detect_s": self.detect_s,
+            "launch_s": self.launch_s,
+            "restore_s": self.restore_s,
+            "step_s": self.step_s,
+            "rollback_s": self.rollback_s,
+            "rerun_s": self.rerun_s,
+            "total_s": self.total_s,
+            "sources": list(self.sources),
+            "size_bytes": self.size_bytes,
+            "claims_exact": self.exact,
+            "evidence": self.evidence,
+            "skipped": list(self.skipped),
+            "same": self.same,
+            "differences": [
+                {"witness": item.witness, "name": item.name, "detail": item.detail}
+                for item in self.differences[:_DIFFERENCES_KEPT]
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DrillReport:
+    """All of a drill.
+
+    Attributes:
+        network: what lay between the hosts, in words.
+        emulation: ``"network namespaces"`` or ``"process groups"``.
+        step_s: median step of the run that nobody disturbed, which takes no bases.
+        losses: first and last of its rank 0.
+        machine: cores, versions.
+    """
+
+    plan: DrillPlan
+    network: str
+    emulation: str
+    outcomes: tuple[Outcome, ...]
+    step_s: float
+    losses: tuple[float, float]
+    seconds: float
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> bool:
+        """Whether any arm was not refused."""
+        return any(outcome.ran for outcome in self.outcomes)
+
+    @property
+    def same(self) -> bool:
+        """Whether all that ran ended with the same bits."""
+        return all(outcome.same for outcome in self.outcomes if outcome.ran)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        plan = self.plan
+        return {
+            "same": self.same,
+            "hosts": plan.hosts,
+            "emulation": self.emulation,
+            "network": self.network,
+            "parallel": plan.parallel,
+            "params": plan.model.params,
+            "batch": plan.batch,
+            "steps": plan.steps,
+            "every": plan.every,
+            "kill_after_step": plan.at_step,
+            "failpoint": plan.at_point,
+            "victim": plan.victim,
+            "link_cut": plan.cut,
+            "seed": plan.seed,
+            "timeout_s": plan.timeout_s,
+            "undisturbed_step_s": self.step_s,
+            "loss_first": self.losses[0],
+            "loss_last": self.losses[1],
+            "outcomes": [outcome.as_json() for outcome in self.outcomes],
+            "machine": self.machine,
+            "seconds": self.seconds,
+        }

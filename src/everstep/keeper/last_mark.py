@@ -1,0 +1,54 @@
+"""The state at the last step mark, for a base that is taken when training ends after it.
+
+A forward that has begun since (an exception within it, a Ctrl-C) has drawn random numbers, counted
+batches and fetched data: the state as it is then belongs to no step, although no optimizer has
+updated. What optimizers own is still that of the mark, objects were copied there, and for the rest
+version counters tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from everstep.state.survey import Survey
+
+__all__ = ["LastMark"]
+
+Tag = tuple[int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LastMark:
+    """The state at a step mark; keeps its tensors' memory, and their counters.
+
+    Attributes:
+        survey: taken there.
+    """
+
+    survey: Survey
+    _tensors: tuple[torch.Tensor, ...]
+    _tags: tuple[Tag, ...]
+
+    @classmethod
+    def of(cls, survey: Survey) -> LastMark:
+        """The state as it is now."""
+        shape = survey.shape
+        names = (e.name for e in shape.entries if shape.owners[e.name].in_marks)
+        tensors = tuple(survey.tensors[name] for name in names)
+        return cls(survey, tensors, tuple(map(_tag, tensors)))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether :attr:`survey` still has what it had, as far as no optimizer owns it.
+
+        A tensor that was replaced since does not matter: the old one is here. BatchNorm moves its
+        statistics unseen, but counts batches where it is seen.
+        """
+        return self._tags == tuple(map(_tag, self._tensors))
+
+
+def _tag(tensor: torch.Tensor) -> Tag:
+    # An inference tensor has no counter, and cannot be written to in place outside that mode.
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version

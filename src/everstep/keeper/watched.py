@@ -1,0 +1,105 @@
+"""What changes a state between two step marks, and who is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from everstep.capture.updates import UpdateHooks
+from everstep.errors import StateError
+from everstep.keeper.last_mark import LastMark
+from everstep.keeper.parts import Parts
+from everstep.state.image import State
+from everstep.state.survey import Survey
+
+__all__ = ["Watched"]
+
+
+class Watched:
+    """The updates of a state, as a log, or a base that is taken over several steps, hears of them.
+
+    Attributes:
+        lsn_at_mark: of the last update of the last step that is over.
+        at_mark: the state at the end of that step, where there is a log; else None.
+    """
+
+    def __init__(self, state: State, parts: Parts) -> None:
+        self._state = state
+        self._updates: UpdateHooks = parts.updates
+        self._watcher = parts.recorder or parts.multistep
+        self.lsn_at_mark = 0
+        self.at_mark: LastMark | None = None
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether nothing was updated since the last step mark."""
+        return self._updates.lsn == self.lsn_at_mark
+
+    @property
+    def whole_at_mark(self) -> Survey | None:
+        """The state at the last step mark, whatever has begun since; None where that is gone."""
+        mark = self.at_mark
+        whole = mark is not None and self.is_between_steps and mark.is_intact
+        return mark.survey if mark is not None and whole else None
+
+    def marked(self, survey: Survey | None = None) -> None:
+        """The state is that of a step that is over.
+
+        Args:
+            survey: of it, where there is a log.
+        """
+        self.lsn_at_mark = self._updates.lsn
+        self.at_mark = None if survey is None else LastMark.of(survey)
+
+    def consumed(self, key: str, step: int) -> None:
+        """An optimizer's gradients are what its update is going to consume.
+
+        Args:
+            step: that is under way.
+        """
+        if self._watcher is not None:
+            updates = self._updates
+            self._watcher.consumed(key, updates.lsn + 1, step, over=not updates.told)
+
+    def changed(self, declared: Sequence[str], step: int) -> None:
+        """Something other than an optimizer has changed the state: the functions registered for
+        ``declared``; with none, whatever it was.
+
+        Args:
+            step: that is under way.
+
+        Raises:
+            OptionError: no function is registered for one of them.
+        """
+        self._state.told.check_updates(declared)
+        for pattern in declared:
+            self._updates.updated()
+            if self._watcher is not None:
+                self._watcher.declared(pattern, self._updates.lsn, step)
+        if not declared:
+            self._updates.updated()
+            if self._watcher is not None:
+                self._watcher.skipped("a change that no optimizer made")
+
+    def watch(self, consumed: Callable[[str], None]) -> None:
+        """From now on the optimizers' updates are counted, held at the gate, and told.
+
+        Args:
+            consumed: called with an optimizer's key; calls :meth:`consumed`.
+        """
+        updates = self._updates
+        if self._watcher is not None:
+            updates.consumed = consumed
+            updates.applied = self._watcher.applied
+            updates.lost = self._watcher.skipped
+        for key, optimizer in self._state.optimizers.items():
+            updates.watch(key, optimizer)
+
+    def check_changing(self) -> None:
+        """Raises:
+        StateError: it is replay that changes the state now.
+        """
+        if self._state.replaying:
+            raise StateError(
+                "a registered function calls before_update() or after_update() itself",
+                hint="register only what is done between the two calls",
+            )

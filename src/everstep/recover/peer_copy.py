@@ -1,0 +1,79 @@
+"""A copy of one rank's files of a base, held in memory for another node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.errors import DamageError
+from everstep.format.digests import Digester, digest_of_file
+from everstep.format.reader import read_header
+from everstep.format.records import FileRecord, Marker, TimelineRecord
+from everstep.recover.opened import check_identity
+from everstep.tiers.memory import MemoryFile
+
+__all__ = ["PeerCopy", "check_files", "files_over", "size_of"]
+
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCopy:
+    """A whole copy, with its digests compared when it arrived.
+
+    Attributes:
+        record: of the timeline that the base is of, in the bytes that its writer had on disk: a
+            number alone does not say which timeline is meant (I7).
+        memory: the files, one after the other.
+    """
+
+    marker: Marker
+    record: bytes
+    memory: memoryview
+
+    @property
+    def timeline(self) -> TimelineRecord:
+        """The record, read."""
+        return TimelineRecord.decode(self.record, PurePath("copy"))
+
+
+def size_of(marker: Marker) -> int:
+    """Bytes of all files of a rank."""
+    return sum(record.length for record in marker.files)
+
+
+def files_over(marker: Marker, memory: memoryview) -> tuple[tuple[MemoryFile, FileRecord], ...]:
+    """The files of a marker, which lie one after the other in ``memory``."""
+    found, begin = [], 0
+    for record in marker.files:
+        found.append((MemoryFile([memory[begin : begin + record.length]]), record))
+        begin += record.length
+    return tuple(found)
+
+
+def check_files(marker: Marker, memory: memoryview) -> None:
+    """Compares every byte with the digests of the marker.
+
+    Raises:
+        DamageError, FormatError: they are other bytes.
+    """
+    begin = 0
+    for file, record in files_over(marker, memory):
+        path = PurePath("peer") / record.name
+        header = read_header(file, record, path)
+        check_identity(header, marker, path)
+        digester = Digester(header.placed)
+        for at in range(record.header_length, record.length, _PIECE_BYTES):
+            end = min(record.length, at + _PIECE_BYTES)
+            digester.update(memory[begin + at : begin + end])
+        found = digester.digests
+        whole = digest_of_file(record.header_digest, found) == record.digest
+        if found != list(header.digests) or not whole:
+            raise DamageError(
+                f"{path}: its digests do not match",
+                step=marker.step,
+                rank=marker.rank,
+                tier="peer",
+                path=path,
+            )
+        begin += record.length

@@ -1,0 +1,372 @@
+"""At the start of a job: what is held in the memory of other nodes comes back to those who need it.
+
+Before the ranks agree on what to restore, each of them says what it can read, and what its keeper
+holds for others. From all of that every rank finds out alike what would be chosen if those copies
+counted (:func:`everstep.commit.offers.choose`), and fetches the parts of it that it has not, from
+the training process beside the keeper that holds them. What has arrived is compared with its
+digests, and is offered in the agreement like anything else that a rank can read; what is damaged
+is named, and all look once more without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, Protocol
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.messages import (
+    Envelope,
+    Fetching,
+    Message,
+    PartTold,
+    PartWanted,
+    accept,
+    encode_message,
+)
+from everstep.commit.offers import BaseOffer, Needs, Offer, Piece, choose
+from everstep.commit.offers_wire import decode_offer, encode_offer
+from everstep.commit.reclaim import COPY_TIERS
+from everstep.errors import DamageError, DeadlineError, FormatError, RecoveryError
+from everstep.format.records import Manifest, Marker, TimelineRecord
+from everstep.recover.held import HeldBase
+from everstep.recover.peer_copy import PeerCopy, check_files, files_over, size_of
+from everstep.recover.scan import Inventory
+from everstep.seams.clock import Clock
+from everstep.seams.mailbox import Mailbox
+
+__all__ = ["Fetch", "Fetched", "Meets", "Plan", "Say", "Told", "fetch_from_peers", "plan_of"]
+
+_log = logging.getLogger("everstep")
+_WIRE = PurePath("copy")
+_PART_BYTES = 1 << 20
+_UNANSWERED_MAX = 8  # parts
+_TICK_S = 0.05
+_AGAIN_S = 2.0
+_ALIVE_EVERY_S = 1.0
+
+Say = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+"""What each rank says to all, by rank."""
+
+
+class Meets(Protocol):
+    """All ranks at a start of their job; a :class:`.together.Meeting` is one."""
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def mailbox(self) -> Mailbox: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What has come from the memory of another node.
+
+    Attributes:
+        record: of the timeline that it is of.
+    """
+
+    held: HeldBase
+    record: TimelineRecord
+
+    def is_of(self, inventory: Inventory) -> bool:
+        """Whether its timeline is what this disk has under that number, or it has none (I7)."""
+        known = inventory.timelines.get(self.record.timeline)
+        return known is None or known == self.record
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A copy that some rank's keeper holds.
+
+    Attributes:
+        holder: that rank.
+    """
+
+    holder: int
+    marker: Marker
+    record: bytes
+
+    @property
+    def base(self) -> BaseId:
+        return BaseId(self.marker.timeline, self.marker.step)
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Names it among all copies."""
+        return self.holder, self.marker.rank, self.base.timeline, self.base.step
+
+
+Fetch = Callable[[Offer], list[Fetched]]
+"""Gets what a rank needs that offers this by itself."""
+
+Plan = dict[int, list[Told]]
+"""What each rank fetches."""
+
+
+def plan_of(
+    offers: Sequence[Offer], copies: Sequence[Told], needs: Needs, step: int | None
+) -> Plan:
+    """What each rank fetches, so that all can read what would be chosen with these copies; the
+    same on every rank, as it is a function of what all have said.
+
+    A copy counts only where its timeline is the one that the rank knows under that number (I7): two
+    starts that saw nothing of each other may both have opened it.
+    """
+    lent: Plan = {}
+    counted = []
+    for offer in offers:
+        mine = [copy for copy in copies if _fits(copy, offer) and _lacks(offer, copy, needs)]
+        counted.append(_with(offer, mine))
+        lent[offer.rank] = mine
+    try:
+        base = choose(counted, step=step, needs=needs, fetch=False).base
+    except RecoveryError:  # the agreement will say so
+        return {}
+    plan: Plan = {}
+    for rank, mine in lent.items():
+        found: dict[int, Told] = {}
+        for copy in mine:
+            if copy.base == base:
+                found.setdefault(copy.marker.rank, copy)
+        if found:
+            plan[rank] = list(found.values())
+    return plan
+
+
+def _fits(copy: Told, offer: Offer) -> bool:
+    """Whether the timeline of a copy is what this rank has under that number, or it has none."""
+    known = offer.timelines.get(copy.base.timeline)
+    return known is None or known.encode() == copy.record
+
+
+def _lacks(offer: Offer, copy: Told, needs: Needs) -> bool:
+    """Whether a rank needs what was copied, and cannot read it by itself."""
+    marker = copy.marker
+    if marker.rank not in needs(offer.rank, Manifest((marker,) * marker.world)):
+        return False
+    base = offer.bases.get(copy.base)
+    piece = None if base is None else base.pieces.get(marker.rank)
+    return piece is None or set(piece.tiers) <= set(COPY_TIERS)  # a peer's is cheaper to read
+
+
+def _with(offer: Offer, copies: Sequence[Told]) -> Offer:
+    """What a rank could offer if it had these copies."""
+    bases, timelines = dict(offer.bases), dict(offer.timelines)
+    for copy in copies:
+        old = bases.get(copy.base, BaseOffer({}))
+        known = old.pieces.get(copy.marker.rank)
+        if known is not None and known.marker != copy.marker:
+            continue
+        tiers = ("peer", *(() if known is None else known.tiers))
+        pieces = {**old.pieces, copy.marker.rank: Piece(copy.marker, tiers)}
+        bases[copy.base] = BaseOffer(pieces, old.manifest)
+        if timelines.get(copy.base.timeline) is None:
+            timelines[copy.base.timeline] = TimelineRecord.decode(copy.record, _WIRE)
+    return replace(offer, bases=bases, timelines=timelines)
+
+
+def fetch_from_peers(
+    meeting: Meets,
+    clock: Clock,
+    say: Say,
+    offer: Offer,
+    copies: Sequence[PeerCopy],
+    needs: Needs,
+    *,
+    step: int | None,
+    timeout_s: float,
+) -> list[Fetched]:
+    """What this rank needs of copies in the memory of other nodes. Every rank calls it.
+
+    Args:
+        offer: what this rank can read by itself.
+        copies: that its keeper holds for others.
+        step: as for a resume.
+        timeout_s: a rank that says nothing for so long is reported.
+
+    Raises:
+        DeadlineError: a rank is silent.
+    """
+    what = "say what their keepers hold for others"
+    mine = [[copy.marker.encode(), copy.record] for copy in copies]
+    said = say(what, {"offer": encode_offer(offer), "copies": mine})
+    offers = [decode_offer(one["offer"]) for one in said]
+    told = [
+        Told(holder, Marker.decode(marker, _WIRE), record)
+        for holder, one in enumerate(said)
+        for marker, record in one["copies"]
+    ]
+    attempt = 0
+    while True:
+        attempt += 1
+        plan = plan_of(offers, told, needs, step)
+        if not plan:
+            return []
+        exchange = _Exchange(meeting, clock, attempt, plan, copies, len(said), timeout_s)
+        fetched, damaged = exchange.run()
+        spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
+        bad = {tuple(key) for one in spoilt for key in one["damaged"]}
+        if not bad:
+            return fetched
+        told = [copy for copy in told if copy.key not in bad]
+
+
+class _Exchange:
+    """All ranks fetch what they need, and hand out what they have."""
+
+    def __init__(
+        self,
+        meeting: Meets,
+        clock: Clock,
+        attempt: int,
+        plan: Mapping[int, Sequence[Told]],
+        copies: Sequence[PeerCopy],
+        world: int,
+        timeout_s: float,
+    ) -> None:
+        self._meeting, self._clock, self._attempt = meeting, clock, attempt
+        self._timeout_s = timeout_s
+        self._files = {(_base_of(copy.marker), copy.marker.rank): copy.memory for copy in copies}
+        self._todo = list(plan.get(meeting.rank, ()))
+        self._fetched: list[Fetched] = []
+        self._damaged: list[Told] = []
+        self._others = [rank for rank in plan if rank != meeting.rank]
+        # All of them: whoever has nothing to do here is not to run into a deadline elsewhere.
+        self._all = range(world)
+        self._memory = bytearray()
+        self._asked = self._there = 0
+        self._said_s = float("-inf")
+        self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
+        self._asked_s = clock.monotonic_s()
+
+    def run(self) -> tuple[list[Fetched], list[Told]]:
+        """Returns what has come, and what of it was damaged, when all ranks have what they need.
+
+        Raises:
+            DeadlineError: a rank is silent.
+        """
+        if self._todo:
+            self._begin()
+        done: set[int] = set()
+        while self._todo or not done >= set(self._others):
+            self._ask()
+            self._tell()
+            data = self._meeting.mailbox.receive(_TICK_S)
+            envelope = None if data is None else self._accept(data)
+            self._check(done)
+            if envelope is None:
+                continue
+            self._heard_s[envelope.sender] = self._clock.monotonic_s()
+            message = envelope.message
+            if isinstance(message, PartWanted):
+                self._hand_out(envelope.sender, message)
+            elif isinstance(message, PartTold):
+                self._take(envelope.sender, message)
+            elif isinstance(message, Fetching) and message.round == self._attempt and message.done:
+                done.add(envelope.sender)
+        self._tell(now=True)
+        return self._fetched, self._damaged
+
+    def _accept(self, data: bytes) -> Envelope | None:
+        try:
+            return accept(data, self._meeting.session)
+        except FormatError as error:
+            _log.warning("a message was passed over: %s", error)
+            return None
+
+    def _begin(self) -> None:
+        self._memory = bytearray(size_of(self._todo[0].marker))
+        self._asked = self._there = 0
+        self._asked_s = self._clock.monotonic_s()
+
+    def _ask(self) -> None:
+        """For the next parts; anew, where nothing has come for a while."""
+        if not self._todo:
+            return
+        now_s, one = self._clock.monotonic_s(), self._todo[0]
+        if self._asked > self._there and now_s - self._asked_s > _AGAIN_S:
+            self._asked = self._there
+        while (
+            self._asked < len(self._memory)
+            and self._asked - self._there < _UNANSWERED_MAX * _PART_BYTES
+        ):
+            size = min(len(self._memory) - self._asked, _PART_BYTES)
+            self._send(one.holder, PartWanted(one.base, one.marker.rank, self._asked, size))
+            self._asked += size
+            self._asked_s = now_s
+
+    def _hand_out(self, rank: int, wanted: PartWanted) -> None:
+        memory = self._files.get((wanted.base, wanted.rank))
+        if memory is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
+            return
+        data = bytes(memory[wanted.offset : wanted.offset + wanted.size_bytes])
+        self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data))
+
+    def _take(self, sender: int, part: PartTold) -> None:
+        if not self._todo:
+            return
+        one = self._todo[0]
+        ours = (sender, part.base, part.rank) == (one.holder, one.base, one.marker.rank)
+        end = part.offset + len(part.data)
+        if not ours or part.offset != self._there or end > len(self._memory):
+            return
+        self._memory[self._there : end] = part.data
+        self._there = end
+        self._asked_s = self._clock.monotonic_s()
+        if self._there == len(self._memory):
+            self._finish(self._todo.pop(0))
+            if self._todo:
+                self._begin()
+            else:
+                self._tell(now=True)
+
+    def _finish(self, one: Told) -> None:
+        memory, self._memory = memoryview(self._memory), bytearray()
+        try:
+            check_files(one.marker, memory)
+        except (DamageError, FormatError) as error:
+            _log.warning("the copy that rank %d holds: %s", one.holder, error)
+            self._damaged.append(one)
+            return
+        held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
+        self._fetched.append(Fetched(held, TimelineRecord.decode(one.record, _WIRE)))
+
+    def _tell(self, *, now: bool = False) -> None:
+        """That this rank is there, and whether it has what it needs."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._said_s < _ALIVE_EVERY_S and not now:
+            return
+        self._said_s = now_s
+        for rank in self._all:
+            if rank != self._meeting.rank:
+                self._send(rank, Fetching(self._attempt, not self._todo))
+
+    def _check(self, done: set[int]) -> None:
+        now_s = self._clock.monotonic_s()
+        waits = {rank for rank in self._others if rank not in done}
+        waits |= {one.holder for one in self._todo}
+        silent = sorted(
+            rank
+            for rank in waits
+            if rank != self._meeting.rank and now_s - self._heard_s[rank] > self._timeout_s
+        )
+        if silent:
+            raise DeadlineError(
+                f"rank(s) {', '.join(map(str, silent))} have said nothing for "
+                f"{self._timeout_s:g} s while copies were fetched from the memory of peers",
+                rank=self._meeting.rank,
+                hint="they have died, hang, or have raised an error: look at what they print",
+            )
+
+    def _send(self, rank: int, message: Message) -> None:
+        envelope = Envelope(self._meeting.session, self._meeting.rank, message)
+        self._meeting.mailbox.send(rank, encode_message(envelope))
+
+
+def _base_of(marker: Marker) -> BaseId:
+    return BaseId(marker.timeline, marker.step)

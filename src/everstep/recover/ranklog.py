@@ -1,0 +1,147 @@
+"""One rank's log when a job of several ranks starts: how far it leads, and what it gives.
+
+The ranks agree on the step (:mod:`everstep.commit.logs`); each of them replays its own log, in its
+keeper's memory or on its disk, behind its own part of the base, up to exactly that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from everstep.commit.logs import LogRun, runs_of, timeline_of
+from everstep.commit.offers import Choice
+from everstep.errors import AuditError, EverstepError
+from everstep.format.log import LogRecord
+from everstep.format.writer import ChunkRing
+from everstep.recover.chain import path_of
+from everstep.recover.decide import Skipped
+from everstep.recover.forward import Loader, Restored, redoable, replay
+from everstep.recover.load import LoadedBase
+from everstep.recover.logs import LogFound
+from everstep.recover.scan import BaseFound, Inventory
+from everstep.seams import Seams
+from everstep.state.image import State
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.shapes import shape_digest
+
+__all__ = ["RankLog", "Redone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """What replay has given.
+
+    Attributes:
+        spoilt: timeline and step that could not be redone: the state is not what was asked for.
+        sure: it is that step, and not one of several that were redone at once.
+        inexact: why it is not bit for bit what training had; "" if it is.
+        skipped: what could not be used, and why.
+        notes: what could not be taken back, in words.
+    """
+
+    spoilt: tuple[int, int] | None = None
+    sure: bool = True
+    inexact: str = ""
+    skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+    replay_s: float = 0.0
+
+
+class RankLog:
+    """The log of this rank.
+
+    Args:
+        state: what is restored.
+        records: in the memory of its keeper.
+        strict: registered functions that are needed must be there.
+    """
+
+    def __init__(
+        self,
+        seams: Seams,
+        run: PurePath,
+        state: State,
+        ring: ChunkRing,
+        records: Sequence[LogRecord],
+        *,
+        strict: bool,
+        timeout_s: float,
+    ) -> None:
+        self._seams, self._run, self._records = seams, run, records
+        self._rank = state.ranks.rank
+        self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
+        self._log = LogFound((), ())
+        self._doubt = ""
+
+    def runs(self, inventory: Inventory) -> tuple[LogRun, ...]:
+        """What there is of it now.
+
+        Raises:
+            OSError: a directory cannot be read.
+        """
+        filesystem = self._seams.filesystem
+        self._log = LogFound.of(filesystem, inventory, self._records, rank=self._rank)
+        return runs_of(self._log.index.marks, self._log.index.updates)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Segments that cannot be used."""
+        return tuple(self._log.skipped)
+
+    def redo(
+        self, choice: Choice, loaded: LoadedBase, *, together: bool, alive: Callable[[], None]
+    ) -> Redone:
+        """Brings the state, which was restored from the base of ``choice``, to its step.
+
+        Args:
+            together: several steps in one pass.
+            alive: called every now and then.
+        """
+        reach, base = choice.reach, choice.base
+        assert reach is not None
+        assert base is not None
+        clock = self._seams.clock
+        start_s = clock.monotonic_s()
+        records = {record.timeline: record for record in choice.timelines}
+        path = path_of(reach.timeline, records)
+        whole = self._log.index.follow(base, loaded.marker.lsn, None, path)
+        chain = replace(whole, steps=whole.steps[: reach.count])
+        found = BaseFound(base, self._run, "committed", choice.manifest, None, ())
+        skipped: list[Skipped] = []
+        chain = redoable(found, chain, self._loader, self._log, skipped)
+        restored = Restored(found, self._with_shape(loaded), base, loaded.marker.lsn)
+        failed: EverstepError | None = None
+        try:
+            if chain.steps:
+                replay(restored, chain, self._loader, self._log, records, together, alive)
+        except EverstepError as error:
+            failed = error
+            if isinstance(error, AuditError):  # how long before, samples cannot tell
+                self._doubt = f"step {error.step} is not what training had, perhaps others before"
+        notes = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
+        inexact, skipped = restored.inexact or self._doubt, [*skipped, *restored.skipped]
+        replay_s = clock.monotonic_s() - start_s
+        there = restored.end == reach.end and restored.lsn == reach.lsn
+        if failed is None and there:
+            return Redone(None, True, inexact, tuple(skipped), notes, replay_s)
+        step = base.step + 1 + min(restored.replayed, reach.count - 1)
+        timeline = timeline_of(step, path) or reach.timeline
+        if failed is not None:
+            why = f"log: it cannot be replayed: {failed.message}"
+            skipped.append(Skipped(timeline, step, why))
+        sure = failed is None or not together or reach.count == 1
+        return Redone((timeline, step), sure, inexact, tuple(skipped), notes, replay_s)
+
+    def _with_shape(self, loaded: LoadedBase) -> LoadedBase:
+        """What the state consists of, now that it is restored: several ranks' bases have other
+        parts in their files than each of them in its log."""
+        state = self._loader.state
+        shape = state.survey().shape
+        groups = {}
+        for key in state.optimizers:
+            provider = state.providers[key]
+            assert isinstance(provider, OptimizerProvider)
+            groups[key] = provider.groups()
+        return replace(loaded, shape=shape_digest(shape.entries, shape.aliases, groups))

@@ -1,0 +1,90 @@
+"""From where each rank's files of a base are read: the cheapest place first, and on to the next
+where what is there is damaged or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.commit.offers import Source
+from everstep.format.names import parse_marker, parse_shard
+from everstep.recover.held import HeldBase
+from everstep.seams.filesystem import FileSystem
+
+__all__ = ["Place", "Places", "RankRead", "rank_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place where one rank's files of a base are.
+
+    Attributes:
+        source: as the offer that it was chosen from names it.
+        files: read from there; or what is in memory.
+    """
+
+    source: Source
+    files: HeldBase | FileSystem
+
+
+@dataclass(frozen=True, slots=True)
+class RankRead:
+    """What one rank has read of a base, from one tier.
+
+    Attributes:
+        rank: of the job that resumes.
+        source: ``"memory"``, ``"disk"``, ``"copy"`` or ``"object"``.
+        size_bytes: bytes read and verified.
+    """
+
+    rank: int
+    source: str
+    size_bytes: int
+
+
+class Places:
+    """What is left to read from.
+
+    Args:
+        places: by the rank that wrote the files, the cheapest first.
+    """
+
+    def __init__(self, places: Mapping[int, Sequence[Place]]) -> None:
+        self._left = {rank: list(found) for rank, found in places.items()}
+        self.damaged: list[tuple[int, Source]] = []
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """Ranks whose files can be read somewhere."""
+        return tuple(rank for rank, left in sorted(self._left.items()) if left)
+
+    def pick(self, ranks: Sequence[int]) -> dict[int, Place] | None:
+        """The cheapest place of each; None: of one of them there is none any more."""
+        if not all(self._left.get(rank) for rank in ranks):
+            return None
+        return {rank: self._left[rank][0] for rank in ranks}
+
+    def failed(self, tried: Mapping[int, Place], rank: int | None) -> None:
+        """What was picked could not be read.
+
+        Args:
+            rank: whose files; None: nobody can say.
+        """
+        for each, place in tried.items():
+            if rank in (None, each) or rank not in tried:
+                left = self._left[each]
+                left.remove(place)
+                if not any(other.source == place.source for other in left):
+                    self.damaged.append((each, place.source))
+
+
+def rank_of(error: Exception) -> int | None:
+    """Whose files an error is about, where it says so."""
+    rank = getattr(error, "rank", None)
+    path = getattr(error, "path", None) or getattr(error, "filename", None)
+    if rank is not None or path is None:
+        return rank
+    name = PurePath(str(path)).name
+    shard = parse_shard(name)
+    return parse_marker(name) if shard is None else shard[0]

@@ -1,0 +1,137 @@
+"""Training that ends within a step: what is kept is the step before, and nothing of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep import Checkpointer, KeeperOptions, LogOptions
+from everstep.recover.report import Recovery
+
+STEPS = 7
+WITHIN: dict[str, Callable[[Any], None]] = {
+    "random numbers": lambda it: it.model[0](torch.randn(4, 8)),
+    "objects": lambda it: it.data.update(at=99),
+    "buffers": lambda it: it.model(torch.randn(4, 8)),
+    "an update": lambda it: it.train(),
+}
+
+
+class Training:
+    """Dropout, running statistics, and a position in the data."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        self.model = torch.nn.Sequential(
+            torch.nn.Dropout(0.2), torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.data = {"at": 0}
+
+    def opened(self, run: Path, **options: Any) -> Checkpointer:
+        state = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
+        return Checkpointer(run, state, method="logged", every=5, **options)
+
+    def train(self) -> None:
+        self.model(torch.randn(4, 8)).pow(2).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.data["at"] += 1
+
+    def seen(self) -> list[Any]:
+        tensors = [*self.model.state_dict().values(), torch.get_rng_state()]
+        moments = [self.optimizer.state[p]["exp_avg_sq"] for p in self.model.parameters()]
+        return [t.clone() for t in (*tensors, *moments)] + [self.data["at"]]
+
+
+def ended_within(run: Path, what: str, **options: Any) -> list[Any]:
+    """Trains, begins a step, and closes; returns the state at the end of the last step."""
+    it = Training()
+    ckpt = it.opened(run, **options)
+    ckpt.resume()
+    for _ in range(STEPS):
+        it.train()
+        ckpt.step()
+    wanted = it.seen()
+    WITHIN[what](it)
+    assert not same(it.seen(), wanted)
+    ckpt.close()
+    return wanted
+
+
+def resumed(run: Path, **options: Any) -> tuple[Recovery, list[Any]]:
+    it = Training()
+    with it.opened(run, **options) as ckpt:
+        recovery = ckpt.resume()
+        return recovery, it.seen()
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("what", WITHIN)
+def test_what_has_begun_is_in_no_base(run_folder: Path, what: str) -> None:
+    """From a base of the last step where its state is still here, else from the keeper's log."""
+    wanted = ended_within(run_folder, what)
+    recovery, found = resumed(run_folder)
+    assert (recovery.step, recovery.exact) == (STEPS, True)
+    assert recovery.source == ("disk" if what in ("random numbers", "objects") else "memory")
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("what", ["buffers", "an update"])
+def test_without_a_keeper_process_that_is_said(
+    run_folder: Path, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_thread = KeeperOptions(process=False)
+    ended_within(run_folder, what, keeper=in_thread)
+    assert f"no last base is taken of step {STEPS}" in (said := capfd.readouterr().err)
+    assert "is lost with it" in said
+    recovery, _ = resumed(run_folder, keeper=in_thread)
+    assert recovery.step == 5
+
+
+def test_a_log_on_disk_needs_nobody_to_stay(
+    run_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"keeper": KeeperOptions(process=False), "log": LogOptions(to="disk")}
+    wanted = ended_within(run_folder, "buffers", **options)
+    assert "no last base" not in capfd.readouterr().err
+    recovery, found = resumed(run_folder, **options)
+    assert recovery.step == STEPS
+    assert same(found, wanted)
+
+
+def test_an_exception_leaves_nothing_of_its_step(run_folder: Path) -> None:
+    it = Training()
+    wanted: list[Any] = []
+    with pytest.raises(KeyboardInterrupt), it.opened(run_folder) as ckpt:
+        ckpt.resume()
+        for _ in range(3):
+            it.train()
+            ckpt.step()
+        wanted = it.seen()
+        it.model(torch.randn(4, 8))
+        raise KeyboardInterrupt
+    recovery, found = resumed(run_folder)
+    assert recovery.step == 3
+    assert same(found, wanted)
+
+
+def test_a_resume_is_a_mark_too(run_folder: Path) -> None:
+    """Nothing was trained since, but what the log led to is in no base yet."""
+    wanted = ended_within(run_folder, "buffers")
+    it = Training()
+    ckpt = it.opened(run_folder)
+    assert ckpt.resume().step == STEPS
+    torch.rand(1)
+    ckpt.close()
+    recovery, found = resumed(run_folder)
+    assert (recovery.step, recovery.source) == (STEPS, "disk")
+    assert same(found, wanted)

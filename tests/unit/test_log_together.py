@@ -1,0 +1,230 @@
+"""Several ranks with a log each: all go on from the newest step that every one of them reaches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep import LogOptions
+from everstep.format.names import marker_name, shard_name
+from everstep.keeper.joint import ASK_EVERY
+from everstep.keeper.retain_log import delete_segments
+from everstep.recover.scan import scan_run
+from everstep.seams import PosixFileSystem
+from everstep.state.entries import Entry
+from everstep.state.shapes import shape_digest
+from tests.unit.test_together import bases, folders, resume, train
+from tests.unit.together import RankTraining, on_all, trained, trainings
+
+FS = PosixFileSystem()
+ON_DISK: dict[str, Any] = {
+    "method": "logged",
+    "every": 4,
+    "log": LogOptions(to="disk", batch_steps=1),
+}
+
+
+def die(ranks: list[RankTraining]) -> None:
+    """Nothing more is written than what is under way: no base at the end."""
+    for one in ranks:
+        one.ckpt.wait(20)
+        recorder, keeper = one.ckpt._recorder, one.ckpt._keepers.current
+        assert recorder is not None
+        recorder.base_step = 1 << 40
+        assert keeper is not None
+        keeper.records.settle(20.0)  # type: ignore[attr-defined]
+
+
+def until(paths: tuple[Path, Path], steps: int, **options: Any) -> None:
+    """A job that dies behind this step."""
+    with trainings(*paths, **{**ON_DISK, **options}) as ranks:
+        resume(ranks)
+        train(ranks, steps)
+        die(ranks)
+
+
+def segment(path: Path, step: int, timeline: int = 1) -> Path:
+    return path / f"timeline-{timeline:05d}" / "log" / f"{step - 1:012d}-{step:012d}"
+
+
+def lose(path: Path, rank: int, *steps: int) -> None:
+    """Some steps of one rank's log."""
+    for step in steps:
+        (segment(path, step) / marker_name(rank)).unlink()
+
+
+def resumed(
+    paths: tuple[Path, Path], step: int, *, replayed: int, asked: int | None = None
+) -> list[everstep.Recovery]:
+    """What a job of two ranks comes back to, and that it is what training had."""
+    with trainings(*paths, **ON_DISK) as ranks:
+        found = resume(ranks, asked)
+        for rank, one in enumerate(found):
+            assert (one.step, one.replayed, one.exact) == (step, replayed, True), one
+            assert torch.equal(ranks[rank].weight, trained(rank, step))
+        train(ranks, 2)
+        for rank, training in enumerate(ranks):
+            assert torch.equal(training.weight, trained(rank, step + 2))
+        die(ranks)
+        return found
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
+def test_no_more_than_the_step_in_flight_is_lost(tmp_path: Path, shared: bool) -> None:
+    paths = folders(tmp_path, shared)
+    until(paths, 6)
+    resumed(paths, 6, replayed=2)
+    for path in paths:
+        record = scan_run(FS, path).timelines[2]
+        assert record is not None
+        assert (record.parent, record.fork_step, record.base) == (1, 6, (1, 4))
+        assert record.exact
+
+
+def test_a_log_that_ends_earlier_is_the_end_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 7)
+    lose(path, 1, 7)
+    found = resumed((path, path), 6, replayed=2)
+    for one in found:
+        assert "rank 1 gets no further; others have up to 7" in str(one.skipped)
+
+
+def test_a_rank_whose_log_is_gone_takes_all_back_to_the_base(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 6)
+    lose(path, 0, 5, 6)
+    resumed((path, path), 4, replayed=0)
+
+
+def test_a_flipped_bit_in_one_log_takes_all_to_the_step_before(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 7)
+    shard = next(p for p in segment(path, 6).iterdir() if p.name == shard_name(1))
+    data = bytearray(shard.read_bytes())
+    at = data.index(torch.full((12,), 0.7).numpy().tobytes())  # the gradient of this step
+    data[at] ^= 1
+    shard.write_bytes(data)
+    resumed((path, path), 5, replayed=1)
+
+
+def test_a_step_can_be_gone_back_to(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 7)
+    resumed((path, path), 3, replayed=2, asked=3)
+
+
+def test_the_history_goes_on_from_the_step_that_was_agreed_on(tmp_path: Path) -> None:
+    """Rank 0's log has steps that the job has turned away from: they stay out of the history."""
+    path = tmp_path / "run"
+    until((path, path), 7)
+    lose(path, 1, 7)
+    until((path, path), 1)  # goes on from step 6, to 7, on a timeline of its own
+    for rank in range(2):
+        directory = path / "timeline-00002" / "base" / "000000000007"
+        (directory / marker_name(rank)).unlink()
+    (directory / "manifest.json").unlink()
+    resumed((path, path), 7, replayed=3)
+
+
+def test_no_step_counts_in_which_one_rank_made_another_number_of_updates(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, **{**ON_DISK, "every": None}) as ranks:
+        resume(ranks)
+        train(ranks, 3)
+        ranks[1].optimizer.step()
+        train(ranks, 2)
+        die(ranks)
+    resumed((path, path), 3, replayed=2)
+
+
+def test_a_log_in_memory_leads_back_in_the_same_processes(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, method="logged", every=4) as ranks:
+        resume(ranks)
+        train(ranks, 6)
+        found = on_all(*(lambda one=one: one.ckpt.rewind(5) for one in ranks))  # type: ignore[misc]
+        for rank, one in enumerate(found):
+            assert (one.step, one.replayed, one.exact) == (5, 1, True)
+            assert torch.equal(ranks[rank].weight, trained(rank, 5))
+        train(ranks, 3)
+        for rank, training in enumerate(ranks):
+            assert torch.equal(training.weight, trained(rank, 8))
+        die(ranks)
+
+
+def test_the_log_of_several_ranks_is_none_for_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 6)
+    model = torch.nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "data": {"step": 0}}
+    keeper = everstep.KeeperOptions(process=False)
+    with everstep.Checkpointer(path, state, method="sync", every=None, keeper=keeper) as ckpt:
+        found = ckpt.resume(strict=False)  # each rank had weights of its own
+    assert (found.step, found.replayed) == (4, 0)
+    assert "log: 2 rank(s) wrote it, and 1 start" in str(found.skipped)
+
+
+def test_a_rank_whose_log_has_a_hole_gets_a_base_of_all(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path, method="logged", every=None) as ranks:
+        resume(ranks)
+        train(ranks, 3)
+        recorder = ranks[1].ckpt._recorder
+        assert recorder is not None
+        recorder.skipped("a test")
+        train(ranks, ASK_EVERY - 3)
+        for one in ranks:
+            one.ckpt.wait(20)
+        assert sorted(bases(path)) == [1]
+        train(ranks, 1)
+        for one in ranks:
+            one.ckpt.wait(20)
+            assert one.ckpt.stats().committed == 2
+        assert recorder.base_due is None
+        die(ranks)
+    assert sorted(bases(path)) == [1, 1 + ASK_EVERY]
+
+
+def test_the_log_of_another_part_of_a_tensor_is_another_log() -> None:
+    whole = Entry.whole("model/weight", "F32", (2, 4))
+    first = replace(whole, global_shape=(4, 4), placement="0-1")
+    second = replace(first, global_offset=(2, 0))
+    digests = {shape_digest([entry], {}, {}) for entry in (whole, first, second)}
+    assert len(digests) == 3
+
+
+def steps_on_disk(path: Path, rank: int) -> list[int]:
+    markers = path.glob(f"timeline-00001/log/*/{marker_name(rank)}")
+    return sorted(int(marker.parent.name.split("-")[1]) for marker in markers)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
+def test_segments_that_lead_nowhere_go_and_no_others(tmp_path: Path, shared: bool) -> None:
+    paths = folders(tmp_path, shared)
+    with trainings(*paths, **{**ON_DISK, "every": 3, "keep": 2}) as ranks:
+        resume(ranks)
+        for _ in range(8):
+            train(ranks, 1)
+            on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
+        die(ranks)
+    for rank, path in enumerate(paths):
+        kept, oldest = steps_on_disk(path, rank), min(bases(path))
+        assert kept == list(range(kept[0], 9))
+        assert 1 < kept[0] <= oldest + 1 <= 7
+    resumed(paths, 8, replayed=2)
+
+
+def test_a_rank_deletes_no_segment_that_another_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 3)
+    before = steps_on_disk(path, 1)
+    number = {"own": 1, "rank": 0}
+    assert delete_segments(FS, path, [1], lambda _: True, lambda: None, **number) == len(before)
+    assert (steps_on_disk(path, 0), steps_on_disk(path, 1)) == ([], before)

@@ -1,0 +1,205 @@
+"""Copies in the memory of another node, with real processes: nodes are emulated, each a folder and
+a group of processes on this machine, which are killed together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli.ps import ask_statuses
+from everstep.keeper.registry import kill_keeper, list_keepers
+from tests.trainers import Trainer, finish_trainer, start_trainer
+from tests.unit.world import TIMEOUT_S
+
+WORLD, STEPS = 2, 7
+
+TRAINING = """
+import hashlib, json, os, signal, sys, warnings
+import torch, torch.distributed as dist
+import everstep
+from everstep.tiers.options import PeerOptions
+
+run, rank, meet, world = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+options = {"every": 2, "on_failure": "warn", "progress_timeout_s": 30.0, "method": "lazy"}
+options.update(json.loads(sys.argv[5]))
+dies = os.environ.get("DIES", "")
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 8))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+torch.manual_seed(100 + rank)
+
+def digest():
+    h = hashlib.sha256()
+    for p in model.parameters():
+        for t in (p.detach(), *optimizer.state.get(p, {}).values()):
+            h.update(t.numpy().tobytes())
+    h.update(torch.get_rng_state().numpy().tobytes())
+    return h.hexdigest()
+
+def say(**what):
+    os.write(1, (json.dumps({"rank": rank, **what}) + "\\n").encode())
+
+peers = [PeerOptions(emulated_node=str(rank))] if options.pop("peers", True) else []
+ckpt = everstep.Checkpointer(
+    run, {"model": model, "optimizer": optimizer}, tiers=peers, **options
+)
+recovery = ckpt.resume()
+say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
+    source=recovery.source)
+for step in range(recovery.step + 1, 8):
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ckpt.step()
+    say(step=step, digest=digest())
+    if f"{rank} {step}" == dies:
+        ckpt.wait()
+        say(waits=True)
+        signal.pause()
+ckpt.close()
+say(committed=ckpt.stats().committed)
+"""
+
+
+class Nodes:
+    """A job of two ranks, each on a node of its own: folder, trainer and keeper."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self._folder, self._options, self._starts = folder, options, 0
+
+    def run_of(self, node: int) -> Path:
+        return self._folder / f"node-{node}" / "run"
+
+    def start(self, dies: str = "") -> list[Trainer]:
+        self._starts += 1
+        meet = str(self._folder / f"meet-{self._starts}")
+        said = json.dumps(self._options)
+        return [
+            start_trainer(
+                TRAINING,
+                str(self.run_of(rank)),
+                str(rank),
+                meet,
+                str(WORLD),
+                said,
+                DIES=dies.format(rank=rank),
+            )
+            for rank in range(WORLD)
+        ]
+
+    def keepers(self) -> dict[int, Any]:
+        found = {str(self.run_of(node)): node for node in range(WORLD)}
+        return {found[info.run]: info for info in list_keepers() if info.run in found}
+
+    def copies(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        infos = self.keepers()
+        statuses = ask_statuses(list(infos.values()))
+        return {
+            node: () if status is None else status.copies
+            for node, status in zip(infos, statuses, strict=True)
+        }
+
+    def lose(self, node: int) -> None:
+        """Its keeper and its disk; the trainer is dead already."""
+        kill_keeper(self.keepers()[node])
+        shutil.rmtree(self.run_of(node).parent)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for info in made.keepers().values():
+        kill_keeper(info)
+
+
+def lines_of(one: Trainer) -> list[dict[str, Any]]:
+    status, out, err = finish_trainer(one, TIMEOUT_S)
+    assert status == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def until_copied(nodes: Nodes, step: int) -> None:
+    """Each keeper holds the other rank's base of ``step``, and no other."""
+    deadline_s, pause = time.monotonic() + TIMEOUT_S, threading.Event()
+    wanted = {0: ((1, step),), 1: ((0, step),)}
+    while nodes.copies() != wanted:
+        assert time.monotonic() < deadline_s, nodes.copies()
+        pause.wait(0.2)
+
+
+def killed_at_5(nodes: Nodes) -> None:
+    """All trainers are killed behind step 5; base 4 is in the memory of both peers."""
+    ranks = nodes.start("{rank} 5")
+    until_copied(nodes, 4)
+    for one in ranks:
+        one.kill()
+        status, _, err = finish_trainer(one, TIMEOUT_S)
+        assert status == -signal.SIGKILL
+        assert "EMULATED" in err
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
+    """Digests of each rank, by step, of a training that nobody disturbed."""
+    alone = Nodes(tmp_path_factory.mktemp("undisturbed"), method="sync", peers=False)
+    said = [lines_of(one) for one in alone.start()]
+    return [{one["step"]: one["digest"] for one in lines if "step" in one} for lines in said]
+
+
+def check(
+    said: list[list[dict[str, Any]]], expected: list[dict[int, str]], step: int, *sources: str
+) -> None:
+    for lines, wanted, source in zip(said, expected, sources, strict=True):
+        first = lines[0]
+        assert (first["resumed"], first["source"], first["exact"]) == (step, source, True)
+        assert first["digest"] == wanted[step]
+        found = {one["step"]: one["digest"] for one in lines if "step" in one}
+        assert found == {at: wanted[at] for at in range(step + 1, STEPS + 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", range(WORLD))
+def test_a_lost_node_comes_back_from_the_memory_of_the_next(
+    nodes: Nodes, expected: list[dict[int, str]], node: int
+) -> None:
+    killed_at_5(nodes)
+    nodes.lose(node)
+    sources = ["memory", "memory"]
+    sources[node] = "peer"
+    check([lines_of(one) for one in nodes.start()], expected, 4, *sources)
+
+
+@pytest.mark.slow
+def test_both_keepers_gone_leaves_the_disks(nodes: Nodes, expected: list[dict[int, str]]) -> None:
+    killed_at_5(nodes)
+    for info in nodes.keepers().values():
+        kill_keeper(info)
+    check([lines_of(one) for one in nodes.start()], expected, 4, "disk", "disk")
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_again_after_its_state_came_from_its_peer(
+    nodes: Nodes, expected: list[dict[int, str]]
+) -> None:
+    """What was lost with the node is in its peer's memory again, and the ring is whole again."""
+    killed_at_5(nodes)
+    nodes.lose(1)
+    ranks = nodes.start("{rank} 6")
+    until_copied(nodes, 6)
+    for one in ranks:
+        one.kill()
+        finish_trainer(one, TIMEOUT_S)
+    nodes.lose(0)
+    check([lines_of(one) for one in nodes.start()], expected, 6, "peer", "memory")

@@ -1,0 +1,219 @@
+"""What is held in the memory of other nodes comes back to those who need it, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import pytest
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.messages import Message, PartTold, decode_message
+from everstep.commit.offers import BaseOffer, Offer, Piece
+from everstep.errors import DeadlineError
+from everstep.format.records import Manifest, TimelineRecord
+from everstep.recover import peers
+from everstep.recover.held import HeldBase
+from everstep.recover.peer_copy import PeerCopy
+from everstep.recover.peers import Fetched, Told, fetch_from_peers, plan_of
+from everstep.recover.scan import Inventory
+from everstep.seams import SystemClock
+from tests.unit.peering import RUN, bytes_of, copy_of, piece, record_of
+from tests.unit.together import on_all
+
+A, B = BaseId(1, 10), BaseId(1, 20)
+
+
+def own(rank: int, manifest: Manifest) -> Collection[int]:
+    return (rank,)
+
+
+def offer(
+    rank: int, *bases: BaseId, tiers: tuple[str, ...] = ("disk",), session: str = "s"
+) -> Offer:
+    """What a rank with a disk of its own can read."""
+    timelines: dict[int, TimelineRecord | None] = {1: record_of(1, session)} if bases else {}
+    found = {base: BaseOffer({rank: Piece(piece(rank, base).marker, tiers)}) for base in bases}
+    return Offer(rank, str(rank), RUN if bases else None, 2 if bases else 1, timelines, found)
+
+
+def told(holder: int, held: HeldBase, session: str = "s") -> Told:
+    return Told(holder, held.marker, record_of(held.marker.timeline, session).encode())
+
+
+def test_a_rank_that_has_lost_its_disk_fetches_what_its_peer_holds() -> None:
+    copy = told(0, piece(1, B))
+    assert plan_of([offer(0, A, B), offer(1)], [copy], own, None) == {1: [copy]}
+
+
+def test_nothing_is_fetched_that_is_there() -> None:
+    copies = [told(0, piece(1, B)), told(1, piece(0, B))]
+    assert plan_of([offer(0, B), offer(1, B)], copies, own, None) == {}
+
+
+def test_a_peer_is_asked_before_a_copy_in_a_store() -> None:
+    copy = told(0, piece(1, B))
+    offers = [offer(0, B), offer(1, B, tiers=("object",))]
+    assert plan_of(offers, [copy], own, None) == {1: [copy]}
+
+
+def test_a_copy_that_not_all_others_can_match_is_passed_over() -> None:
+    """The newest element of the intersection, not the newest copy (I7)."""
+    copies = [told(0, piece(1, A)), told(0, piece(1, B))]
+    assert plan_of([offer(0, A), offer(1)], copies, own, None) == {1: [copies[0]]}
+
+
+def test_a_copy_of_another_timeline_of_the_same_number_is_never_taken() -> None:
+    copy = told(0, piece(1, B), session="another start")
+    assert plan_of([offer(0, B), offer(1, A)], [copy], own, None) == {}
+    good = told(0, piece(1, B))
+    assert plan_of([offer(0, A, B), offer(1, A)], [good], own, None) == {1: [good]}
+
+
+def test_what_has_come_is_offered_only_where_its_timeline_is_known_or_unknown() -> None:
+    one = Fetched(piece(1, A), record_of(1))
+    inventory = Inventory(PurePath("run"))
+    assert one.is_of(inventory)
+    inventory.timelines[1] = record_of(1)
+    assert one.is_of(inventory)
+    inventory.timelines[1] = record_of(1, "another start")
+    assert not one.is_of(inventory)
+
+
+def test_a_wanted_step_is_what_counts() -> None:
+    copies = [told(0, piece(1, A)), told(0, piece(1, B))]
+    offers = [offer(0, A, B), offer(1)]
+    assert plan_of(offers, copies, own, A.step) == {1: [copies[0]]}
+    assert plan_of(offers, copies, own, 15) == {}, "the agreement says that there is none"
+
+
+# --- Fetching ---------------------------------------------------------------------------
+
+
+@dataclass
+class Box:
+    """A mailbox among threads."""
+
+    rank: int
+    boxes: list[Box]
+    lost: Callable[[Message], bool]
+
+    def __post_init__(self) -> None:
+        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
+
+    def send(self, rank: int, message: bytes) -> None:
+        if not self.lost(decode_message(message).message):
+            self.boxes[rank]._arrived.put(message)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        try:
+            return self._arrived.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def is_gone(self, rank: int) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Meets:
+    session: str
+    rank: int
+    mailbox: Box
+
+
+def fetched(
+    offers: list[Offer],
+    copies: list[list[PeerCopy]],
+    lost: Callable[[Message], bool] = lambda message: False,
+    timeout_s: float = 20.0,
+) -> list[list[Fetched]]:
+    """What each rank gets."""
+    world = len(offers)
+    barrier, said = threading.Barrier(world, timeout=60.0), dict[int, dict[str, Any]]()
+    boxes: list[Box] = []
+    boxes += [Box(rank, boxes, lost) for rank in range(world)]
+
+    def say(rank: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        barrier.wait()
+        said[rank] = mine
+        barrier.wait()
+        found = [said[other] for other in range(world)]
+        barrier.wait()
+        return found
+
+    def one(rank: int) -> list[Fetched]:
+        return fetch_from_peers(
+            Meets("s", rank, boxes[rank]),
+            SystemClock(),
+            lambda what, mine: say(rank, mine),
+            offers[rank],
+            copies[rank],
+            own,
+            step=None,
+            timeout_s=timeout_s,
+        )
+
+    return on_all(*(lambda rank=rank: one(rank) for rank in range(world)))  # type: ignore[misc]
+
+
+def test_bytes_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PART_BYTES", 700)
+    lost = piece(2, B, size_bytes=30_000, world=3)
+    offers = [with_world(offer(0, B)), with_world(offer(1, B)), offer(2)]
+    found = fetched(offers, [[copy_of(lost)], [], []])
+    assert found[:2] == [[], []]
+    ((one,),) = found[2:]
+    assert one.held.marker == lost.marker
+    assert bytes_of(one.held) == bytes_of(lost)
+    assert one.record == record_of(1)
+    one.held.open().close()
+
+
+def with_world(one: Offer) -> Offer:
+    """The same, of a job of three ranks."""
+    pieces = {base: piece(one.rank, base, world=3).marker for base in one.bases}
+    bases = {base: BaseOffer({one.rank: Piece(marker)}) for base, marker in pieces.items()}
+    return dataclasses.replace(one, bases=bases)
+
+
+def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PART_BYTES", 700)
+    monkeypatch.setattr(peers, "_AGAIN_S", 0.05)
+    seen: list[Message] = []
+
+    def lost(message: Message) -> bool:
+        seen.append(message)
+        return isinstance(message, PartTold) and len(seen) % 3 == 0
+
+    ((), (one,)) = fetched([offer(0, B), offer(1)], [[copy_of(piece(1, B))], []], lost)
+    assert bytes_of(one.held) == bytes_of(piece(1, B))
+
+
+def test_a_damaged_copy_is_passed_over_for_the_one_before() -> None:
+    bad = copy_of(piece(1, B))
+    bad.memory[-1] ^= 1
+    copies = [copy_of(piece(1, A)), bad]
+    ((), (one,)) = fetched([offer(0, A, B), offer(1)], [copies, []])
+    assert one.held.id == A
+    assert fetched([offer(0, A, B), offer(1)], [[bad], []]) == [[], []]
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    with pytest.raises(DeadlineError, match=r"rank\(s\) [01] have said nothing"):
+        silent = fetched(
+            [offer(0, B), offer(1)],
+            [[copy_of(piece(1, B))], []],
+            lambda message: True,
+            timeout_s=0.5,
+        )
+        assert not silent
