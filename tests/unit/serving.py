@@ -216,12 +216,22 @@ class Hand:
         self.bench.until(lambda: bool(self.hear(kind)), kind)
         return self.hear(kind)[-1]
 
-    def serve(self, *, parent: tuple[int, int] | None = None, keep: int = 3) -> None:
-        """Takes the run over with a new timeline."""
+    def serve(
+        self,
+        *,
+        parent: tuple[int, int] | None = None,
+        keep: int = 3,
+        verified: tuple[int, int] | None = None,
+    ) -> None:
+        """Takes the run over with a new timeline.
+
+        Args:
+            verified: timeline and step of the base on disk that it goes on from.
+        """
         inventory = scan_run(PosixFileSystem(), self.bench.run)
         base = None if parent is None else BaseId(*parent)
         self.timeline = open_timeline(Seams(), self.bench.run, inventory, parent=base, exact=True)
-        self.say("serve", timeline=self.timeline, keep=keep, verified=None)
+        self.say("serve", timeline=self.timeline, keep=keep, verified=verified)
 
     def begin(
         self,

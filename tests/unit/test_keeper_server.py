@@ -326,6 +326,26 @@ def test_a_goodbye_does_not_take_the_only_copy_along(d: Bench, disk: HookedFileS
     assert recalled(d)[1] == contents == oracle(one.plans[1])
 
 
+def test_nobody_stays_for_a_base_that_was_passed_over(d: Bench, disk: HookedFileSystem) -> None:
+    """Another rank of the job has lost its part of it, say: all go on from one before."""
+    one = d.trainer()
+    one.serve()
+    one.take(1, 4)
+    one.await_("done")
+    gate = Gate()
+    disk.hook = lambda op, path: (gate.wait_at(), full(op, path))[0] if op == "create" else None
+    one.take(2, 5, offset=BASE)
+    one.die()
+    gate.open()
+    two, contents, _ = recalled(d)
+    assert contents == oracle(one.plans[2])
+    two.say("forget", number=None)
+    two.serve(parent=(1, 4), verified=(1, 4))
+    two.say("bye")
+    two.die()
+    assert d.over()
+
+
 def test_objects_may_be_larger_than_a_message(b: Bench) -> None:
     data = bytes(range(256)) * (70 << 12)  # 70 MiB
     one = b.trainer()

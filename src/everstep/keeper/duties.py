@@ -93,6 +93,8 @@ class Duties:
             self.replicas.close()
             self.keeper.close()
         verified = message["verified"]
+        if verified is not None:
+            self.holding.passed_over()
         self.channel = channel = BackgroundChannel(
             lambda error: _report(trainer, error),
             self._seams.clock,

@@ -115,6 +115,13 @@ class Holding:
             if self._held is not None and self._held[0] is capture:
                 self._held = None
 
+    def passed_over(self) -> None:
+        """The run goes on from a base on the disk: one that is in memory only, and was not chosen,
+        is of a history that nobody comes back to."""
+        with self._lock:
+            if self._held is not None and not self._held[0].durable:
+                self._held = None
+
     def failed(self, capture: Capture, error: BaseException, *, reused: bool) -> None:
         """A capture has not become durable.
 
