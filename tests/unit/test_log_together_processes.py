@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -234,6 +235,11 @@ def test_a_rank_that_has_lost_its_keeper_too_takes_all_back_to_the_base(
 ) -> None:
     made.append(job := LogJob(tmp_path, kind))
     job.until_all_die(4)
+    waited, left = threading.Event(), int(TIMEOUT_S / 0.02)
+    while "committed" not in job.statuses().values():  # its keepers finish the first base
+        assert left, job.statuses()
+        left -= 1
+        waited.wait(0.02)
     for info in list_keepers():
         if info.run == str(job.run) and info.rank == 1:
             kill_keeper(info)

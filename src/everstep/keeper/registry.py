@@ -49,6 +49,7 @@ __all__ = [
 _GATE = "registry.lock"
 _GATE_TIMEOUT_S = 5.0
 _LOOK_AGAIN_S = 0.05
+_DYING_S = 0.5
 _INFO_BYTES_MAX = 1 << 16
 _LOG_KEPT_S = 86400.0  # of a keeper that was killed: somebody may want to know why
 _NAME = re.compile(r"([0-9a-f]{16})\.(json|log)", re.ASCII)
@@ -300,6 +301,7 @@ def kill_keeper(info: KeeperInfo) -> bool:
             return False
         identity = file_identity(files.info)
         if watch.gone() or identity is None or not has_open(info.pid, files.info, identity):
+            watch.gone(_DYING_S)  # one that is dying has closed its files, but not let go of them yet
             if find_keeper(info.key) != info:
                 return False
             raise KeeperError(
