@@ -124,10 +124,18 @@ def test_a_wrong_state_is_found(tmp_path: Path) -> None:
     assert ("live state", "rank 1") in found
 
 
+# A test run in the background of a shell has Ctrl-C ignored, and passes that on.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("everstep", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_an_interruption_leaves_nothing() -> None:
     options = ["--hosts", "2", "--params", "100k", "--steps", "30000", "--links", "groups"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "everstep", "drill", *options, "--arms", "lazy", "--json"],
+        [sys.executable, "-c", INTERRUPTIBLE, "drill", *options, "--arms", "lazy", "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
