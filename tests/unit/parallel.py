@@ -372,3 +372,4 @@ def main() -> None:
         say(committed=ckpt.stats().committed)
     if world > 1:
         distributed.destroy_process_group()
+        os._exit(0)  # what DDP holds of gloo may wait for ever for the other ranks as it is freed

@@ -301,7 +301,7 @@ def kill_keeper(info: KeeperInfo) -> bool:
             return False
         identity = file_identity(files.info)
         if watch.gone() or identity is None or not has_open(info.pid, files.info, identity):
-            watch.gone(_DYING_S)  # one that is dying has closed its files, but not let go of them yet
+            watch.gone(_DYING_S)  # one that is dying may have closed its files, and hold the lock
             if find_keeper(info.key) != info:
                 return False
             raise KeeperError(
