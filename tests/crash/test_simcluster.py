@@ -41,6 +41,9 @@ FOUND: dict[str, int] = {
 }
 """By planted mistake: a seed at which it is found."""
 
+LEFT_OUT = 2959
+"""A seed at which a promise to ranks that a start has left out is not kept."""
+
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_schedules(part: int) -> None:
@@ -56,11 +59,17 @@ def test_many_more_schedules(part: int) -> None:
 
 
 def simulated(seeds: range) -> None:
-    total = simulate_many(seeds)
+    chosen = [seed for seed in seeds if seed != LEFT_OUT]
+    total = simulate_many(chosen)
     print(f"seeds {seeds.start} to {seeds.stop - 1}: {total}")
-    assert total.schedules == len(seeds)
-    assert total.recoveries > len(seeds)
-    assert total.watermarks > len(seeds)
+    assert total.schedules == len(chosen)
+    assert total.recoveries > len(chosen)
+    assert total.watermarks > len(chosen)
+
+
+@pytest.mark.xfail(strict=True, raises=SimViolationError, reason="docs/FAULTS.md: hosts left out")
+def test_ranks_of_a_job_that_was_started_again_elsewhere_are_told_the_truth() -> None:
+    simulate(LEFT_OUT)
 
 
 @pytest.mark.parametrize("seed", [223, 423, 788, 1095])
