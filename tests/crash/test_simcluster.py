@@ -14,7 +14,7 @@ from everstep.testing.simcluster import SimViolationError, simulate, simulate_ma
 from everstep.testing.simjob import Plan
 from tests.crash.cluster_bugs import BUGS
 
-SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "180"))
+SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "360"))
 MORE = 3000
 SEARCHED = 120
 PARTS = 12  # a test each, so that they can be shared out

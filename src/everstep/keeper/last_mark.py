@@ -8,6 +8,7 @@ version counters tell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,12 @@ class LastMark:
     _tags: tuple[Tag, ...]
 
     @classmethod
-    def of(cls, survey: Survey) -> LastMark:
-        """The state as it is now."""
-        shape = survey.shape
-        names = (e.name for e in shape.entries if shape.owners[e.name].in_marks)
+    def of(cls, survey: Survey, names: Sequence[str]) -> LastMark:
+        """The state as it is now.
+
+        Args:
+            names: of what no optimizer owns, and may change: what the log's marks record.
+        """
         tensors = tuple(survey.tensors[name] for name in names)
         return cls(survey, tensors, tuple(map(_tag, tensors)))
 

@@ -28,6 +28,8 @@ class Watched:
         self._watcher = parts.recorder or parts.multistep
         self.lsn_at_mark = 0
         self.at_mark: LastMark | None = None
+        self._entries: object = None
+        self._names: tuple[str, ...] = ()
 
     @property
     def is_between_steps(self) -> bool:
@@ -48,7 +50,14 @@ class Watched:
             survey: of it, where there is a log.
         """
         self.lsn_at_mark = self._updates.lsn
-        self.at_mark = None if survey is None else LastMark.of(survey)
+        self.at_mark = None
+        if survey is None:
+            return
+        shape = survey.shape
+        if shape.entries is not self._entries:  # once for each shape, not at each step
+            self._entries = shape.entries
+            self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
+        self.at_mark = LastMark.of(survey, self._names)
 
     def consumed(self, key: str, step: int) -> None:
         """An optimizer's gradients are what its update is going to consume.
