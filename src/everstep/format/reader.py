@@ -6,6 +6,7 @@ with the digests in the marker or manifest.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_futures
 from pathlib import PurePath
+from types import TracebackType
 from typing import NamedTuple
 
 from everstep.arena import Block
@@ -25,12 +27,12 @@ from everstep.format.header import (
     decode_header,
 )
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
-from everstep.format.writer import ChunkRing
+from everstep.format.writer import CHUNK_BYTES, ChunkRing
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import PIECE_BYTES
 
-__all__ = ["read_body", "read_header", "read_record_bytes"]
+__all__ = ["ReadsAhead", "read_body", "read_header", "read_record_bytes"]
 
 _READ_BYTES = 2 << 20  # a part of a chunk: 1.2 times faster than whole ones, measured
 _READ_AHEAD_CHUNKS = 8
@@ -90,6 +92,7 @@ def read_body(
     on_damage: Callable[[DamageError], None] | None = None,
     wanted: Sequence[int] | None = None,
     on_entry: Callable[[int], None] | None = None,
+    reads: ReadsAhead | None = None,
 ) -> None:
     """Reads and verifies entries; a few threads read ahead, the caller's verifies.
 
@@ -101,6 +104,7 @@ def read_body(
         wanted: indices of the entries to read, in ascending order; None: all of them, and the
             file as a whole.
         on_entry: called with the index of each entry that has proved to be good.
+        reads: of the same file and entries, under way already; closed in the end.
 
     Raises:
         DamageError: naming the entry whose digest does not match.
@@ -128,24 +132,10 @@ def read_body(
 
     # Before an entry is complete, its last bytes have gone to the sink.
     digester = Digester([header.placed[index] for index in chosen], check)
-    size = record.length - header.room_bytes
-    chunks = deque(_chunks([(0, size)] if wanted is None else _ranges(header, wanted)))
-    under_way: deque[tuple[_Chunk, Block, Future[int]]] = deque()
-    try:
-        while chunks or under_way:
-            while chunks and len(under_way) < _READ_AHEAD_CHUNKS:
-                block = ring.take_free() if under_way else ring.take(timeout_s)
-                if block is None:
-                    break
-                chunk = chunks.popleft()
-                offset = header.room_bytes + chunk.at
-                future = ring.threads.submit(_read, file, block, chunk.end - chunk.at, offset)
-                under_way.append((chunk, block, future))
-            chunk, block, future = under_way[0]
-            got = _result(future, timeout_s, path)
-            under_way.popleft()
-            if got < chunk.end - chunk.at:
-                raise DamageError(f"{path}: ends at byte {chunk.at + got} of its body", path=path)
+    if reads is None:
+        reads = ReadsAhead(file, header, record, path, ring, timeout_s=timeout_s, wanted=wanted)
+    with reads:
+        for chunk, block in reads:
             try:
                 for begin in range(chunk.begin, chunk.end, PIECE_BYTES):
                     end = min(chunk.end, begin + PIECE_BYTES)
@@ -156,11 +146,6 @@ def read_body(
             finally:
                 ring.give(block)
             progress.advance(chunk.end - chunk.begin)
-    finally:
-        wait_futures([future for _, _, future in under_way], timeout=timeout_s)
-        for _, block, future in under_way:
-            if future.done():  # a hung read may still write into its chunk: never reuse that one
-                ring.give(block)
     if wanted is not None:
         return
     whole = digest_of_file(record.header_digest, header.digests)
@@ -179,12 +164,93 @@ class _Chunk(NamedTuple):
     end: int
 
 
+class ReadsAhead:
+    """The chunks of a body in their order, read by a few threads ahead of whoever iterates.
+
+    To be used in a ``with`` block: when that ends, nothing is under way.
+
+    Args:
+        wanted: as for :func:`read_body`.
+    """
+
+    def __init__(
+        self,
+        file: ReadFile,
+        header: ShardHeader,
+        record: FileRecord,
+        path: PurePath,
+        ring: ChunkRing,
+        *,
+        timeout_s: float,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
+        self._file, self._path, self._ring, self._timeout_s = file, path, ring, timeout_s
+        self._room_bytes = header.room_bytes
+        body = [(0, record.length - header.room_bytes)]
+        self._left = deque(_chunks(body if wanted is None else _ranges(header, wanted)))
+        self._under_way: deque[tuple[_Chunk, Block, Future[int]]] = deque()
+
+    def start(self) -> None:
+        """Reads as far ahead as it ever does."""
+        while self._left and len(self._under_way) < _READ_AHEAD_CHUNKS:
+            ring, first = self._ring, not self._under_way
+            block = ring.take(self._timeout_s) if first else ring.take_free()
+            if block is None:
+                return
+            chunk = self._left.popleft()
+            offset = self._room_bytes + chunk.at
+            future = ring.threads.submit(_read, self._file, block, chunk.end - chunk.at, offset)
+            self._under_way.append((chunk, block, future))
+
+    def __enter__(self) -> ReadsAhead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._left.clear()
+        under_way = [future for _, _, future in self._under_way]
+        wait_futures(under_way, timeout=self._timeout_s)
+        for _, block, future in self._under_way:
+            if future.done():  # a hung read may still write into its chunk: never reuse that one
+                self._ring.give(block)
+        self._under_way.clear()
+
+    def __iter__(self) -> ReadsAhead:
+        return self
+
+    def __next__(self) -> tuple[_Chunk, Block]:
+        """A chunk, and what holds it, which is the caller's to give back to the ring.
+
+        Raises:
+            DamageError: the file ends before it.
+            DeadlineError: the transfer hangs.
+        """
+        self.start()
+        if not self._under_way:
+            raise StopIteration
+        chunk, block, future = self._under_way[0]
+        got = _result(future, self._timeout_s, self._path)
+        if got < chunk.end - chunk.at:
+            at = chunk.at + got
+            raise DamageError(f"{self._path}: ends at byte {at} of its body", path=self._path)
+        self._under_way.popleft()
+        return chunk, block
+
+
 def _chunks(ranges: Iterable[tuple[int, int]]) -> Iterator[_Chunk]:
+    sizes = itertools.chain(
+        itertools.repeat(CHUNK_BYTES, _READ_AHEAD_CHUNKS),  # before anybody can use them
+        itertools.repeat(_READ_BYTES),
+    )
     for first, last in ranges:
         begin = first
         while begin < last:
             at = begin - begin % DIRECT_ALIGNMENT_BYTES
-            end = min(last, at + _READ_BYTES)
+            end = min(last, at + next(sizes))
             yield _Chunk(at, begin, end)
             begin = end
 

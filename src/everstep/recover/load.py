@@ -8,6 +8,7 @@ overwritten by then is made good by the next older base, or the caller is told.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,22 +17,21 @@ import torch
 
 from everstep.errors import FormatError, MismatchError, RecoveryError
 from everstep.format.digests import digest
-from everstep.format.reader import read_body
+from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.recover.opened import OpenBase
 from everstep.recover.pieces import Fill, PieceReads, fills
 from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
+from everstep.recover.targets import Looks, Targets
 from everstep.recover.versions import unclear
-from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
-from everstep.state.dtensors import box_of, like, local_of
+from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.placing import Box
-from everstep.state.providers import RestorePlan
-from everstep.state.tensors import empty_like_entry, host_bytes
+from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
 
 __all__ = ["LoadedBase", "all_contents", "contents", "load_base", "load_ranks"]
@@ -49,6 +49,7 @@ class LoadedBase:
         shape: what it consists of (see :mod:`everstep.state.shapes`); of one rank's base only.
         redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
         rank_bytes: of ``size_bytes``, those from the files of each rank that wrote some.
+        finite: names of parameters that were seen to hold nothing but numbers as they came.
     """
 
     marker: Marker
@@ -59,6 +60,7 @@ class LoadedBase:
     shape: str = ""
     redone: int = 0
     rank_bytes: Mapping[int, int] = field(default_factory=dict)
+    finite: frozenset[str] = frozenset()
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -155,6 +157,33 @@ def load_ranks(
     """
     alone = opened[0].marker.world == 1
     saved = SavedRanks(opened, contents(opened[0])[0] if alone else None)
+    with _read_ahead(opened, ring, timeout_s) as reads:  # while all is planned and compared
+        return _load(saved, opened, state, ring, strict, timeout_s, progress, on_touch, reads)
+
+
+def _read_ahead(
+    opened: Sequence[OpenBase], ring: ChunkRing, timeout_s: float
+) -> contextlib.AbstractContextManager[ReadsAhead | None]:
+    """The first file of a base of one rank, which is read as a whole in any case."""
+    if opened[0].marker.world != 1 or not opened[0].shards:
+        return contextlib.nullcontext()
+    file, record, header, path = opened[0].shards[0]
+    reads = ReadsAhead(file, header, record, path, ring, timeout_s=timeout_s)
+    reads.start()
+    return reads
+
+
+def _load(
+    saved: SavedRanks,
+    opened: Sequence[OpenBase],
+    state: State,
+    ring: ChunkRing,
+    strict: bool,
+    timeout_s: float,
+    progress: ProgressSink,
+    on_touch: Any,
+    reads: ReadsAhead | None,
+) -> LoadedBase:
     view = saved.view(state)
     plans = state.plan_restore(view.trees, view.entries, view.left_out)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
@@ -168,11 +197,12 @@ def load_ranks(
             step=marker.step,
             hint="build the same model and optimizer, or resume(strict=False) to load the rest",
         )
-    targets = _Targets.of(plans, view.entries)
+    targets = Targets.of(plans, view.entries)
     shared = _sharing_memory(view, targets)
     wanted = _fills(saved, view, targets)
+    looks = Looks.of(state, targets, view)
     on_touch()
-    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress)
+    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads)
     tensors = targets.finish()
     for name, expected in shared.items():
         flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
@@ -185,12 +215,19 @@ def load_ranks(
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
     shape = ""
-    if alone:
+    if saved.world == 1:
         aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
         shape = shape_of_base(opened[0].placed(), aliases, view.trees)
     size_bytes = sum(rank_bytes.values())
     return LoadedBase(
-        marker, size_bytes, entries, mismatches, tuple(notes), shape, rank_bytes=rank_bytes
+        marker,
+        size_bytes,
+        entries,
+        mismatches,
+        tuple(notes),
+        shape,
+        rank_bytes=rank_bytes,
+        finite=frozenset(looks.finite),
     )
 
 
@@ -210,89 +247,7 @@ def _objects(opened: OpenBase) -> dict[str, Any]:
     return trees
 
 
-@dataclass(slots=True)
-class _Targets:
-    """What gets the values.
-
-    Attributes:
-        tensors: by the name by which trees refer to them.
-        memory: what is read into, contiguous on the host, by the same names, and which box of
-            the whole tensor it is.
-        copies: from there into live tensors that could not be read into as they lie.
-        spread: what will be DTensors: entry, and one that is spread alike.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    memory: dict[str, tuple[torch.Tensor, Box]] = field(default_factory=dict)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    spread: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]) -> _Targets:
-        """A live tensor that can be read into as it lies is its own target. One that cannot (on
-        a device, not contiguous) gets a fresh contiguous one first and a copy at the end."""
-        targets = cls()
-        fresh: dict[str, torch.Tensor | None] = {}
-        for plan in plans.values():
-            for name in () if plan.tree is None else references(plan.tree):
-                live = plan.in_place.get(name)
-                if live is None:
-                    fresh[name] = plan.like.get(name)
-                    continue
-                targets.tensors[name] = live
-                local, box = local_of(live), _box(entries[name], live)
-                if not _readable_in_place(local):
-                    source = empty_like_entry(_part(entries[name], box))
-                    targets.copies.append((source, local))
-                    local = source
-                targets.memory[name] = (local, box)
-        targets._make(fresh, entries)
-        return targets
-
-    def _make(self, fresh: Mapping[str, torch.Tensor | None], entries: Mapping[str, Entry]) -> None:
-        parts: dict[str, tuple[Entry, Box]] = {}
-        for name, template in fresh.items():
-            entry = entries[name]
-            box = _box(entry, template)
-            # Tensors that were one when they were saved become one again.
-            parts.setdefault(entry.name, (_part(entry, box), box))
-            if template is not None:
-                self.spread[name] = (entry, template)
-        claimed = sum(part.size_bytes for part, _ in parts.values())
-        if claimed > memory_available_bytes():  # before any of it is taken
-            raise FormatError(
-                f"the checkpoint claims {claimed} bytes of state that is not here yet; this "
-                f"machine has {memory_available_bytes()} bytes of memory left"
-            )
-        made = {name: (empty_like_entry(part), box) for name, (part, box) in parts.items()}
-        for name in fresh:
-            self.memory[name] = made[entries[name].name]
-            self.tensors[name] = self.memory[name][0]
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """The tensors, all of whose bytes have come."""
-        for source, live in self.copies:
-            _write_into(live, source)
-        for name, (entry, template) in self.spread.items():
-            self.tensors[name] = like(template, entry, self.memory[name][0])
-        return self.tensors
-
-
-def _box(entry: Entry, tensor: torch.Tensor | None) -> Box:
-    """Which part of an entry this rank wants: that of ``tensor``, or all of it."""
-    shape = entry.global_shape
-    if tensor is None:
-        return Box((0,) * len(shape), shape)
-    box = box_of(tensor)
-    pairs = shape[len(box.shape) :]  # of complex128
-    return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
-
-
-def _part(entry: Entry, box: Box) -> Entry:
-    return Entry.whole(entry.name, entry.dtype, box.shape, logical_dtype=entry.logical_dtype)
-
-
-def _fills(saved: SavedRanks, view: View, targets: _Targets) -> dict[int, list[Fill]]:
+def _fills(saved: SavedRanks, view: View, targets: Targets) -> dict[int, list[Fill]]:
     """What to read, by file.
 
     Raises:
@@ -317,6 +272,8 @@ def _read(
     ring: ChunkRing,
     timeout_s: float,
     progress: ProgressSink,
+    looks: Looks,
+    ahead: ReadsAhead | None,
 ) -> tuple[dict[int, int], int]:
     """Reads, and returns how many bytes of each rank that wrote them, and how many entries; a base
     of one rank as a whole, so that the digests of its files are compared, too."""
@@ -324,6 +281,11 @@ def _read(
     for number, (file, record, header, path) in enumerate(saved.files):
         reads = PieceReads(header, wanted.get(number, ()))
         whole = saved.world == 1
+
+        def entry_done(index: int, number: int = number, reads: PieceReads = reads) -> None:
+            reads.entry_done(index)
+            looks.entry_done(number, index)
+
         read_body(
             file,
             header,
@@ -334,7 +296,8 @@ def _read(
             progress=progress,
             sink=reads.sink,
             wanted=None if whole else reads.wanted,
-            on_entry=reads.entry_done,
+            on_entry=entry_done,
+            reads=None if number else ahead,
         )
         places = header.placed if whole else [header.placed[index] for index in reads.wanted]
         entries += len(places)
@@ -355,12 +318,7 @@ def _refuse_unused(
             raise FormatError(f"entry {name!r} is there, but nothing refers to it")
 
 
-def _readable_in_place(tensor: torch.Tensor) -> bool:
-    plain = not tensor.is_conj() and not tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
-
-
-def _sharing_memory(view: View, targets: _Targets) -> dict[str, str]:
+def _sharing_memory(view: View, targets: Targets) -> dict[str, str]:
     """``name -> digest`` of tensors that overlap in memory here, but are different entries:
     only what they hold in the end tells whether all of them got what was saved for them.
 
@@ -412,12 +370,3 @@ def _untied(name: str) -> RecoveryError:
         "for the two",
         hint="build the model with the same tied weights and views as when it was saved",
     )
-
-
-def _write_into(live: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies into a live tensor; of an expanded dimension only the one element there is."""
-    with torch.no_grad():
-        for dim, stride in enumerate(live.stride()):
-            if stride == 0 and live.shape[dim] > 1:
-                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-        live.copy_(source)

@@ -3,35 +3,53 @@ whoever goes on from it should know."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 import torch
 
 from everstep.state.dtensors import local_of
 from everstep.state.image import State
 from everstep.state.optimizers import OptimizerProvider
 
-__all__ = ["nonfinite_parameter"]
+__all__ = ["is_finite", "nonfinite_parameter", "optimized"]
+
+# What torch looks at in the calling thread: its others would spin on behind each look, on cores
+# that reading needs.
+_ELEMENTS = 32_768
 
 
-def nonfinite_parameter(state: State) -> str | None:
+def nonfinite_parameter(state: State, but: Collection[str] = ()) -> str | None:
     """The name of a parameter, of those that optimizers have, with NaN or infinity in it; None if
     all are numbers. One pass over all of them; of a DTensor over what this rank holds, as other
-    ranks need not be at the same place."""
+    ranks need not be at the same place.
+
+    Args:
+        but: names of those that have been looked at already.
+    """
+    for name, parameter in optimized(state):
+        if name not in but and not is_finite(local_of(parameter.detach())):
+            return name
+    return None
+
+
+def optimized(state: State) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that optimizers have, by the names of their entries."""
     for key, optimizer in state.optimizers.items():
         provider = state.providers[key]
         assert isinstance(provider, OptimizerProvider)
         names = [name for group in provider.groups() for name in group]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for name, parameter in zip(names, parameters, strict=True):
-            if not _is_finite(local_of(parameter.detach())):
-                return name
-    return None
+        yield from zip(names, parameters, strict=True)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of its elements are numbers."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or not tensor.numel() or tensor.element_size() == 1:
         return True  # those of one byte have no kernels for it
     # Both are NaN where any element is; in one pass, and without memory.
-    least, most = torch.aminmax(tensor)
-    return bool(torch.isfinite(least)) and bool(torch.isfinite(most))
+    on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
+    parts = torch.split(tensor.view(-1), _ELEMENTS) if on_host else [tensor]
+    ends = [end for part in parts for end in torch.aminmax(part)]
+    return bool(torch.isfinite(torch.stack(ends)).all())

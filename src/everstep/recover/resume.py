@@ -145,8 +145,10 @@ def resume(
             opened.add(timeline)
             if fresh or _unchanged(seams, inventory, found, step, opened, held):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
-                if loaded is not None and (bad := nonfinite_parameter(state)):
-                    problems += (not_finite(bad, restored.end),)
+                if loaded is not None:
+                    seen = () if restored.replayed else loaded.finite
+                    if bad := nonfinite_parameter(state, but=seen):
+                        problems += (not_finite(bad, restored.end),)
                 base = found.id if found else None
                 source = "fresh" if loaded is None else loader.source
                 return Resumed(

@@ -460,8 +460,10 @@ def _resumed(
     inventory = outcome.inventory
     assert inventory is not None
     problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
-    if loaded is not None and (bad := nonfinite_parameter(state)):
-        problems += (not_finite(bad, end),)
+    if loaded is not None:
+        seen = () if choice.reach is not None else loaded.finite
+        if bad := nonfinite_parameter(state, but=seen):
+            problems += (not_finite(bad, end),)
     return Resumed(
         go.timeline,
         choice.base,

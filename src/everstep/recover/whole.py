@@ -70,8 +70,8 @@ def make_live_whole(
     except AuditError as error:
         raise _other(error) from error
     why = elsewhere if redo.exactness.exact else elsewhere or redo.exactness.why
-    made = replace(loaded, notes=(*loaded.notes, *notes), redone=len(records.updates))
-    return made, why
+    notes = [*loaded.notes, *notes]
+    return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
 
 
 def make_offline_whole(

@@ -1,0 +1,150 @@
+"""What a base is read into: live tensors as they lie, or memory that is copied or wrapped later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.errors import FormatError
+from everstep.recover.nonfinite import is_finite, optimized
+from everstep.recover.reshard import View
+from everstep.seams.machine import memory_available_bytes
+from everstep.state.dtensors import box_of, like, local_of
+from everstep.state.entries import Entry
+from everstep.state.image import State
+from everstep.state.placing import Box
+from everstep.state.providers import RestorePlan
+from everstep.state.tensors import empty_like_entry
+from everstep.state.tree import references
+
+__all__ = ["Looks", "Targets"]
+
+
+@dataclass(slots=True)
+class Targets:
+    """What gets the values.
+
+    Attributes:
+        tensors: by the name by which trees refer to them.
+        memory: what is read into, contiguous on the host, by the same names, and which box of
+            the whole tensor it is.
+        copies: from there into live tensors that could not be read into as they lie.
+        spread: what will be DTensors: entry, and one that is spread alike.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: dict[str, tuple[torch.Tensor, Box]] = field(default_factory=dict)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    spread: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]) -> Targets:
+        """A live tensor that can be read into as it lies is its own target. One that cannot (on
+        a device, not contiguous) gets a fresh contiguous one first and a copy at the end."""
+        targets = cls()
+        fresh: dict[str, torch.Tensor | None] = {}
+        for plan in plans.values():
+            for name in () if plan.tree is None else references(plan.tree):
+                live = plan.in_place.get(name)
+                if live is None:
+                    fresh[name] = plan.like.get(name)
+                    continue
+                targets.tensors[name] = live
+                local, box = local_of(live), _box(entries[name], live)
+                if not _readable_in_place(local):
+                    source = empty_like_entry(_part(entries[name], box))
+                    targets.copies.append((source, local))
+                    local = source
+                targets.memory[name] = (local, box)
+        targets._make(fresh, entries)
+        return targets
+
+    def _make(self, fresh: Mapping[str, torch.Tensor | None], entries: Mapping[str, Entry]) -> None:
+        parts: dict[str, tuple[Entry, Box]] = {}
+        for name, template in fresh.items():
+            entry = entries[name]
+            box = _box(entry, template)
+            # Tensors that were one when they were saved become one again.
+            parts.setdefault(entry.name, (_part(entry, box), box))
+            if template is not None:
+                self.spread[name] = (entry, template)
+        claimed = sum(part.size_bytes for part, _ in parts.values())
+        if claimed > memory_available_bytes():  # before any of it is taken
+            raise FormatError(
+                f"the checkpoint claims {claimed} bytes of state that is not here yet; this "
+                f"machine has {memory_available_bytes()} bytes of memory left"
+            )
+        made = {name: (empty_like_entry(part), box) for name, (part, box) in parts.items()}
+        for name in fresh:
+            self.memory[name] = made[entries[name].name]
+            self.tensors[name] = self.memory[name][0]
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The tensors, all of whose bytes have come."""
+        for source, live in self.copies:
+            _write_into(live, source)
+        for name, (entry, template) in self.spread.items():
+            self.tensors[name] = like(template, entry, self.memory[name][0])
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Looks at parameters as soon as they have come, while more is being read: that is time in
+    which this thread would only wait.
+
+    Attributes:
+        live: by the number of the file and the index of the only piece that fills it: its name,
+            and the parameter as it lies.
+        finite: names of those that hold nothing but numbers.
+    """
+
+    live: Mapping[tuple[int, int], tuple[str, torch.Tensor]]
+    finite: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, state: State, targets: Targets, view: View) -> Looks:
+        live: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        held = ((name, local_of(parameter)) for name, parameter in optimized(state))
+        names = {here.data_ptr(): (name, here.numel()) for name, here in held}
+        for entry, (memory, _) in targets.memory.items():
+            pieces = view.pieces[entry]
+            name, size = names.get(memory.data_ptr(), ("", 0))
+            if size == memory.numel() and len(pieces) == 1:  # it lies in the parameter
+                live[pieces[0].file, pieces[0].index] = name, memory.detach()
+        return cls(live)
+
+    def entry_done(self, file: int, index: int) -> None:
+        name, parameter = self.live.get((file, index), ("", None))
+        if parameter is not None and is_finite(parameter):
+            self.finite.add(name)
+
+
+def _box(entry: Entry, tensor: torch.Tensor | None) -> Box:
+    """Which part of an entry this rank wants: that of ``tensor``, or all of it."""
+    shape = entry.global_shape
+    if tensor is None:
+        return Box((0,) * len(shape), shape)
+    box = box_of(tensor)
+    pairs = shape[len(box.shape) :]  # of complex128
+    return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
+
+
+def _part(entry: Entry, box: Box) -> Entry:
+    return Entry.whole(entry.name, entry.dtype, box.shape, logical_dtype=entry.logical_dtype)
+
+
+def _readable_in_place(tensor: torch.Tensor) -> bool:
+    plain = not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
+
+
+def _write_into(live: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies into a live tensor; of an expanded dimension only the one element there is."""
+    with torch.no_grad():
+        for dim, stride in enumerate(live.stride()):
+            if stride == 0 and live.shape[dim] > 1:
+                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        live.copy_(source)
