@@ -206,6 +206,51 @@ def test_a_step_that_stalls_for_a_base_is_not_a_longer_step() -> None:
     assert run.cadence.step_s == pytest.approx(0.5)
 
 
+def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
+    """Bases that hold training up for 10 ms each, and take ``beside`` steps until they are durable,
+    each of them longer by ``slow_s``."""
+    run = Run(every=Every(auto=True, mtbf_s=mtbf_s))
+    under: Save | None = None
+    left = 0
+    for step in range(1, 400):
+        run.clock.advance(0.5 + (slow_s if under is not None else 0.0))
+        left -= 1
+        if under is not None and left == 0:
+            run.stats.committed += 1
+            run.stats.persist_s += beside * 0.5
+            under.durable.set_result(MB)
+        run.cadence.stepped()
+        under = None if left == 0 else under
+        if run.cadence.due(step):
+            run.bases.append(step)
+            run.saver.saves += 1
+            run.saver.stall_s["gate"] += 0.01
+            run.clock.advance(0.01)
+            under, left = Save(step, 1), beside
+            run.cadence.asked(step)
+            run.cadence.taken(under)
+    return run
+
+
+def test_what_steps_beside_a_base_lose_is_part_of_what_it_costs() -> None:
+    """Waiting is not all: the processor, memory and the disk are shared with what is written."""
+    run = slowed(1000.0, beside=2, slow_s=0.2)
+    wanted = math.sqrt(2 * 1000 * (0.01 + 2 * 0.2)) / 0.5
+    assert run.cadence.step_s == pytest.approx(0.5)
+    assert near(run.cadence.interval_steps, wanted)
+    assert not near(slowed(1000.0, beside=2, slow_s=0.0).cadence.interval_steps, wanted)
+
+
+def test_steps_that_are_all_beside_a_base_are_steps_all_the_same() -> None:
+    """What a step takes may change while there are no others."""
+    run = Run(every=Every(auto=True, mtbf_s=1000.0))
+    run.train(FIRST_STEPS + 1, step_s=0.5)
+    save = Save(run.step, 1)
+    run.cadence.taken(save)  # and never becomes durable
+    run.train(200, step_s=2.0)
+    assert run.cadence.step_s == pytest.approx(2.0)
+
+
 def test_the_last_of_two_bases_may_fail() -> None:
     run = Run()
     run.train(FIRST_STEPS)

@@ -98,6 +98,7 @@ class Cadence:
         self._looked = 0
         self._seen = _Seen()
         self._under: Save | None = None
+        self._beside_s: list[float] = []  # steps since it was taken
         self._base_step = 0
         self._meter = DayMeter()
         self._recorded = 0
@@ -138,7 +139,7 @@ class Cadence:
 
     def taken(self, save: Save) -> None:
         """That base is under way."""
-        self._under = save
+        self._under, self._beside_s = save, []
 
     def due(self, step: int) -> bool:
         """Whether a base is due at the end of ``step``."""
@@ -159,7 +160,7 @@ class Cadence:
         if self._last_s is not None:
             took_s = now_s - self._last_s - (stall_s - self._last_stall_s)
             if took_s > 0:
-                self._estimator.observe_step(took_s)
+                self._watch(took_s)
                 self._trained_s += took_s
                 self._samples += 1
         self._last_s, self._last_stall_s = now_s, stall_s
@@ -174,12 +175,28 @@ class Cadence:
 
     # --- What was measured --------------------------------------------------------------
 
+    def _watch(self, took_s: float) -> None:
+        """A step took so long beyond what it waited. Beside a base that is being copied and
+        written it may take longer (memory, disk, and cores are shared): that is part of what the
+        base costs, and not of what a step takes."""
+        if self._options.every.auto and self._under is not None:
+            self._beside_s.append(took_s)
+            if len(self._beside_s) < _LOOK_AGAIN_STEPS:
+                return
+        self._estimator.observe_step(took_s)
+
+    def _slowed_s(self) -> float:
+        """What the steps beside the last base took more than others."""
+        beside_s, self._beside_s = self._beside_s, []
+        step_s = self._estimator.step_s
+        return 0.0 if step_s is None else max(0.0, sum(beside_s) - len(beside_s) * step_s)
+
     def _measure(self) -> bool:
         """The base that is under way, if it is over."""
         save = self._under
         if save is None or not save.durable.done():
             return False
-        self._under = None
+        self._under, slowed_s = None, self._slowed_s()
         if save.durable.cancelled() or save.durable.exception() is not None:
             return False
         keeper, before = self._keepers.stats, self._seen
@@ -194,7 +211,7 @@ class Cadence:
             self._base_bytes = save.durable.result()
             persist_s = (self._seen.persist_s - before.persist_s) / bases
             saves = max(1, self._seen.saves - before.saves)
-            cost_s = (self._seen.stall_s - before.stall_s) / saves
+            cost_s = (self._seen.stall_s - before.stall_s) / saves + slowed_s
             self._estimator.observe_base(self._base_bytes, max(persist_s, 1e-9), cost_s)
         return bases > 0
 

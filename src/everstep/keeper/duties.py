@@ -12,21 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attached import Attached
-from everstep.keeper.auditor import Auditor
 from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.logs import Logs
 from everstep.keeper.messages import identity_from_wire, layout_from_wire, parts_of
-from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.peers import Peers
 from everstep.keeper.rebuilds import Rebuilds
 from everstep.keeper.replicas import Replicas
@@ -36,6 +34,11 @@ from everstep.keeper.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.peers import PeerMailbox
+
+# What most runs do not need is loaded with its first use: training waits for a keeper to start.
+if TYPE_CHECKING:
+    from everstep.keeper.auditor import Auditor
+    from everstep.keeper.mirrors import Mirrors
 
 __all__ = ["HANDLERS", "Duties"]
 
@@ -130,19 +133,25 @@ class Duties:
         assert self.logs.current is not None
         self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
-        self.mirrors = Mirrors(
-            self._seams,
-            self._run,
-            self.timeline,
-            message.get("tiers") or [],
-            channel.post,
-            timeout_s=self.timeout_s,
-            seat=None if seat is None else Seat.from_wire(seat),
-            commits=self.keeper.commits,
-        )
-        self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
+        self.mirrors = None
+        if message.get("tiers"):
+            from everstep.keeper.mirrors import Mirrors
+
+            self.mirrors = Mirrors(
+                self._seams,
+                self._run,
+                self.timeline,
+                message["tiers"],
+                channel.post,
+                timeout_s=self.timeout_s,
+                seat=None if seat is None else Seat.from_wire(seat),
+                commits=self.keeper.commits,
+            )
+            self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
         self.auditor = None
         if (message.get("log") or {}).get("audit"):
+            from everstep.keeper.auditor import Auditor
+
             self.auditor = Auditor(
                 self._seams.filesystem,
                 self._run,

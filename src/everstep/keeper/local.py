@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
@@ -23,7 +24,6 @@ from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.audit import DigestAudit
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, Work
-from everstep.keeper.commits import RankCommits
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.retain import Retention
@@ -39,6 +39,9 @@ from everstep.state.body import Body
 from everstep.state.layout import ShardLayout
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.slots import SlotStore
+
+if TYPE_CHECKING:  # loaded where there are several ranks
+    from everstep.keeper.commits import RankCommits
 
 __all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
 
@@ -153,6 +156,8 @@ class LocalKeeper:
         self._commits: RankCommits | None = None
         if seat is not None:
             assert mailbox is not None
+            from everstep.keeper.commits import RankCommits
+
             mailbox.open(seat.session, seat.rank, seat.peers)
             self._commits = RankCommits(
                 seams,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
@@ -12,15 +12,17 @@ from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
-from everstep.keeper.commits import RankCommits
 from everstep.keeper.held import base_from_wire, base_to_wire
 from everstep.keeper.holding import Holding
 from everstep.keeper.peer_store import PeerStore
-from everstep.keeper.replicator import Pace, Replicator, ReplicatorStats, Source
 from everstep.keeper.seat import Seat
 from everstep.recover.held import HeldBase
 from everstep.recover.scan import scan_base
 from everstep.seams import Clock, FileSystem, ReadFile
+
+if TYPE_CHECKING:  # loaded where there are several ranks
+    from everstep.keeper.commits import RankCommits
+    from everstep.keeper.replicator import Replicator, ReplicatorStats, Source
 
 __all__ = ["Peers"]
 
@@ -59,6 +61,8 @@ class Peers:
         if told is None or seat is None or commits is None or seat.peer is None:
             self.store = PeerStore()
             return
+        from everstep.keeper.replicator import Pace, Replicator
+
         self._rank = seat.rank
         recovered = seat.recovered
         self.store.new_start(told["bound_bytes"], seat.sources, recovered)
@@ -93,6 +97,8 @@ class Peers:
     @property
     def stats(self) -> ReplicatorStats:
         """What was sent since the timeline began."""
+        from everstep.keeper.replicator import ReplicatorStats
+
         return ReplicatorStats() if self.replicator is None else self.replicator.stats
 
     def close(self) -> None:

@@ -38,17 +38,15 @@ class SaveCosts:
 def costs_of(interval: Interval, row: Row) -> SaveCosts | None:
     """From measured rounds of an arm; None where there are none.
 
-    A save takes what the training thread spends in the library; and what it slows steps down
-    beyond that, where this is more than two blocks without a save differ by.
+    A save takes what the training thread spends in the library, or what it slows steps down by
+    (they share cores, memory and disk with it), where in the median of the rounds this is more.
     """
     step, slowdown = interval.step_s(), interval.slowdown_s(row)
     stall = row.spread(lambda block: block.stall_s)
     durable = row.spread(lambda block: block.durable_s)
     if step is None or stall is None or durable is None:
         return None
-    save_s = stall.median
-    if slowdown is not None and slowdown.median - save_s > (interval.noise_s() or 0.0):
-        save_s = slowdown.median
+    save_s = stall.median if slowdown is None else max(stall.median, slowdown.median)
     return SaveCosts(step.median, save_s, durable.median)
 
 

@@ -80,7 +80,7 @@ def _notes(report: CrashReport) -> list[str]:
     )
     return [
         "T_ckpt: what a save takes from training: the time of its thread in the library, or the "
-        "slow-down of steps where that is more and above the noise. every: floor(sqrt(2 T_ckpt / "
+        "slow-down of steps where that is more. every: floor(sqrt(2 T_ckpt / "
         "p) / T_step), but one save is durable before the next begins; with a log, the interval "
         "that wastes the least, replay included. steps/s: useful steps, those that are there in "
         "the end, for each second of training and resuming. model: what the same formula "

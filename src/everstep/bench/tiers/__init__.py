@@ -1,0 +1,19 @@
+"""What tiers take of memory, disks and stores over many steps, and of training (TierCheck, Exp. 9).
+
+Ranks train together, each with a run folder and a node of its own, which is emulated: a process
+group and a folder of this machine. Their bases go to their disks, to the memory of the next node's
+keeper, and to a durable place. While they do, everything is looked at from outside: sizes of files,
+and of the keepers' shared memory as the kernel counts it. It is held against what was printed at
+the start. The same training without tiers says what they add.
+
+``options``   what is measured
+``child``     one rank
+``sampling``  how many bytes are where
+``run``       all of it
+``report``    the outcome: targets, plain data
+``show``      a table and a picture
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
