@@ -23,10 +23,12 @@ from everstep.keeper.lifetime import (
     check_platform,
     check_usable,
     close_earlier,
+    is_lost,
     needs_last_base,
     no_last_base,
     persist_parked,
     stays_for_the_log,
+    stays_with_bases,
     wait_through,
 )
 from everstep.keeper.overwritten import Overwritten
@@ -148,7 +150,7 @@ class Checkpointer:
         self._seams = seams or Seams()
         wanted = Preemption.parse(preempt)
         self._preempting = Preempting(wanted, self._seams.clock, asks_ranks())
-        named, peers = split_peers(tiers)
+        named, peers = split_peers(tiers, self._options.method.tiers)
         places = validate_tiers(named, keep)
         job = job_of(self._seams, progress_timeout_s)
         refuse_unsupported(job, self._options, places)
@@ -157,7 +159,8 @@ class Checkpointer:
         self._live_key = (self._run, self._info.rank)
         close_earlier(_live.get(self._live_key), self._run)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
-        parts = assemble(self._options, self._run, open_run, self._state, self._seams, peers)
+        made_of = self._options, self._run, open_run, self._state, self._seams, peers, places
+        parts = assemble(*made_of)
         parts.keepers.copy_to(places)
         self._parts, self._run_id = parts, parts.run_id
         self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
@@ -174,6 +177,7 @@ class Checkpointer:
         about = self._run, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
         self._base_due, self._joint = False, Joint(job)
+        self._last: Save | None = None
         self._at_exit = AtExit()
         self._preempting.install()
         self._open = True
@@ -205,7 +209,8 @@ class Checkpointer:
                 self._channel.undone(step)
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
-        resumed, only_in_memory = self._starts.resume(step, strict=strict, own=self._timeline > 0)
+        own = {"own": self._timeline > 0, "trained": self._timeline > 0 and self._step > 0}
+        resumed, only_in_memory = self._starts.resume(step, strict=strict, **own)
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._cadence.began(resumed, again=self._timeline > 0)
@@ -267,9 +272,10 @@ class Checkpointer:
             # As soon as there is a keeper, and nothing is under way.
             # Several ranks take it at this step, or none.
             later = self._keepers.lost is not None or under_way
+            in_memory = not self._base_due and self._options.stays_in_memory(self._step)
             self._base_due = later and self._info.world == 1
             if not later:
-                self._take(survey, show=False)
+                self._take(survey, show=False, in_memory=in_memory)
         elif isinstance(self._saver, ScheduledSaver) and self._keepers.lost is None:
             self._saver.park(self._identity())
         self._preempting.marked(self._step, self._save_last)
@@ -304,7 +310,7 @@ class Checkpointer:
             )
         return self._take(None, show=True)
 
-    def _take(self, survey: Survey | None, *, show: bool) -> Save:
+    def _take(self, survey: Survey | None, *, show: bool, in_memory: bool = False) -> Save:
         self._cadence.asked(self._step)
         standby, due = self._standby, self._recorder is not None and self._recorder.base_due
         if standby is not None and standby.follows and not due:
@@ -313,7 +319,8 @@ class Checkpointer:
         elif self._multistep is not None:
             save = self._multistep.take(self._identity(), survey, sharp=show)
         else:
-            save = self._saver.take(self._identity(), show=show, survey=survey)
+            how = {"show": show, "in_memory": in_memory}
+            save = self._saver.take(self._identity(), survey=survey, **how)
             if standby is not None:
                 standby.base_taken(save)
         self._cadence.taken(save)
@@ -383,6 +390,7 @@ class Checkpointer:
         try:
             stay = self._take_last(failed)
             failed += wait_through(self.wait, lambda: self._keepers.gave_up)
+            stay = stay or (self._keeper_stays and is_lost(self._last))
         finally:
             self._release(stay=stay)
         for other in failed[1:]:
@@ -394,6 +402,9 @@ class Checkpointer:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
         persist_parked(self._saver, failed)
+        if self._saver.last_is_in_memory and not self._overwritten.partly:
+            whole = self._watched.is_between_steps
+            return stays_with_bases(self._run, self.save if whole else None, failed)
         if self._overwritten.partly:
             return False
         if not needs_last_base(self._run, self._step, self._recorder, self._state):
@@ -403,7 +414,7 @@ class Checkpointer:
             assert self._keeper is not None
             return stays_for_the_log(self._run, self._step, self._options, self._keeper)
         try:
-            self._take(survey, show=True)
+            self._last = self._take(survey, show=True)
         except EverstepError as error:
             failed.append(error)
         return False
@@ -427,16 +438,17 @@ class Checkpointer:
             self.close()
             return
         here = self._open and os.getpid() == self._pid
-        if here and self._log_is_shared:  # no base of all ranks: they may be gone
+        if here and self._keeper_stays:  # no base of all ranks: they may be gone
             self._release(stay=True)
             return
         with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
             self.close()
 
     @property
-    def _log_is_shared(self) -> bool:
-        """Whether other ranks can go on only from where this one's log leads, too."""
-        return self._recorder is not None and self._info.world > 1
+    def _keeper_stays(self) -> bool:
+        """Whether others need this one's log to go on, or bases are in memory only."""
+        logs = self._recorder is not None and self._info.world > 1
+        return logs or self._options.method.in_memory
 
     def _identity(self) -> ShardIdentity:
         return ShardIdentity(
@@ -472,7 +484,7 @@ class Checkpointer:
         assert keeper is not None
         self._keeper = keeper
         self._parts.start(keeper, self._timeline, self._exact, self._step)
-        self._at_exit.watch(self._saver, keeper, stay=self._log_is_shared)
+        self._at_exit.watch(self._saver, keeper, stay=self._keeper_stays)
 
     def _check_open(self) -> None:
         check_usable(self._open, self._pid, getattr(self, "_run", None))

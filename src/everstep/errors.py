@@ -100,7 +100,11 @@ class EverstepError(Exception):
         ]
         if self.path is not None and self.path not in self.message:
             where.append(self.path)
-        text = self.message + (f" [{', '.join(where)}]" if where else "")
+        # Behind the first line: what follows may be a list, of which it is no part.
+        first, newline, rest = self.message.partition("\n")
+        colon = ":" if newline and first.endswith(":") else ""
+        first = first[: len(first) - len(colon)] + (f" [{', '.join(where)}]" if where else "")
+        text = first + colon + newline + rest
         return text + (f"\n  hint: {self.hint}" if self.hint else "")
 
     def fields(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ __all__ = ["Method", "is_int", "nearest", "one_of", "presets", "refuse_unknown"]
 
 _PARTS_MAX = 24
 _CHUNK_BYTES_MIN = 4096
+_TIERS = (("disk",), ("memory", "peer", "disk"))
 _BASES = ("sync", "async", "lazy", "checkfreq", "multistep", "scheduled")
 
 
@@ -92,7 +93,11 @@ class Method:
         apply: when logged gradients are applied. ``"recovery"``: when a run is resumed.
             ``"replica"``: each step, as soon as it is whole, to a copy of the state in the memory
             of the keeper process, which then persists its bases from there (LowDiff+, section VI).
-        tiers: where bytes live; ``("disk",)``.
+        tiers: where bases live. ``("disk",)``; or ``("memory", "peer", "disk")``: in the memory of
+            the keeper process, and of the one on the next node, if there is one (GEMINI, as the
+            papers describe it); and each ``disk_every``-th on disk. Places that keep copies are
+            another thing (``Checkpointer(tiers=)``).
+        disk_every: of bases that live in memory: each how manieth is written to disk.
         parts: of ``base="multistep"``: into how many the state is cut, each of which takes a step;
             ``"auto"``: as many as hold training up least, by what is measured.
         overlap_forward: of ``base="multistep"``: the copies of gradients run on behind the update
@@ -110,6 +115,7 @@ class Method:
     log: str = "none"
     apply: str = "recovery"
     tiers: tuple[str, ...] = ("disk",)
+    disk_every: int = 1
     parts: int | str = "auto"
     overlap_forward: bool = False
     chunk_bytes: int | str = "auto"
@@ -121,7 +127,7 @@ class Method:
         one_of("apply", self.apply, ("recovery", "replica"))
         one_of("rebuild", self.rebuild, ("keeper", "recovery"))
         for tier in self.tiers:
-            one_of("tier", tier, ("disk",))
+            one_of("tier", tier, ("memory", "peer", "disk"))
         if self.log != "none" and self.base == "sync":
             raise OptionError(
                 f"log={self.log!r} needs host memory, which base='sync' has none of",
@@ -143,8 +149,33 @@ class Method:
                 hint="base='lazy' with the log, or log='none'",
             )
         self._check_multistep()
-        if self.tiers != ("disk",):
-            raise OptionError(f"tiers must be ('disk',) in this version, not {self.tiers!r}")
+        self._check_tiers()
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether most bases live in memory only."""
+        return "memory" in self.tiers
+
+    def _check_tiers(self) -> None:
+        if self.tiers not in _TIERS:
+            known = ", ".join(map(str, _TIERS))
+            raise OptionError(f"Method.tiers must be one of {known}, not {self.tiers!r}")
+        if not is_int(self.disk_every) or self.disk_every < 1:
+            raise OptionError(f"Method.disk_every must be at least 1, not {self.disk_every!r}")
+        if not self.in_memory:
+            if self.disk_every != 1:
+                raise OptionError(
+                    "Method.disk_every is of bases that live in memory; tiers=('disk',) writes "
+                    "each one",
+                    hint="tiers=('memory', 'peer', 'disk'), or a longer every=",
+                )
+            return
+        if self.base not in ("async", "lazy") or self.log != "none":
+            raise OptionError(
+                f"bases live in memory with base='async' or 'lazy' and without a log, not with "
+                f"base={self.base!r} and log={self.log!r}",
+                hint="method='gemini', or tiers=('disk',)",
+            )
 
     def _check_multistep(self) -> None:
         parts = self.parts
@@ -197,6 +228,7 @@ presets: Mapping[str, Method] = MappingProxyType(
         "gockpt": Method(base="multistep"),
         "gockpt_o": Method(base="multistep", overlap_forward=True),
         "checkflow": Method(base="scheduled"),
+        "gemini": Method(base="lazy", tiers=("memory", "peer", "disk"), disk_every=10),
     }
 )
 """Named methods: what ``method="name"`` stands for."""

@@ -170,8 +170,8 @@ class LogOptions:
             ones are reported as :class:`~everstep.errors.NonFiniteError`.
         lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each
             step is on disk before the next begins, so that a lost machine costs no more than
-            the step in flight. None: it does not wait; what is in memory survives anything but
-            the keeper's death.
+            the step in flight (once the first base is durable: a log begins at a base). None: it
+            does not wait; what is in memory survives anything but the keeper's death.
         audit: the keeper compares each new base, bit for bit, with what the base before it and
             the log give (I9), in a process that yields to everything else and takes a twentieth
             of a core on average. It needs the log on disk, a keeper that is a process, and two
@@ -375,6 +375,15 @@ class Options:
         """Whether every step is captured, by a plan."""
         return self.method.base == "scheduled"
 
+    def stays_in_memory(self, step: int) -> bool:
+        """Whether the base that is due at ``step`` is not written to disk."""
+        every = self.every.steps
+        return (
+            self.method.in_memory
+            and every is not None
+            and step // every % self.method.disk_every != 0
+        )
+
     @property
     def logs(self) -> bool:
         """Whether there is a gradient log."""
@@ -406,6 +415,12 @@ class Options:
             raise OptionError(
                 f"LogOptions.ratio is of log='adaptive', not of log={self.method.log!r}",
                 hint="Method(base='lazy', log='adaptive')",
+            )
+        if self.method.in_memory and (self.every.auto or self.every.seconds is not None):
+            raise OptionError(
+                f"method={self.method_name!r} counts bases, of which each "
+                f"{self.method.disk_every}th goes to disk: every= must be a number of steps",
+                hint="every=10 (steps)",
             )
         if self.log.audit and (why := self._no_audit):
             raise OptionError(

@@ -10,8 +10,11 @@ import os
 
 import pytest
 
-from everstep.testing.simcluster import SimViolationError, simulate, simulate_many
+from everstep.commit.lineage import BaseId
+from everstep.testing.simcluster import SimCluster, SimViolationError, simulate, simulate_many
 from everstep.testing.simjob import Plan
+from everstep.testing.simrank import SimRank
+from everstep.testing.simtruth import ViolatedError
 from tests.crash.cluster_bugs import BUGS
 
 SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "360"))
@@ -70,6 +73,23 @@ def simulated(seeds: range) -> None:
 @pytest.mark.xfail(strict=True, raises=SimViolationError, reason="docs/FAULTS.md: hosts left out")
 def test_ranks_of_a_job_that_was_started_again_elsewhere_are_told_the_truth() -> None:
     simulate(LEFT_OUT)
+
+
+def test_no_later_start_takes_what_they_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of that schedule, when nobody takes them at their word."""
+    told = []
+    believed = SimCluster.on_durable
+
+    def on_durable(cluster: SimCluster, rank: SimRank, base: BaseId) -> None:
+        try:
+            believed(cluster, rank, base)
+        except ViolatedError:
+            told.append((rank.job.session, base))
+            cluster.truth.timelines[rank.job.key].durable.discard(base.step)
+
+    monkeypatch.setattr(SimCluster, "on_durable", on_durable)
+    simulate(LEFT_OUT)
+    assert set(told) == {("s1", BaseId(1, 3))}, "of the start that hosts were left out of"
 
 
 @pytest.mark.parametrize("seed", [223, 423, 788, 1095])

@@ -43,6 +43,7 @@ STATUS: dict[str, Any] = {
     "ends_in_s": 565.0,
     "arena_bytes": 3 << 30,
     "copies": [],
+    "logs": [],
 }
 
 

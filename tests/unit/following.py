@@ -38,9 +38,9 @@ def run_steps(ckpt: everstep.Checkpointer, world: Any, count: int) -> dict[int, 
     return found
 
 
-def until(there: Callable[[], bool], what: str = "it") -> None:
+def until(there: Callable[[], bool], what: str = "it", *, timeout_s: float = TIMEOUT_S) -> None:
     """Waits for something that another thread does."""
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     tick = iter(_ticks())
     while not there():
         assert time.monotonic() < deadline_s, f"{what} never came"

@@ -357,6 +357,8 @@ def _work(
         world.train()
         parts = world.snapshot()
         ckpt.step()
+        if on_disk and step == recovery.step + 1:
+            ckpt.wait()  # a log leads nowhere before its base is durable
         _say(step=step, parts=parts)
         if kill is not None and (kill[0], kill[1]) == ("mark", step):
             _die(step)

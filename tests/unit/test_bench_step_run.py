@@ -24,16 +24,23 @@ from everstep.bench.stall import helpers
 from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.helpers import end
 from everstep.bench.stall.loop import Loop
-from everstep.bench.step import rounds, run
+from everstep.bench.step import ours, rounds, run
 from everstep.bench.step.arms import StepArm, TorchSave
+from everstep.bench.step.child import Order
 from everstep.bench.step.figures import Row
 from everstep.bench.step.frequency import run_frequency
 from everstep.bench.step.kills import Kills
 from everstep.bench.step.naive import NaiveDiff
-from everstep.bench.step.options import FrequencyOptions, Setting, StepOptions, Training
+from everstep.bench.step.options import (
+    FrequencyOptions,
+    Setting,
+    StepOptions,
+    Training,
+    parse_tiers,
+)
 from everstep.bench.step.ours import Ours, missing
 from everstep.bench.step.rate import measure_rate
-from everstep.errors import EverstepError, OutOfSpaceError
+from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from tests.unit.stalls import invoke
 
 TINY = Training(params=100_000, batch=1)
@@ -372,3 +379,44 @@ def test_frequency_from_end_to_end(tmp_path: Path) -> None:
     assert found.probes
     assert found.every == 1 or found.probes[0].slowdown.median > options.within
     assert not list(tmp_path.iterdir())
+
+
+def test_an_arm_copies_its_bases_to_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the blocks of everstep's arms there are copies in each place; behind them nothing is."""
+    places = tmp_path / "one", tmp_path / "other"
+    for place in places:
+        place.mkdir()
+    copied: list[int] = []
+    emptied = ours._empty
+
+    def empty(place: str, seams: Any) -> None:
+        copied.append(len(list(Path(place).rglob("manifest.json"))))
+        emptied(place, seams)
+
+    monkeypatch.setattr(ours, "_empty", empty)
+    options = FrequencyOptions(
+        params=100_000, batch=1, repeats=1, every_max=1, within=0.999, folder=tmp_path,
+        arms=("torch.save", "lazy"), tiers=tuple(map(str, places)),
+    )  # fmt: skip
+    report = run_frequency(options, NOWHERE)
+    assert [found.error for found in report.found] == [None, None]
+    assert len(copied) == 2
+    assert all(copied)
+    assert sorted(tmp_path.iterdir()) == sorted(places)
+    assert not any(list(place.iterdir()) for place in places)
+    assert report.as_json()["tiers"] == list(options.tiers)
+    assert "everstep's arms copy" in report.labels()[-1]
+
+
+def test_which_arms_copy_and_where_to(tmp_path: Path) -> None:
+    found = parse_tiers(f"s3://bucket/run, {tmp_path},{tmp_path}")
+    assert found == ("s3://bucket/run", str(tmp_path))
+    options = FrequencyOptions(tiers=found)
+    assert options.setting("torch.save", 2, 4).tiers == ()
+    lowdiff = options.setting("lowdiff", 2, 4)
+    assert lowdiff.tiers == found
+    order = Order(lowdiff, 1, 1, 1, True, "folder", os.getpid(), 3)
+    assert Order.decode(order.encode()) == order
+    assert parse_tiers(None) == ()
+    with pytest.raises(OptionError, match="no folder"):
+        FrequencyOptions(tiers=(str(tmp_path / "nothing"),))

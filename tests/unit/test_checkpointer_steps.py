@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.errors import OptionError, StateError
+from everstep.errors import OptionError, RecoveryError, StateError
 from everstep.seams import ManualClock
 from tests.unit.world import base_folder, inventory_of, opened
 
@@ -78,6 +78,26 @@ def test_the_first_and_the_very_last_step(run_folder: Path) -> None:
         assert ckpt.resume().step == 1
     with opened(run_folder, {"a": 0}, keep=5) as ckpt:
         assert ckpt.resume(step=0).base_step == 0
+
+
+def test_what_was_trained_is_no_fresh_start(run_folder: Path) -> None:
+    """Nothing would take the weights back, and the run would say that it is at step 0."""
+    state = {"a": 0}
+    with opened(run_folder, state, every=None) as ckpt:
+        ckpt.resume()
+        assert ckpt.resume(step=0).step == 0, "nothing was trained yet"
+        for _ in range(3):
+            state["a"] += 1
+            ckpt.step()
+        for ask in (ckpt.rewind, ckpt.resume):
+            with pytest.raises(RecoveryError, match="no base of step 0, and this process has"):
+                ask(0)
+        ckpt.step()
+        ckpt.save()
+    with opened(run_folder, {"a": 0}, every=None) as ckpt:
+        assert ckpt.resume().step == 4, "no timeline was opened for it"
+    with opened(run_folder, {"a": 0}, every=None) as ckpt:
+        assert ckpt.resume(step=0).step == 0, "another Checkpointer, another state"
 
 
 def test_steps_go_on_after_resuming(run_folder: Path) -> None:

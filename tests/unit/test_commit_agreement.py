@@ -129,6 +129,16 @@ def test_damage_makes_all_choose_again() -> None:
     assert "are damaged" in ends[0].reason
 
 
+def test_what_was_loaded_in_part_is_no_fresh_start() -> None:
+    """resume(step=0): the base of step 0 is damaged on one rank, and the others have loaded it."""
+    ranks = Ranks([own(0, 0), own(1, 0)], step=0, damaged={Source(2, 1)})
+    ends = ranks.run()
+    assert all(isinstance(end, Refuse) for end in ends.values())
+    assert "that of a fresh start" in ends[0].reason
+    ends = Ranks([own(0, 10), own(1, 10)], step=0).run()
+    assert {end.choice.base for end in ends.values()} == {None}
+
+
 def test_a_number_that_is_taken() -> None:
     ranks = Ranks(two(), taken={2, 3})
     assert {end.timeline for end in ranks.run().values()} == {4}

@@ -231,6 +231,27 @@ def test_a_base_that_a_rank_cannot_write_is_given_up_by_all() -> None:
     assert len(room.reports(IsDurable)) == 3, "the next one is not in the way of it"
 
 
+@pytest.mark.parametrize("disks", LAYOUTS[:3])
+@pytest.mark.parametrize("lossy", [False, True], ids=["all is heard", "giving up is not heard"])
+def test_ranks_that_made_other_updates_give_up_at_once(disks: tuple[str, ...], lossy: bool) -> None:
+    """A scaler that skips on one rank: their markers are those of no base, and never will be."""
+    room = Room(disks)
+    for rank in range(len(disks)):
+        identity = ShardIdentity("run", 1, 10, 10 - (rank == 1), rank, len(disks), True)
+        room.lost = lambda message: lossy and type(message).__name__ == "GivenUp"
+        room.absorb(rank, room.members[rank].persist(identity))
+    room.lost = lambda message: False
+    room.tick(6)
+    assert not any(room.manifests.values())
+    gave_up = room.reports(GaveUp)
+    assert {rank for rank, _ in gave_up} == set(range(len(disks)))
+    assert all("rank(s) 1: 9, rank(s) 0" in out.reason for _, out in gave_up)
+    assert not any(markers.get(BaseId(1, 10)) for markers in room.markers.values())
+    room.save(20)
+    room.tick(3)
+    assert {rank for rank, _ in room.reports(IsDurable)} == set(range(len(disks)))
+
+
 def test_a_rank_that_missed_the_news_gives_up_too() -> None:
     room = Room(("a", "b", "c"))
     room.broken = {2}

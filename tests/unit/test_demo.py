@@ -87,7 +87,7 @@ class Quiet:
 class TestPlan:
     @given(
         every=st.integers(1, 30),
-        saves=st.integers(8, 60),
+        saves=st.integers(9, 60),
         rest=st.integers(0, 29),
         seed=st.integers(0, 2**32 - 1),
         keeper=st.sampled_from(["process", "thread", "none"]),
@@ -96,15 +96,17 @@ class TestPlan:
         self, every: int, saves: int, rest: int, seed: int, keeper: KeeperKind
     ) -> None:
         steps = saves * every + rest % every
-        first, second, moment = planned_kills(steps=steps, every=every, seed=seed, keeper=keeper)
-        assert first.step % every == second.step % every == 0
+        *inside, moment = planned_kills(steps=steps, every=every, seed=seed, keeper=keeper)
+        assert len(inside) == (3 if keeper == "process" else 2)
+        assert all(kill.step % every == 0 for kill in inside)
         assert 0 <= moment.fraction < 1
         # A base is on disk before the first kill, and what comes back after a kill leaves at
         # least one base of its own before the next one.
-        third = saves // 3
-        assert 2 * every <= first.step <= third * every
-        assert first.step < second.step <= 2 * third * every
-        assert second.step + every <= moment.step
+        share = saves // (len(inside) + 1)
+        assert inside[0].step >= 2 * every
+        for number, kill in enumerate(inside):
+            assert number * share * every < kill.step <= (number + 1) * share * every
+        assert inside[-1].step + every <= moment.step
         assert moment.step + every <= steps, "no time for the last kill to arrive"
 
     def test_what_dies_depends_on_the_keeper(self) -> None:
@@ -114,6 +116,7 @@ class TestPlan:
 
         assert planned("process") == [
             (BEFORE_RENAME, "dies", "trainer + keeper"),
+            (BEFORE_MANIFEST, "dies", "trainer + keeper"),
             (AFTER_CAPTURED, "spared", "trainer"),
             (RANDOM_MOMENT, "spared", "trainer"),
         ]
@@ -154,15 +157,18 @@ class TestPlan:
             demo_plan(),
             kills=planned_kills(steps=120, every=10, seed=0, keeper="process"),
         )
-        together, *alone = introduce(plan)[-3:]
-        assert "save.before_rename, base " in together
-        assert together.endswith(": trainer and keeper die, as with their machine")
+        *together, captured, moment = introduce(plan)[-4:]
+        assert "save.before_rename, base " in together[0]
+        assert "save.before_manifest, base " in together[1]
+        die = ": trainer and keeper die, as with their machine"
+        assert all(line.endswith(die) for line in together)
+        alone = (captured, moment)
         assert all(line.endswith(": the trainer dies, its keeper lives") for line in alone)
 
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"steps": 79, "every": 10}, "no room for three kills"),
+            ({"steps": 79, "every": 10}, "no room for the kills"),
             ({"every": 0}, "at least one step apart"),
             ({"method": "asink"}, "no method 'asink'"),
             ({"seed": -1}, "seed must be"),
@@ -525,6 +531,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 what, run, moment = os.environ["WHAT"], Path(args["--run"]), int(os.environ["MOMENT"])
+newest = int(os.environ["LAST"])  # the timeline of the kill that falls at any moment
 steps, every = int(args["--steps"]), int(args["--every"])
 killed, held = run.name == "killed", run.parent / "held"
 has_memory = args["--method"] != "sync" and args["--keeper"] == "process" and what != "amnesia"
@@ -550,11 +557,11 @@ say("resumed", step=start, base_step=start, replayed=0, exact=True, evidence="x"
     timeline=1, seconds=0.0, skipped=[])
 timeline = len(list(run.glob("timeline-*"))) + 1
 for step in range(start + 1, steps + 1):
-    last = what == "quick" and timeline == 3 and step == moment
+    last = what == "quick" and timeline == newest and step == moment
     say("step", step=step, loss=float(step).hex(), at_s=time.monotonic() + last)
     if last:
         sys.exit(say("finished", step=steps, fingerprint={}))
-    if killed and not name and timeline == 3 and step == moment:
+    if killed and not name and timeline == newest and step == moment:
         signal.pause()  # until the supervisor has sent its kill
     if not every or step % every:
         continue
@@ -587,16 +594,18 @@ def scripted_memory(run: Path) -> int | None:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """The command of a scripted child that deviates as told."""
     monkeypatch.setattr(supervisor, "_SILENCE_S", 20.0)
     monkeypatch.setattr(supervisor, "held_step", scripted_memory)
     script = tmp_path / "scripted.py"
     script.write_text(SCRIPTED)
 
-    def command(what: str) -> list[str]:
+    def command(what: str, plan: DemoPlan | None = None) -> list[str]:
+        kills = (plan or TestSupervisor.PLAN).kills
         monkeypatch.setenv("WHAT", what)
-        monkeypatch.setenv("MOMENT", str(TestSupervisor.PLAN.kills[-1].step))
+        monkeypatch.setenv("MOMENT", str(kills[-1].step))
+        monkeypatch.setenv("LAST", str(len(kills)))
         return [sys.executable, str(script)]
 
     return command
@@ -658,14 +667,14 @@ class TestSupervisor:
         [
             ("dies", r"killed-1 ended with status 1, which nobody planned.*the reactor has melted"),
             ("outruns", r"killed-1 ended by itself, not by the planned kill"),
-            ("quick", r"killed-3 was gone before it could be killed"),
+            ("quick", r"killed-4 was gone before it could be killed"),
             ("elsewhere", r"killed-1 died elsewhere than planned: .*on disk is: nothing"),
-            ("amnesia", r"killed-2 died elsewhere than planned: .*memory; it says it has none"),
+            ("amnesia", r"killed-3 died elsewhere than planned: .*memory; it says it has none"),
         ],
     )
     def test_what_nobody_planned_is_reported(
         self,
-        scripted: Callable[[str], list[str]],
+        scripted: Callable[..., list[str]],
         temporary: Path,
         children: list[Child],
         what: str,
@@ -678,7 +687,7 @@ class TestSupervisor:
 
     def test_a_keeper_that_was_to_live_and_does_not_is_reported(
         self,
-        scripted: Callable[[str], list[str]],
+        scripted: Callable[..., list[str]],
         temporary: Path,
         children: list[Child],
         monkeypatch: pytest.MonkeyPatch,
@@ -689,7 +698,7 @@ class TestSupervisor:
             raise KeeperError("nobody answers")
 
         monkeypatch.setattr(supervisor, "held_step", gone)
-        words = "killed-2 was killed and its keeper was to live, but: nobody answers"
+        words = "killed-3 was killed and its keeper was to live, but: nobody answers"
         with pytest.raises(DemoError, match=words):
             run_demo(self.PLAN, Quiet(), child_command=command)
         assert all_dead(children)
@@ -697,7 +706,7 @@ class TestSupervisor:
 
     def test_a_child_that_hangs_is_killed_and_reported(
         self,
-        scripted: Callable[[str], list[str]],
+        scripted: Callable[..., list[str]],
         temporary: Path,
         children: list[Child],
         monkeypatch: pytest.MonkeyPatch,
@@ -709,7 +718,7 @@ class TestSupervisor:
         assert nothing_remains(temporary)
 
     def test_an_interrupt_ends_the_children_and_removes_the_folder(
-        self, scripted: Callable[[str], list[str]], temporary: Path, children: list[Child]
+        self, scripted: Callable[..., list[str]], temporary: Path, children: list[Child]
     ) -> None:
         with pytest.raises(KeyboardInterrupt):
             run_demo(self.PLAN, Quiet(interrupt_at=5), child_command=scripted("waits"))
@@ -718,7 +727,7 @@ class TestSupervisor:
         assert nothing_remains(temporary)
 
     def test_sigterm_is_an_interrupt_and_handlers_come_back(
-        self, scripted: Callable[[str], list[str]], temporary: Path, children: list[Child]
+        self, scripted: Callable[..., list[str]], temporary: Path, children: list[Child]
     ) -> None:
         class Terminated(Quiet):
             def progress(self, alone: Position, victim: Position) -> None:
@@ -743,7 +752,7 @@ class TestSupervisor:
 
     def test_the_kills_fall_where_planned(
         self,
-        scripted: Callable[[str], list[str]],
+        scripted: Callable[..., list[str]],
         temporary: Path,
         children: list[Child],
         no_bases: None,
@@ -752,10 +761,12 @@ class TestSupervisor:
         sound = run_demo(self.PLAN, display, child_command=scripted(""))
         assert sound.verdict.differences == ()
         assert [row.kill for row in sound.kills] == list(self.PLAN.kills)
-        rename, captured, moment = sound.kills
+        rename, manifest, captured, moment = sound.kills
         every = self.PLAN.every
         assert (rename.reached, rename.recovered) == (rename.kill.step, rename.kill.step - every)
         assert (rename.source, rename.left.held) == ("disk", None)
+        assert manifest.left.committed < manifest.recovered == manifest.kill.step, "rolled forward"
+        assert (manifest.source, manifest.left.held) == ("disk", None)
         assert (captured.reached, captured.recovered) == (captured.kill.step, captured.kill.step)
         assert (captured.source, captured.left.held) == ("memory", captured.kill.step)
         assert captured.left.committed == captured.kill.step - every, "it is nowhere else"
@@ -764,18 +775,19 @@ class TestSupervisor:
         killed = [event for event in display.events if event.startswith("killed")]
         assert [event.split(":")[0] for event in killed] == [
             "killed trainer + keeper",
+            "killed trainer + keeper",
             "killed trainer",
             "killed trainer",
         ]
-        assert f"; left: base {captured.left.committed} on disk; base" in killed[1]
+        assert f"; left: base {captured.left.committed} on disk; base" in killed[2]
         back = [event for event in display.events if event.startswith("back")]
-        assert back[1] == f"back at step {captured.kill.step}, from memory"
+        assert back[2] == f"back at step {captured.kill.step}, from memory"
 
     def test_without_a_keeper_all_comes_from_disk(
-        self, scripted: Callable[[str], list[str]], temporary: Path, no_bases: None
+        self, scripted: Callable[..., list[str]], temporary: Path, no_bases: None
     ) -> None:
         plan = self.WITHOUT_KEEPER
-        command = scripted("")
+        command = scripted("", plan)
         report = run_demo(plan, Quiet(), child_command=command)
         assert report.verdict.differences == ()
         assert [row.kill for row in report.kills] == list(plan.kills)
@@ -789,7 +801,7 @@ class TestSupervisor:
 
     def test_a_keeper_that_dies_with_its_trainer_is_a_thread_of_it(
         self,
-        scripted: Callable[[str], list[str]],
+        scripted: Callable[..., list[str]],
         temporary: Path,
         no_bases: None,
         monkeypatch: pytest.MonkeyPatch,
@@ -806,13 +818,14 @@ class TestSupervisor:
         assert started == {
             "uninterrupted-1": "thread",
             "killed-1": "thread",
-            "killed-2": "process",
+            "killed-2": "thread",
             "killed-3": "process",
             "killed-4": "process",
+            "killed-5": "process",
         }
 
     def test_a_committed_base_that_does_not_come_back_is_a_difference(
-        self, scripted: Callable[[str], list[str]], temporary: Path, no_bases: None
+        self, scripted: Callable[..., list[str]], temporary: Path, no_bases: None
     ) -> None:
         plan = dataclasses.replace(self.PLAN, kills=self.PLAN.kills[:1])
         report = run_demo(plan, Quiet(), child_command=scripted("forgets"))
@@ -933,14 +946,15 @@ class TestEndToEnd:
     PLAN: DemoPlan = demo_plan(quick=True, seed=11)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="keeper processes are for Linux")
-    def test_killed_three_times_and_identical(self, temporary: Path) -> None:
+    def test_killed_and_identical(self, temporary: Path) -> None:
         display = Quiet()
         report = run_demo(self.PLAN, display)
         assert report.verdict.differences == ()
         assert [row.kill for row in report.kills] == list(self.PLAN.kills)
-        together, captured, moment = report.kills
-        assert together.kill.step - 1 <= together.recovered <= together.reached
-        assert together.source == "disk"
+        *together, captured, moment = report.kills
+        for row in together:
+            assert row.kill.step - 1 <= row.recovered <= row.reached
+            assert row.source == "disk"
         assert (captured.lost, captured.source) == (0, "memory")
         assert captured.left.held == captured.kill.step
         newest = max(moment.left.committed, moment.left.held or 0)
@@ -948,7 +962,7 @@ class TestEndToEnd:
         assert all(row.lost <= 1 for row in report.kills)
         assert all(row.exact for row in report.kills)
         assert report.loss_last < report.loss_first
-        assert sum(event.startswith("killed") for event in display.events) == 3
+        assert sum(event.startswith("killed") for event in display.events) == 4
         text = rendered(report)
         assert "capture.after_captured" in text
         assert "+ keeper" in text
@@ -958,13 +972,14 @@ class TestEndToEnd:
         assert data["identical"] is True
         assert [kill["died"] for kill in data["kills"]] == [
             "trainer + keeper",
+            "trainer + keeper",
             "trainer",
             "trainer",
         ]
         assert [kill["recovered_step"] for kill in data["kills"]] == [
             row.recovered for row in report.kills
         ]
-        assert data["kills"][1]["held_step"] == captured.kill.step
+        assert data["kills"][2]["held_step"] == captured.kill.step
         assert nothing_remains(temporary)
         assert no_keeper_remains(temporary)
 
@@ -976,8 +991,9 @@ class TestEndToEnd:
         assert report.verdict.differences == ()
         assert [row.kill for row in report.kills] == list(plan.kills)
         spared = keeper_of(method) == "process"
-        assert [row.source for row in report.kills][:2] == ["disk", "memory" if spared else "disk"]
-        assert report.kills[1].recovered == report.kills[1].kill.step
+        sources = ["disk", "disk", *(["memory"] if spared else [])]
+        assert [row.source for row in report.kills][:-1] == sources
+        assert all(row.recovered == row.kill.step for row in report.kills[1:-1])
         text = rendered(report)
         assert ("in memory" in text) == spared
         assert ("a keeper that lives goes on writing" in text) == spared
@@ -995,8 +1011,8 @@ class TestEndToEnd:
                     assert not no_keeper_remains(temporary), "it is there, and alone"
                     raise KeyboardInterrupt
 
-        plan = demo_plan(quick=True, steps=40, seed=11)
-        plan = dataclasses.replace(plan, kills=plan.kills[1:2])
+        plan = demo_plan(quick=True, steps=45, seed=11)
+        plan = dataclasses.replace(plan, kills=plan.kills[2:3])
         display = Interrupted()
         with pytest.raises(KeyboardInterrupt):
             run_demo(plan, display)
@@ -1038,7 +1054,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "status", "words"),
         [
-            (["--steps", "10"], 2, "no room for three kills"),
+            (["--steps", "10"], 2, "no room for the kills"),
             (["--method", "asink"], 2, "did you mean 'async'"),
             (["--run", "{full}"], 2, "holds something already"),
         ],

@@ -325,7 +325,7 @@ def test_a_child_that_outlives_the_trainer_does_not_hold_the_keeper(run_folder: 
             start_s = time.monotonic()
             assert not watch.gone(0.2), "it does not wait for its trainer to come back"
             assert watch.gone(TIMEOUT_S)
-            assert time.monotonic() - start_s < 5.0
+            assert time.monotonic() - start_s < TIMEOUT_S / 2
             assert not other.gone(), "this test shows nothing"
         assert list_keepers() == []
         assert arenas() == {}
@@ -368,11 +368,11 @@ def test_a_stopped_keeper_stops_nothing_but_itself(run_folder: Path) -> None:
             saves = [saved(ckpt, world, snapshots) for _ in range(3)]
             for _ in range(5):
                 world.train()
-            assert time.monotonic() - start_s < 5.0, "training was held up"
+            assert time.monotonic() - start_s < TIMEOUT_S / 2, "training was held up"
             start_s = time.monotonic()
             with pytest.raises(DeadlineError, match=r"3 base\(s\) are not durable after"):
                 ckpt.wait(0.5)
-            assert 0.5 <= time.monotonic() - start_s < 3.0
+            assert 0.5 <= time.monotonic() - start_s < TIMEOUT_S / 2
             assert all(save.staged.done() for save in saves)
             assert not any(save.durable.done() for save in saves)
         ckpt.wait(TIMEOUT_S)
@@ -395,7 +395,7 @@ def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folde
             start_s = time.monotonic()
             with pytest.raises(DeadlineError, match=rf"process {keeper}\) has said nothing for"):
                 ckpt.wait()
-            assert time.monotonic() - start_s < 4.0
+            assert time.monotonic() - start_s < TIMEOUT_S / 2
         until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
         ckpt.wait(TIMEOUT_S)
     assert restored(run_folder, 2) == snapshots[2]
@@ -614,7 +614,7 @@ def test_a_disk_that_gets_nowhere_ends_the_wait_for_memory(run_folder: Path) -> 
             start_s = time.monotonic()
             with pytest.warns(RuntimeWarning, match="no host memory was released within 1 s"):
                 lost = saved(ckpt, world, snapshots)
-            assert time.monotonic() - start_s < 4.0
+            assert time.monotonic() - start_s < TIMEOUT_S / 2
             assert isinstance(lost.durable.exception(TIMEOUT_S), DeadlineError)
         until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
         saved(ckpt, world, snapshots)

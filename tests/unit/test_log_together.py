@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 import everstep
 from everstep import LogOptions
 from everstep.format.names import marker_name, shard_name
+from everstep.keeper import job, keepers
 from everstep.keeper.joint import ASK_EVERY
 from everstep.keeper.retain_log import delete_segments
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
+from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
 from tests.unit.test_together import bases, folders, resume, train
@@ -155,6 +158,55 @@ def test_a_log_in_memory_leads_back_in_the_same_processes(tmp_path: Path) -> Non
         train(ranks, 3)
         for rank, training in enumerate(ranks):
             assert torch.equal(training.weight, trained(rank, 8))
+        die(ranks)
+
+
+def test_without_the_last_base_every_ranks_log_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's state has moved on, so it takes no last base, and its keeper stays with the log;
+    which is of no use without that of rank 1."""
+    path, stays = tmp_path / "run", dict[Any, bool]()
+    let_go = keepers.let_go
+
+    def noted(keeper: Any, *, stay: bool) -> None:
+        stays[keeper] = stay
+        let_go(keeper, stay=stay)
+
+    monkeypatch.setattr(keepers, "let_go", noted)
+    monkeypatch.setattr(everstep.checkpointer, "stays_for_the_log", lambda *_: True)
+    with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
+        resume(ranks)
+        train(ranks, 3)
+        held = [one.ckpt._keepers.current for one in ranks]
+        ranks[0].optimizer.step()
+        ranks[0].ckpt.close()
+        with pytest.raises(everstep.EverstepError, match="step 3"):
+            ranks[1].ckpt.close()
+    assert [stays[keeper] for keeper in held] == [True, True]
+    with trainings(path, path, method="logged", every=None) as ranks:
+        resume(ranks)
+        train(ranks, 2)
+        held = [one.ckpt._keepers.current for one in ranks]
+        on_all(*(one.ckpt.close for one in ranks))
+    assert [stays[keeper] for keeper in held] == [False, False], "it is all in the last base"
+
+
+def test_ranks_that_train_under_other_conditions_claim_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is where it was, and rank 1 was on another machine: the record is of both (I9)."""
+    path, numbers = tmp_path / "run", itertools.count()
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))})
+        until((path, path), 6)
+    record = scan_run(FS, path).timelines[1]
+    assert record is not None
+    assert record.fingerprint["threads"] == "0, 1"
+    with trainings(path, path, **ON_DISK) as ranks:
+        for one in resume(ranks):
+            assert (one.step, one.replayed, one.exact) == (6, 2, False)
+            assert "threads 0, 1" in one.evidence
         die(ranks)
 
 

@@ -70,12 +70,13 @@ def test_as_many_as_the_model_says(
     assert found == best_parts(pipeline, None if waits else 1).parts
 
 
-def test_what_is_paid_once_is_not_held_against_parts() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_paid_once_is_not_held_against_parts(waits: bool) -> None:
     """The first base is planned while training waits, and so is the first one that is cut anew."""
     bench = Bench(link=48e6 / 4)
 
     def parts() -> int:
-        return bench.parts(48_000_000, 16_000_000, waits=True)
+        return bench.parts(48_000_000, 16_000_000, waits=waits)
 
     def taken(count: int, begin_s: float) -> None:
         base = MultistepBase(0, count, begin_s, 0.0, 0.0, 48_000_000, 16_000_000, 10.0)
@@ -83,10 +84,14 @@ def test_what_is_paid_once_is_not_held_against_parts() -> None:
 
     best = parts()
     assert best > 1
-    taken(1, 1.0)
+    taken(1, 1.0)  # a lazy one, until the link is known
     assert parts() == best
-    taken(best, best * 0.5)
+    taken(best, best * 0.5)  # the first in so many parts
+    assert parts() == best
+    taken(best, best * 0.4)  # that is what each of them costs
     assert parts() < best
+    taken(best - 1, 10.0)
+    assert bench.stats.step_cost_s == pytest.approx(0.4)
     taken(best, best * 1e-6)
     assert parts() == best
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.ps import ask_statuses
+from everstep.cli.ps import Status, ask_statuses
 from everstep.keeper.registry import kill_keeper, list_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
@@ -56,13 +56,20 @@ ckpt = everstep.Checkpointer(
 )
 recovery = ckpt.resume()
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
-    source=recovery.source)
+    source=recovery.source, base=recovery.base_step, evidence=recovery.evidence,
+    skipped=str(recovery.skipped))
 for step in range(recovery.step + 1, 8):
     model(torch.randn(16, 32)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     ckpt.step()
-    say(step=step, digest=digest())
+    say(step=step, digest=digest(), held=ckpt.stats().peer_log_step)
+    if f"{rank} {step}" == os.environ.get("VANISHES"):
+        from everstep.keeper.registry import kill_keeper, list_keepers
+        for info in list_keepers():
+            if info.run == run:
+                kill_keeper(info)
+        os.kill(os.getpid(), signal.SIGKILL)
     if f"{rank} {step}" == dies:
         ckpt.wait()
         say(waits=True)
@@ -81,7 +88,7 @@ class Nodes:
     def run_of(self, node: int) -> Path:
         return self._folder / f"node-{node}" / "run"
 
-    def start(self, dies: str = "") -> list[Trainer]:
+    def start(self, dies: str = "", vanishes: str = "") -> list[Trainer]:
         self._starts += 1
         meet = str(self._folder / f"meet-{self._starts}")
         said = json.dumps(self._options)
@@ -94,6 +101,7 @@ class Nodes:
                 str(WORLD),
                 said,
                 DIES=dies.format(rank=rank),
+                VANISHES=vanishes,
             )
             for rank in range(WORLD)
         ]
@@ -102,13 +110,13 @@ class Nodes:
         found = {str(self.run_of(node)): node for node in range(WORLD)}
         return {found[info.run]: info for info in list_keepers() if info.run in found}
 
-    def copies(self) -> dict[int, tuple[tuple[int, int], ...]]:
+    def statuses(self) -> dict[int, Status]:
         infos = self.keepers()
-        statuses = ask_statuses(list(infos.values()))
-        return {
-            node: () if status is None else status.copies
-            for node, status in zip(infos, statuses, strict=True)
-        }
+        found = zip(infos, ask_statuses(list(infos.values())), strict=True)
+        return {node: status for node, status in found if status is not None}
+
+    def copies(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {node: status.copies for node, status in self.statuses().items()}
 
     def lose(self, node: int) -> None:
         """Its keeper and its disk; the trainer is dead already."""

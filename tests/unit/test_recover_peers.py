@@ -14,7 +14,7 @@ import pytest
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import Message, PartTold, decode_message
-from everstep.commit.offers import BaseOffer, Offer, Piece
+from everstep.commit.offers import BaseOffer, Needs, Offer, Piece
 from everstep.errors import DeadlineError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.recover import peers
@@ -75,6 +75,25 @@ def test_a_copy_of_another_timeline_of_the_same_number_is_never_taken() -> None:
     assert plan_of([offer(0, A, B), offer(1, A)], [good], own, None) == {1: [good]}
 
 
+def all_of_them(rank: int, manifest: Manifest) -> Collection[int]:
+    return range(len(manifest.markers))
+
+
+def test_copies_of_two_starts_are_not_mixed_on_an_empty_disk() -> None:
+    """Both starts have opened timeline 1, and each has left copies on one host."""
+    one, other = told(0, piece(0, B)), told(1, piece(1, B), "another start")
+    fits = told(1, piece(1, B))
+    both = [one, fits]
+    assert plan_of([offer(0), offer(1)], both, all_of_them, None) == {0: both, 1: both}
+    assert plan_of([offer(0), offer(1)], [one, other], all_of_them, None) == {}
+    # A third rank's disk says which start is meant; the empty disks need not know.
+    known = Offer(2, "2", RUN, 2, {1: record_of(1)}, {})
+    offers = [offer(0), offer(1), known]
+    assert plan_of(offers, [one, other], all_of_them, None) == {}
+    plan = plan_of(offers, [one, other, fits], all_of_them, None)
+    assert plan == dict.fromkeys(range(3), both)
+
+
 def test_what_has_come_is_offered_only_where_its_timeline_is_known_or_unknown() -> None:
     one = Fetched(piece(1, A), record_of(1))
     inventory = Inventory(PurePath("run"))
@@ -109,6 +128,7 @@ class Box:
     def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
 
     def send(self, rank: int, message: bytes) -> None:
+        assert rank != self.rank, "a mailbox leads to the others"
         if not self.lost(decode_message(message).message):
             self.boxes[rank]._arrived.put(message)
 
@@ -136,6 +156,7 @@ def fetched(
     copies: list[list[PeerCopy]],
     lost: Callable[[Message], bool] = lambda message: False,
     timeout_s: float = 20.0,
+    needs: Needs = own,
 ) -> list[list[Fetched]]:
     """What each rank gets."""
     world = len(offers)
@@ -152,16 +173,17 @@ def fetched(
         return found
 
     def one(rank: int) -> list[Fetched]:
-        return fetch_from_peers(
+        brought = fetch_from_peers(
             Meets("s", rank, boxes[rank]),
             SystemClock(),
             lambda what, mine: say(rank, mine),
             offers[rank],
             copies[rank],
-            own,
+            needs,
             step=None,
             timeout_s=timeout_s,
         )
+        return brought.bases
 
     return on_all(*(lambda rank=rank: one(rank) for rank in range(world)))  # type: ignore[misc]
 
@@ -177,6 +199,19 @@ def test_bytes_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes_of(one.held) == bytes_of(lost)
     assert one.record == record_of(1)
     one.held.open().close()
+
+
+def test_a_rank_takes_what_its_own_keeper_holds_of_another_one() -> None:
+    """The folder that both share has lost the file of rank 1; rank 0's keeper holds a copy."""
+    lost, there = piece(1, B), piece(0, B).marker
+    bases = {B: BaseOffer({0: Piece(there)})}
+    offers = [Offer(rank, "disk", RUN, 2, {1: record_of(1)}, bases) for rank in range(2)]
+    found = fetched(offers, [[copy_of(lost)], []], needs=all_of_them)
+    for (one,) in found:
+        assert bytes_of(one.held) == bytes_of(lost)
+    bad = copy_of(lost)
+    bad.memory[-1] ^= 1
+    assert fetched(offers, [[bad], []], needs=all_of_them) == [[], []]
 
 
 def with_world(one: Offer) -> Offer:

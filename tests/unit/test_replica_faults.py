@@ -198,6 +198,26 @@ def test_where_the_log_does_not_lead_it_ends_with_what_it_has(
     until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
 
 
+def test_a_keeper_that_is_told_to_end_before_its_trainer_is_gone_loses_no_step(
+    served: Bench,
+) -> None:
+    """``everstep stop``, or SIGTERM to both at once: the end has begun when the trainer dies."""
+    world = World()
+    ckpt = start(served, world)
+    states = run_steps(ckpt, world, 2)
+    until_at(served, 3)
+    replica = served.server._duties.replicas._replica
+    assert replica is not None
+    with replica._held():  # it writes nothing meanwhile
+        served.server.end()
+        until(lambda: replica._wanted.target == 3, "the beginning of the end")
+        die(ckpt)
+        until(lambda: served.server._trainer is None, "the death of the trainer")
+    until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
+    with base_of(served.run, 3) as found:
+        assert bytes(found.bytes_of("model/0.weight")) == states[3]["0.weight"]
+
+
 # --- The disk ---------------------------------------------------------------------------
 
 

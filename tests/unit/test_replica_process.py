@@ -36,7 +36,7 @@ for step in range(found.step, steps):
     print("step", step + 1, hashlib.sha256(repr(state).encode()).hexdigest(), flush=True)
     if step in (1, steps - 1) and ckpt._standby is not None:
         there = lambda: ckpt._keepers.lost or ckpt.stats().replica_step == step + 1
-        until(there, "the replica")
+        until(there, "the replica", timeout_s=80.0)  # of a keeper that has to load torch first
 if not ckpt._keepers.lost:
     maps = open(f"/proc/{ckpt._keeper.pid}/maps").read()
     print("torch", "libtorch" in maps, flush=True)

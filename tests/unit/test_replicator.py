@@ -66,6 +66,49 @@ def test_the_old_copy_stays_while_the_new_one_is_whole_at_one_rank_only() -> Non
     assert (ring.held(0), ring.held(1)) == ([(1, 20)], [(0, 20)])
 
 
+@pytest.mark.parametrize("failed", [False, True], ids=["whole everywhere", "failed elsewhere"])
+def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed: bool) -> None:
+    """Rank 0 tells all that B is whole everywhere, and the next round; rank 2 hears it last, and
+    its source begins before."""
+    ring = Ring("abc")
+    ring.take(A)
+    ring.run()
+    if failed:  # C is whole at rank 2, and not at rank 0
+        ring.lost = lambda sender, to, message: isinstance(message, PeerPart) and sender == 2
+    ring.take(B)
+    late: list[Message] = []
+
+    def lost(sender: int, to: int, message: Message) -> bool:
+        if isinstance(message, PeerRound) and to == 2 and message.base == C:
+            late.append(message)
+            return len(late) == 1
+        base = B if failed and sender == 2 else C
+        return isinstance(message, PeerPart) and message.base == base
+
+    for _ in range(100):
+        if ring.held(2) == [(1, 10), (1, 20)]:
+            break
+        for one in ring.ranks:
+            one.turn(0.0)
+        ring._deliver()
+    ring.lost = lost
+    if failed:
+        sending = ring.ranks[2]._sending
+        assert sending is not None
+        ring.ranks[2]._fail(sending, "a test")
+    ring.take(C)
+    ring.run(1.0)
+    assert any(isinstance(m, PeerBegun) and m.marker.step == 30 and s == 1 for s, _, m in ring.said)
+    stays = 10 if failed else 20
+    assert (1, stays) in ring.held(2), "the newest that is whole with all peers"
+    assert [ring.held(0), ring.held(1)] == [[(2, stays)], [(0, stays)]] or failed
+    ring.run(5.0)
+    assert (1, stays) in ring.held(2)
+    ring.lost = lambda sender, to, message: False
+    ring.run(60.0)
+    assert [ring.held(rank) for rank in range(3)] == [[(2, 30)], [(0, 30)], [(1, 30)]]
+
+
 def test_bytes_that_have_changed_on_the_way_are_no_copy() -> None:
     ring = Ring("ab")
     ring.take(A)

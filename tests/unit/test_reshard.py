@@ -283,6 +283,19 @@ def test_who_needs_whose_files(tmp_path: Path, ring: ChunkRing) -> None:
         assert list(own(1, base.manifest)) == [0, 1]
 
 
+def test_ranks_that_share_nothing_know_that_others_do(tmp_path: Path, ring: ChunkRing) -> None:
+    """All of them decide from it, and come to the same: what one needs only it can say."""
+    base = save(tmp_path, "fsdp", 2, SEED, ring)
+    assert base.manifest is not None
+    found = []
+    for rank, layout in enumerate(("one", "ddp")):
+        with as_rank(rank, 2) as info:
+            values = {"own": {"n": 1}} if layout == "one" else build(layout, info, SEED)
+            needs = needs_of(State(values, ranks=info), [False, True])
+            found.append([list(needs(other, base.manifest)) for other in range(2)])
+    assert found == [[[0], [0, 1]]] * 2
+
+
 def test_one_process_resumes_from_several_ranks(tmp_path: Path, ring: ChunkRing) -> None:
     save(tmp_path, "fsdp_tp", 4, SEED, ring)
     with as_rank(0, 1) as info:

@@ -109,6 +109,58 @@ def test_a_torn_file_of_one_rank_takes_both_back_to_the_base_before(tmp_path: Pa
             assert torch.equal(ranks[rank].weight, trained(rank, 2))
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_damaged_first_base_is_no_fresh_start_for_the_others(tmp_path: Path, bad: int) -> None:
+    """One rank has loaded it by then: the ranks would begin with different weights."""
+    path = tmp_path / "run"
+    with trainings(path, path) as ranks:
+        resume(ranks)
+        save(ranks)
+        train(ranks, 2)
+        save(ranks)
+    shard = path / "timeline-00001" / "base" / "000000000000" / f"rank-{bad:05d}.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with trainings(path, path) as ranks:
+        with pytest.raises(RecoveryError, match="not that of a fresh start any more"):
+            resume(ranks, 0)
+        with pytest.raises(StateError, match="partly overwritten"):
+            ranks[1 - bad].train()
+        assert [one.step for one in resume(ranks)] == [2, 2]
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 2))
+
+
+def test_what_several_ranks_have_trained_is_no_fresh_start(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with trainings(path, path) as ranks:
+        resume(ranks)
+        resume(ranks, 0)
+        train(ranks, 2)
+        with pytest.raises(RecoveryError, match="no base of step 0, and this process has trained"):
+            resume(ranks, 0)
+        train(ranks, 1)
+        save(ranks)
+    with trainings(path, path) as ranks:
+        assert [one.step for one in resume(ranks)] == [3, 3]
+
+
+def test_a_base_of_ranks_that_made_other_updates_fails_with_the_reason(tmp_path: Path) -> None:
+    """A scaler that skips on one rank, and not on the other."""
+    path = tmp_path / "run"
+    with trainings(path, path) as ranks:
+        resume(ranks)
+        train(ranks, 2)
+        ranks[1].optimizer.step()
+        train(ranks, 1)
+        for lsn in (3, 4):  # the first one is not in the way of the next
+            with pytest.raises(StorageError, match=rf"rank\(s\) 0: {lsn}, rank\(s\) 1: {lsn + 1}"):
+                save(ranks)
+            train(ranks, 1)
+    assert bases(path) == {}
+
+
 def test_what_one_rank_could_not_write_exists_on_none(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with trainings(path, path, every=1) as ranks:
@@ -199,6 +251,18 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
     finally:
         mine.close()
         silent.close()
+
+
+def test_the_last_answer_of_a_start_gets_to_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little time a mailbox has to say its last words when it is closed."""
+    close = PeerMailbox.close
+    monkeypatch.setattr(PeerMailbox, "close", lambda self, timeout_s=1.0: close(self, 0.0))
+    path = tmp_path / "run"
+    for _ in range(3):
+        with trainings(path, path, progress_timeout_s=10.0) as ranks:
+            resume(ranks)
 
 
 def test_all_ranks_do_the_same(tmp_path: Path) -> None:

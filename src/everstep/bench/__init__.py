@@ -7,6 +7,7 @@
 ``multistep/``  bases over several steps: what they hold training up, and the model of that
 ``crash/``      what is left of training where something fails every so many seconds
 ``schedule/``   plans of captures for eight networks
+``tiers/``      what tiers take of memory, disks and stores over many steps
 ``demo/``       the main job: train, get killed, resume, compare bit for bit
 
 Files that are not a run's own (texts, journals, logs) are read and written directly here;

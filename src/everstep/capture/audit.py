@@ -10,10 +10,9 @@ between the samples, and is found by the comparison of digests between bases.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +37,73 @@ class Sample:
     values: Mapping[_Kind, torch.Tensor]
 
 
+class _Looked(NamedTuple):
+    """A tensor that is looked at, and its elements in the block: from which on, and how many."""
+
+    name: str
+    tensor: torch.Tensor
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Elements:
+    """Those of one kind.
+
+    Attributes:
+        names: of the tensors.
+        counts: of the elements of each that are looked at.
+        where: these are in the block, in elements, as int64.
+        tensors: as long as their memory is read; of those on a device, views of these elements.
+        gather: reads them in host memory, from these addresses.
+    """
+
+    kind: _Kind
+    names: Sequence[str]
+    counts: npt.NDArray[np.int64]
+    where: torch.Tensor
+    tensors: Sequence[torch.Tensor]
+    addresses: npt.NDArray[np.int64] | None = None
+    gather: Gather | None = None
+
+    @classmethod
+    def of(cls, kind: _Kind, looked: Sequence[_Looked]) -> _Elements:
+        names, tensors, begins, lengths = zip(*looked, strict=True)
+        width, device = kind
+        strides = np.maximum(1, np.array(lengths, np.int64) // _SAMPLES)
+        counts = -(-np.array(lengths, np.int64) // strides)
+        steps = _within(counts) * strides.repeat(counts)
+        where = torch.from_numpy(np.array(begins, np.int64).repeat(counts) + steps)
+        if device.type == "cpu":
+            first = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+            addresses = first.repeat(counts) + width * steps
+            return cls(kind, names, counts, where, tensors, *_gathered(addresses, width))
+        few = [
+            byte_view(tensor).view(_INTEGERS[width])[::stride]
+            for tensor, stride in zip(tensors, strides.tolist(), strict=True)
+        ]
+        return cls(kind, names, counts, where, few)
+
+    def some(self, chosen: Sequence[bool]) -> _Elements:
+        """Those of some of the tensors."""
+        which = np.array(chosen, bool)
+        elements = which.repeat(self.counts)
+        where = torch.from_numpy(self.where.numpy()[elements])
+        names = [name for name, mine in zip(self.names, chosen, strict=True) if mine]
+        tensors = [tensor for tensor, mine in zip(self.tensors, chosen, strict=True) if mine]
+        counts = self.counts[which]
+        if self.addresses is None:
+            return _Elements(self.kind, names, counts, where, tensors)
+        gathered = _gathered(self.addresses[elements], self.kind[0])
+        return _Elements(self.kind, names, counts, where, tensors, *gathered)
+
+    def take(self) -> torch.Tensor:
+        """As they are now."""
+        if self.gather is None:
+            return torch.cat(list(self.tensors))
+        return torch.from_numpy(self.gather.take())
+
+
 class SpotCheck:
     """Reads the same elements of tensors now and of their copies later.
 
@@ -53,54 +119,40 @@ class SpotCheck:
         tensors: Mapping[str, torch.Tensor],
         chosen: Collection[str],
     ) -> None:
-        self._live: dict[_Kind, list[torch.Tensor]] = {}
-        self._names: dict[_Kind, list[str]] = {}
-        self._ends: dict[_Kind, list[int]] = {}
-        where: dict[_Kind, list[torch.Tensor]] = {}
-        host: dict[_Kind, list[npt.NDArray[Any]]] = {}
+        found: dict[_Kind, list[_Looked]] = {}
         for layout, offset in layouts:
             for place in layout.placed:
-                name = place.entry.name
-                if name not in chosen or place.end == place.begin:
+                name, size_bytes = place.entry.name, place.end - place.begin
+                if not size_bytes or name not in chosen:
                     continue
                 tensor = tensors[name]
                 if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                     continue
                 width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
-                elements = byte_view(tensor).view(_INTEGERS[width])
-                stride = max(1, elements.numel() // _SAMPLES)
-                few = elements[::stride]
-                first = (offset + place.begin) // width
-                places = first + stride * torch.arange(few.numel(), device="cpu")
-                kind = width, tensor.device
-                where.setdefault(kind, []).append(places)
-                self._live.setdefault(kind, []).append(few)
-                self._names.setdefault(kind, []).append(name)
-                ends = self._ends.setdefault(kind, [])
-                ends.append((ends[-1] if ends else 0) + few.numel())
-                if tensor.device.type == "cpu":
-                    whole = np.frombuffer(host_bytes(tensor), f"i{width}")
-                    host.setdefault(kind, []).append(whole[::stride])
-        self._where = {kind: torch.cat(parts) for kind, parts in where.items()}
-        self._host = {kind: Gather(views) for kind, views in host.items()}
+                looked = _Looked(name, tensor, (offset + place.begin) // width, size_bytes // width)
+                found.setdefault((width, tensor.device), []).append(looked)
+        self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
+
+    def some(self, names: Container[str]) -> SpotCheck:
+        """That of fewer entries: what was found out about their memory is used again."""
+        check = SpotCheck((), {}, ())
+        for kind, elements in self._elements.items():
+            chosen = [name in names for name in elements.names]
+            if any(chosen):
+                check._elements[kind] = elements.some(chosen)
+        return check
 
     def take(self) -> Sample:
         """The elements as they are now; on a device, as they will be at this point of the
         current stream."""
-        packed = {
-            kind: torch.from_numpy(self._host[kind].take())
-            if kind in self._host
-            else torch.cat(live)
-            for kind, live in self._live.items()
-        }
-        return Sample(packed)
+        return Sample({kind: elements.take() for kind, elements in self._elements.items()})
 
     def differing(self, sample: Sample, block: torch.Tensor) -> str | None:
         """The name of an entry of which ``block`` holds something else than ``sample``."""
         for kind, expected in sample.values.items():
             width = kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
-            differs = whole[self._where[kind]] != expected.cpu()
+            differs = whole[self._elements[kind].where] != expected.cpu()
             if bool(differs.any()):
                 return self.entry_at(kind, int(differs.nonzero()[0]))
         return None
@@ -109,7 +161,11 @@ class SpotCheck:
         """A sample for another process: of each width the places in the block, in elements, as
         int64, and the values."""
         return [
-            (kind[0], bytes(host_bytes(self._where[kind])), bytes(host_bytes(values.cpu())))
+            (
+                kind[0],
+                bytes(host_bytes(self._elements[kind].where)),
+                bytes(host_bytes(values.cpu())),
+            )
             for kind, values in sample.values.items()
         ]
 
@@ -120,4 +176,17 @@ class SpotCheck:
             kind: width in bytes, and device.
             index: in the values of that kind.
         """
-        return self._names[kind][bisect.bisect_right(self._ends[kind], index)]
+        elements = self._elements[kind]
+        ends = np.cumsum(elements.counts)
+        return elements.names[int(np.searchsorted(ends, index, side="right"))]
+
+
+def _gathered(addresses: npt.NDArray[np.int64], width: int) -> tuple[npt.NDArray[np.int64], Gather]:
+    return addresses, Gather.at(addresses, np.dtype(f"i{width}"))
+
+
+def _within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ... for each of the counts, one behind the other."""
+    ends = np.cumsum(counts)
+    found: npt.NDArray[np.int64] = np.arange(ends[-1]) - (ends - counts).repeat(counts)
+    return found

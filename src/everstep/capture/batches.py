@@ -8,14 +8,14 @@ packed by one ``torch.cat``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from everstep.state.layout import Placed, ShardLayout
 from everstep.state.tensors import byte_view
 
-__all__ = ["Batch", "in_chunks", "plan_batches", "run_batch"]
+__all__ = ["Batch", "Chunks", "in_chunks", "plan_batches", "run_batch"]
 
 _SMALL_BYTES = 256 << 10
 _PACK_BYTES_MAX = 8 << 20
@@ -93,15 +93,48 @@ def in_chunks(batches: Sequence[Batch], chunk_bytes: int) -> list[Batch]:
     Args:
         chunk_bytes: from 1. A row of a tensor whose elements are rearranged is not cut.
     """
-    found: list[Batch] = []
-    for batch in batches:
-        if batch.end - batch.begin <= chunk_bytes or _lies_on_device(batch):
-            found.append(batch)
-        elif batch.rearranged is not None:
-            found += _rows(batch, batch.rearranged, chunk_bytes)
-        else:
-            found += _pieces(batch, chunk_bytes)
-    return found
+    return list(Chunks(batches, chunk_bytes))
+
+
+class Chunks(Sequence[Batch]):
+    """What :func:`in_chunks` gives, cut while somebody goes through it, and each time anew: that is
+    the thread that copies, so that training does not stand still for the cutting.
+
+    Attributes:
+        whole: the batches that are cut.
+    """
+
+    def __init__(self, batches: Sequence[Batch], chunk_bytes: int) -> None:
+        self.whole = tuple(batches)
+        self._chunk_bytes = chunk_bytes
+
+    def cut_in(self, chunk_bytes: int) -> Chunks:
+        """The same batches in chunks of another size."""
+        return self if chunk_bytes == self._chunk_bytes else Chunks(self.whole, chunk_bytes)
+
+    @property
+    def end(self) -> int:
+        """Of the last batch; 0 where there is none."""
+        return self.whole[-1].end if self.whole else 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        chunk_bytes = self._chunk_bytes
+        for batch in self.whole:
+            if batch.end - batch.begin <= chunk_bytes or _lies_on_device(batch):
+                yield batch
+            elif batch.rearranged is not None:
+                yield from _rows(batch, batch.rearranged, chunk_bytes)
+            else:
+                yield from _pieces(batch, chunk_bytes)
+
+    def __bool__(self) -> bool:
+        return bool(self.whole)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
 
 def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) -> None:
@@ -128,12 +161,14 @@ def _pieces(batch: Batch, chunk_bytes: int) -> Iterator[Batch]:
     packed: list[torch.Tensor] = []
     begin = end = batch.begin
     for source in batch.sources:
-        for piece in torch.split(source, chunk_bytes):
-            if packed and end - begin + piece.numel() > chunk_bytes:
+        size = source.numel()
+        for at in range(0, size, chunk_bytes):
+            length = min(chunk_bytes, size - at)
+            if packed and end - begin + length > chunk_bytes:
                 yield Batch(begin, end, tuple(packed))
                 packed, begin = [], end
-            packed.append(piece)
-            end += piece.numel()
+            packed.append(source if length == size else source[at : at + length])
+            end += length
     yield Batch(begin, end, tuple(packed))
 
 

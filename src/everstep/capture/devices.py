@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
-from everstep.capture.batches import Batch
+from everstep.capture.batches import Batch, Chunks
 from everstep.capture.cuda import CudaLane, on_cuda
 from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
 
@@ -52,6 +52,8 @@ class DeviceLane:
         self._lane.close()
 
     def _for_batches(self, batches: Sequence[Batch]) -> Lane:
+        if isinstance(batches, Chunks):  # to go through it is to cut it
+            batches = batches.whole
         if any(seen is batches for seen in self._in_host_memory):
             return self._lane
         lane = self._for(_one_of_each(batches))

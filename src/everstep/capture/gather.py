@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from everstep.seams.memory import memory_at
-
 __all__ = ["Gather"]
 
 _NO_ADDRESSES = np.empty(0, np.int64)
@@ -30,24 +28,49 @@ class Gather:
 
     def __init__(self, views: Sequence[npt.NDArray[Any]]) -> None:
         addresses = np.concatenate([_NO_ADDRESSES, *map(_addresses, views)])
-        kind = views[0].dtype if views else np.dtype(np.int8)
-        width = kind.itemsize
-        self._views: Sequence[npt.NDArray[Any]] = ()
-        if (addresses % width).any():
-            self._views = views  # elements that begin anywhere: NumPy would copy all between
-            return
+        self._place(addresses, views[0].dtype if views else np.dtype(np.int8))
+
+    @classmethod
+    def at(cls, addresses: npt.NDArray[np.int64], kind: np.dtype[Any]) -> Gather:
+        """Reads one element at each of these addresses, under the same conditions."""
+        gather = cls.__new__(cls)
+        gather._place(addresses, kind)
+        return gather
+
+    def _place(self, addresses: npt.NDArray[np.int64], kind: np.dtype[Any]) -> None:
+        self._kind, width = kind, kind.itemsize
+        if width > 1 and (addresses % width).any():
+            # Elements that begin anywhere, byte by byte: NumPy would copy all between.
+            addresses = (addresses[:, None] + np.arange(width)).ravel()
+            kind, width = np.dtype(np.uint8), 1
         first = int(addresses.min()) if addresses.size else 0
         last = int(addresses.max()) if addresses.size else -width
         self._where = (addresses - first) // width
         # Memory of whoever else lies in between; nothing of it is touched but the elements.
-        self._between = np.frombuffer(memory_at(first, last + width - first), kind)
+        self._between = _array_at(first, (last - first) // width + 1, kind)
 
     def take(self) -> npt.NDArray[Any]:
         """The elements as they are now: of all views in order, each in row-major order."""
-        if self._views:
-            return np.concatenate([view.ravel() for view in self._views])
         # All are inside; to clip is the mode that does not check that before.
-        return self._between.take(self._where, mode="clip")
+        found: npt.NDArray[Any] = self._between.take(self._where, mode="clip").view(self._kind)
+        return found
+
+
+class _Memory:
+    """Elements of this process's memory, as NumPy asks for them. (A ctypes array would take a new
+    type for each length: ten times as long.)"""
+
+    def __init__(self, address: int, count: int, kind: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),  # not to be written to
+            "shape": (count,),
+            "typestr": kind.str,
+        }
+
+
+def _array_at(address: int, count: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.asarray(_Memory(address, count, kind)) if count else np.empty(0, kind)
 
 
 def _addresses(view: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

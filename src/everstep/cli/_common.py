@@ -380,7 +380,8 @@ def _hint(path: PurePath) -> str:
     """Where the run is that was probably meant: inside, around, or beside ``path``."""
     inside = _runs_in(path)
     if inside:
-        return "runs in it: " + ", ".join(plain(name) for name in sorted(inside)[:8])
+        more = f", and {len(inside) - 8} more" if len(inside) > 8 else ""
+        return "runs in it: " + ", ".join(plain(name) for name in sorted(inside)[:8]) + more
     for parent in list(path.parents)[:3]:
         if _is_run(parent):
             return f"the run is {parent}"

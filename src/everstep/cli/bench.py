@@ -22,6 +22,7 @@ from everstep.cli._bench import (
 )
 from everstep.cli._bench_gockpt import crash_interval, multistep
 from everstep.cli._bench_lossy import lossy_recovery
+from everstep.cli._bench_tiers import tiers
 from everstep.cli._common import EverstepGroup, JsonFlag
 from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
@@ -36,6 +37,7 @@ __all__ = [
     "schedule",
     "stall",
     "step",
+    "tiers",
 ]
 
 _EXACT_S = 115.0  # two minutes, with what a solver takes to notice
@@ -272,6 +274,10 @@ def frequency(
     seed: Seed = 1234,
     free_core: FreeCore = True,
     arms: Arms = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(help="Everstep's arms copy bases there, too: folders, URLs, with commas."),
+    ] = None,
     folder: Folder = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -282,7 +288,7 @@ def frequency(
     """
     from everstep.bench.stall.options import parse_arms, parse_params
     from everstep.bench.step.frequency import present, run_frequency
-    from everstep.bench.step.options import ARMS, FrequencyOptions, parse_share
+    from everstep.bench.step.options import ARMS, FrequencyOptions, parse_share, parse_tiers
 
     options = FrequencyOptions(
         params=parse_params(params),
@@ -296,6 +302,7 @@ def frequency(
         batch_steps=batch_steps,
         every_max=every_max,
         arms=parse_arms(arms, ARMS),
+        tiers=parse_tiers(tiers),
     )
     report = measured(run_frequency, options)
     tell(report, present, json_output=json_output)
@@ -321,4 +328,5 @@ def convergence(
 
 app.command("lossy-recovery")(lossy_recovery)
 app.command()(multistep)
+app.command()(tiers)
 app.command("crash-interval")(crash_interval)

@@ -30,7 +30,7 @@ def demo(
     """Trains, gets killed, resumes, compares every bit.
 
     A small GPT is trained twice from one seed, side by side. One of the runs is killed with
-    SIGKILL three times, once together with its keeper and twice alone, and has only its
+    SIGKILL four times, twice together with its keeper and twice alone, and has only its
     checkpoints to go on. At the end every tensor, the optimizer, the random generators, the
     data order and every loss must be the same, bit for bit. Exit status: 0 if so, 1 if one
     bit differs.

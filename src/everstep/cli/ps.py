@@ -54,6 +54,7 @@ class Status:
         ends_in_s: when it ends by itself; None while a trainer is attached.
         arena_bytes: shared memory for captured state, copies of other ranks' included.
         copies: rank and step of each base that it holds for another node.
+        logs: rank, and the newest step of its log that it holds.
     """
 
     trainer: int | None
@@ -64,6 +65,7 @@ class Status:
     ends_in_s: float | None
     arena_bytes: int
     copies: tuple[tuple[int, int], ...] = ()
+    logs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Status | None:
@@ -75,12 +77,13 @@ class Status:
             if not _are_steps(found[name]):
                 return None
             found[name] = tuple(found[name])
-        copies = found["copies"] or []  # an older keeper says nothing of them
-        if not isinstance(copies, list) or not all(_are_steps(one) for one in copies):
-            return None
-        if any(len(one) != 2 for one in copies):
-            return None
-        found["copies"] = tuple((rank, step) for rank, step in copies)
+        for name in ("copies", "logs"):
+            copies = found[name] or []  # an older keeper says nothing of them
+            if not isinstance(copies, list) or not all(_are_steps(one) for one in copies):
+                return None
+            if any(len(one) != 2 for one in copies):
+                return None
+            found[name] = tuple((rank, step) for rank, step in copies)
         for name in ("trainer", "durable_step", "idle_s", "ends_in_s", "arena_bytes"):
             optional = name in ("trainer", "durable_step", "ends_in_s")
             if not _is_number(found[name]) and not (optional and found[name] is None):
@@ -211,11 +214,14 @@ def _doing(status: Status) -> str:
 
 
 def _copies(status: Status) -> str:
-    """``"rank 1: step 20; rank 3: step 20"``."""
+    """``"rank 1: step 20, log to 27; rank 3: step 20"``."""
     by_rank: dict[int, list[int]] = {}
     for rank, step in status.copies:
         by_rank.setdefault(rank, []).append(step)
-    return "; ".join(f"rank {rank}: {steps_of(steps)}" for rank, steps in by_rank.items()) or "-"
+    told = {rank: steps_of(steps) for rank, steps in by_rank.items()}
+    for rank, step in status.logs:
+        told[rank] = f"{told[rank]}, log to {step}" if rank in told else f"log to {step}"
+    return "; ".join(f"rank {rank}: {what}" for rank, what in told.items()) or "-"
 
 
 def _show(
@@ -227,7 +233,7 @@ def _show(
         return
     numbers = ("pid", "rank", "trainer", "durable", "arena")
     columns = ["pid", "run", "rank", "trainer", "doing", "in memory", "durable", "arena"]
-    peers = any(status is not None and status.copies for status in statuses)
+    peers = any(status is not None and (status.copies or status.logs) for status in statuses)
     columns += ["for other ranks"] if peers else []
     shown = table(*columns, right=numbers)
     for info, status in zip(keepers, statuses, strict=True):

@@ -109,9 +109,11 @@ def verify(
     from everstep.seams.progress import progress
 
     filesystem = filesystem_of(run)
-    start_s = time.monotonic()
     inventory = open_run(filesystem, run)
     bases = select_bases(inventory, step=step, timeline=timeline)
+    import everstep.recover.load  # noqa: F401  # and torch, which is no part of the time of reading
+
+    start_s = time.monotonic()
     if step is not None and not every:
         bases = bases[:1]
     log = run_log(filesystem, inventory)

@@ -37,6 +37,8 @@ from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
 
 __all__ = [
+    "NO_WAY_BACK",
+    "NO_WAY_BACK_HINT",
     "Agreement",
     "AgreementOut",
     "Go",
@@ -51,6 +53,13 @@ __all__ = [
     "Tell",
 ]
 
+NO_WAY_BACK = (
+    "there is no base of step 0, and this process has trained: its state is not that of a fresh "
+    "start"
+)
+NO_WAY_BACK_HINT = (
+    "build model and optimizer again, make a Checkpointer of them, and call resume(step=0) there"
+)
 _ROUNDS_MAX = 16
 _WIRE = PurePath("message")
 
@@ -158,6 +167,7 @@ class Agreement:
         rank, world: of the job that starts.
         record_of: for rank 0: makes the record of the new timeline.
         step, needs, fetch: of :func:`everstep.commit.offers.choose`.
+        trained: the ranks' state is not that of a fresh start.
         repeat_s: until what was not answered is said again.
         silent_s: until ranks that do not answer are reported.
     """
@@ -171,6 +181,7 @@ class Agreement:
         step: int | None = None,
         needs: Needs = all_ranks,
         fetch: bool = True,
+        trained: bool = False,
         repeat_s: float = 1.0,
         silent_s: float = 60.0,
     ) -> None:
@@ -191,6 +202,8 @@ class Agreement:
         self._spoilt: set[tuple[BaseId, int, Source]] = set()
         self._spoilt_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
         self._exact = True
+        self._trained = trained
+        self._loaded = False  # ranks were told to load a base: so their state is not, either
         self._opened: set[int] = set()
         self._taken = 0
         self._rounds = 0
@@ -320,6 +333,7 @@ class Agreement:
                 return self._lead("refuse", str(error).encode("utf-8"))
             self._refusal = str(error)
             return self._lead("offer", b"")
+        self._loaded = self._loaded or self._choice.base is not None
         return self._lead("restore", encode_choice(self._choice))
 
     def _decide(self, answers: Collection[bytes]) -> Choice:
@@ -332,6 +346,15 @@ class Agreement:
             spoilt=self._spoilt,
             spoilt_log=self._spoilt_log,
         )
+        if choice.base is None and self._trained:
+            raise RecoveryError(NO_WAY_BACK, hint=NO_WAY_BACK_HINT)
+        if choice.base is None and self._loaded:
+            damaged = ", ".join(sorted({str(base) for base, _, _ in self._spoilt}))
+            raise RecoveryError(
+                f"{damaged or 'what was chosen'} cannot be restored on every rank, and ranks have "
+                "loaded some of it: their state is not that of a fresh start any more",
+                hint="everstep rm removes it; then start the program anew, with resume(step=0)",
+            )
         return replace(choice, timeline=max(choice.timeline, self._taken + 1))
 
     def _without_ours(self, offer: Offer) -> Offer:

@@ -266,6 +266,8 @@ class Member:
         if action is None:
             return self._committed(flight)
         flight.waiting = isinstance(action, GatherMarkers)
+        if flight.waiting and not told and (why := self._disagree(flight.markers)):
+            return self._end(flight, why)
         if not flight.waiting:
             if isinstance(action, WriteMarker):
                 flight.own = action.marker
@@ -278,6 +280,31 @@ class Member:
             flight.waiting = False
             out.append(Do(flight.commit.base, action))
         return out
+
+    def _disagree(self, markers: Mapping[int, Marker]) -> str:
+        """Why all markers together are those of no base, and never will be; "" if they are, or
+        some are missing."""
+        if len(markers) < self.cluster.world or manifest_of(markers) is not None:
+            return ""
+        by_lsn: dict[int, list[int]] = {}
+        for rank, marker in sorted(markers.items()):
+            by_lsn.setdefault(marker.lsn, []).append(rank)
+        if len(by_lsn) == 1:
+            return "the markers of the ranks contradict each other"
+        counted = ", ".join(
+            f"rank(s) {' '.join(map(str, ranks))}: {lsn}" for lsn, ranks in sorted(by_lsn.items())
+        )
+        return (
+            f"the ranks have counted different numbers of optimizer updates ({counted}); each of "
+            "them has to make as many in a step as the others, or leave out as many"
+        )
+
+    def _end(self, flight: _InFlight, why: str) -> list[Out]:
+        """A base whose markers are all there, and are none of a base: nobody can commit it, so it
+        is told before this rank's marker is gone."""
+        flight.waiting, flight.given_up = False, why
+        base, others = flight.commit.base, self.cluster.others(self.rank)
+        return [*(Send(rank, GivenUp(base, why)) for rank in others), Do(base, Withdraw())]
 
     def _feed(self, flight: _InFlight) -> list[Out]:
         """Markers have come by message."""

@@ -38,6 +38,9 @@ __all__ = [
     "PartWanted",
     "PeerAt",
     "PeerBegun",
+    "PeerLogAt",
+    "PeerLogBegun",
+    "PeerLogPart",
     "PeerMessage",
     "PeerPart",
     "PeerRound",
@@ -228,13 +231,64 @@ class PeerAt:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerLogBegun:
+    """The sender is going to send steps of its log (:func:`everstep.recover.peer_log.packed`).
+
+    Attributes:
+        timeline, first, last: the steps.
+        record: that of the timeline, as it is on the sender's disk.
+        index_bytes: of the ``size_bytes``, at the end, those that say what the records are.
+        index_digest: of these; each record has a digest of its own.
+    """
+
+    timeline: int
+    first: int
+    last: int
+    record: bytes
+    size_bytes: int
+    index_bytes: int
+    index_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLogPart:
+    """Bytes of the sender's steps that begin with ``first``."""
+
+    timeline: int
+    first: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLogAt:
+    """How much of such steps the sender of the message holds for its receiver.
+
+    Attributes:
+        state: ``"more"`` is waited for; ``"whole"``: all are there, with their digests; ``"full"``:
+            there is no room before steps are let go; ``"refused"``, for ``problem``.
+    """
+
+    timeline: int
+    first: int
+    received_bytes: int
+    state: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class PartWanted:
-    """At a start: send these bytes of the copy of ``base`` that is held for ``rank``."""
+    """At a start: send these bytes of the copy of ``base`` that is held for ``rank``.
+
+    Attributes:
+        log: of the steps of its log that begin with that timeline and step, and of no base.
+    """
 
     base: BaseId
     rank: int
     offset: int
     size_bytes: int
+    log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +299,7 @@ class PartTold:
     rank: int
     offset: int
     data: bytes
+    log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +310,9 @@ class Fetching:
     done: bool
 
 
-PeerMessage = PeerRound | PeerSaid | PeerBegun | PeerPart | PeerAt
+PeerMessage = (
+    PeerRound | PeerSaid | PeerBegun | PeerPart | PeerAt | PeerLogBegun | PeerLogPart | PeerLogAt
+)
 """Between keepers, of copies in peers' memory."""
 
 CopyMessage = CopyWanted | CopyGoesOn | CopyTold | CopySettled
@@ -356,8 +413,31 @@ _FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
     PeerBegun: {"marker": _MARKER, "record": _BYTES},
     PeerPart: {"base": _BASE, "offset": _NUMBER, "data": _BYTES},
     PeerAt: {"base": _BASE, "received_bytes": _NUMBER, "whole": _FLAG, "problem": _TEXT},
-    PartWanted: {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER, "size_bytes": _NUMBER},
-    PartTold: {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER, "data": _BYTES},
+    PeerLogBegun: {
+        "timeline": _NUMBER,
+        "first": _NUMBER,
+        "last": _NUMBER,
+        "record": _BYTES,
+        "size_bytes": _NUMBER,
+        "index_bytes": _NUMBER,
+        "index_digest": _TEXT,
+    },
+    PeerLogPart: {"timeline": _NUMBER, "first": _NUMBER, "offset": _NUMBER, "data": _BYTES},
+    PeerLogAt: {
+        "timeline": _NUMBER,
+        "first": _NUMBER,
+        "received_bytes": _NUMBER,
+        "state": _TEXT,
+        "problem": _TEXT,
+    },
+    PartWanted: {
+        "base": _BASE,
+        "rank": _NUMBER,
+        "offset": _NUMBER,
+        "size_bytes": _NUMBER,
+        "log": _FLAG,
+    },
+    PartTold: {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER, "data": _BYTES, "log": _FLAG},
     Fetching: {"round": _NUMBER, "done": _FLAG},
 }
 _KINDS = {kind.__name__: kind for kind in _FIELDS}

@@ -30,6 +30,7 @@ __all__ = [
     "Source",
     "all_ranks",
     "choose",
+    "timelines_of",
 ]
 
 
@@ -196,7 +197,7 @@ def choose(
     """
     assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
     run = _run_of(offers)
-    records, apart = _timelines_of(offers)
+    records, apart = timelines_of(offers)
     bases = _bases_of(offers, apart, set(spoilt))
     readable: dict[BaseId, Manifest] = {}
     for one, known in bases.items():
@@ -256,7 +257,7 @@ def _run_of(offers: Sequence[Offer]) -> str | None:
     return next(iter(runs), None)
 
 
-def _timelines_of(
+def timelines_of(
     offers: Sequence[Offer],
 ) -> tuple[dict[int, TimelineRecord | None], set[tuple[int, int]]]:
     """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.
@@ -351,6 +352,8 @@ def _missing(known: _Base) -> str:
     if world is None:
         return "no rank's files can be read"
     missing = sorted(set(range(world)) - known.pieces.keys())
+    if not missing:
+        return "its ranks' markers are not of the same updates"
     return "the files of rank " + ", ".join(map(str, missing[:8])) + " are missing"
 
 

@@ -23,6 +23,8 @@ __all__ = [
     "encode_choice",
     "encode_offer",
     "encode_restored",
+    "run_from_wire",
+    "run_to_wire",
 ]
 
 _WIRE = PurePath("message")
@@ -41,7 +43,7 @@ def encode_offer(offer: Offer) -> bytes:
     ]
     timelines = [[n, None if r is None else r.encode()] for n, r in offer.timelines.items()]
     lost = [plain_base(base) for base in offer.lost]
-    log = [[run.timeline, run.first, run.after, list(run.lsns), run.shape] for run in offer.log]
+    log = [run_to_wire(run) for run in offer.log]
     about = [offer.rank, offer.disk, offer.run, offer.next_timeline]
     return _pack([*about, timelines, bases, lost, log])
 
@@ -126,11 +128,21 @@ def _offer(found: Any) -> Offer:
         {int(n): None if r is None else TimelineRecord.decode(r, _WIRE) for n, r in timelines},
         {to_base(base): _base_offer(pieces, manifest) for base, pieces, manifest in bases},
         tuple(to_base(base) for base in lost),
-        tuple(_run(*fields) for fields in log),
+        tuple(run_from_wire(*fields) for fields in log),
     )
 
 
-def _run(timeline: Any, first: Any, after: Any, lsns: Any, shape: Any) -> LogRun:
+def run_to_wire(run: LogRun) -> list[Any]:
+    """Steps of a log as plain data."""
+    return [run.timeline, run.first, run.after, list(run.lsns), run.shape]
+
+
+def run_from_wire(timeline: Any, first: Any, after: Any, lsns: Any, shape: Any) -> LogRun:
+    """The inverse of :func:`run_to_wire`.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
     if not lsns:
         raise ValueError("a log of no steps")
     return LogRun(int(timeline), int(first), int(after), tuple(map(int, lsns)), str(shape))

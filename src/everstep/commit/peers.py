@@ -136,17 +136,22 @@ class Shelf:
         ]
         return self._remove(gone)
 
-    def new_start(self, sources: Collection[int], recovered: BaseId | None) -> list[Copy]:
+    def new_start(
+        self, sources: Collection[int], recovered: BaseId | None, spare: BaseId | None = None
+    ) -> list[Copy]:
         """The job was started anew.
 
         Args:
             sources: ranks that send their files here from now on.
             recovered: what training goes on from, if that is durable: copies of other ranks'
                 files are not needed then.
+            spare: the same, if it is not durable: what was found whole everywhere.
 
         Returns:
             Copies that are gone: halves, and those of ranks that send them elsewhere now.
         """
+        if spare is not None:
+            self.everywhere = spare
         gone = [
             copy
             for copy in self._copies.values()

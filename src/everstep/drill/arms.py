@@ -2,9 +2,10 @@
 
 What each arm comes back from is what its system has (TierCheck section 5.1). CheckFreq and
 DataStates-LLM write to a durable tier that all hosts share, from threads of the training process,
-so nothing of them outlives it. everstep's own methods have a keeper beside every trainer: where
-that survives, its memory is a source, too. With a run folder on the hosts' own disks a method needs
-tiers or peers; without them a lost host could not come back.
+so nothing of them outlives it. GEMINI keeps states in the host memory of two machines, in a
+process beside the trainer, and seldom writes one to the durable tier. everstep's own methods have a
+keeper beside every trainer: where that survives, its memory is a source, too. With a run folder on
+the hosts' own disks a method needs tiers or peers; without them a lost host could not come back.
 
 The durable tier is a folder that all hosts see, on this machine's disk: no link is in between, in
 no arm. That is kinder to the arms which read all their state from it than the paper's testbed is.
@@ -55,6 +56,11 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         "lazy": Arm("lazy", "copied behind the next step, persisted by the keeper process"),
         "checkfreq": Arm("checkfreq", f"CheckFreq: {_SYSTEM}", keeper="thread"),
         "datastates": Arm("datastates", f"DataStates-LLM: {_SYSTEM}", keeper="thread"),
+        "gemini": Arm(
+            "gemini",
+            "GEMINI: whole states in the memory of keeper and next node; one base of 10 on disk",
+            tiers=("peer",),
+        ),
         "everstep": Arm(
             "logged",
             "every step logged; bases on the hosts' disks, with peers, and in the durable tier",

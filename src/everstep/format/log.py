@@ -8,8 +8,8 @@ plain SGD).
 
 A segment is an ordinary safetensors file. For every record and dtype it has one flat tensor,
 ``000007/F32``, with the elements of the record's entries one behind the other, and at the end
-the object ``everstep/log``, which says what the records are. It is read back as a whole, every
-byte verified.
+the object ``everstep/log``, which says what the records are. It is read back as a whole, or record
+by record, every byte verified.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 import msgpack
+import numpy as np
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
@@ -34,12 +35,17 @@ __all__ = [
     "LOG_OBJECT",
     "LogRecord",
     "RecordHead",
+    "RecordIndex",
     "SegmentBody",
+    "gathered",
     "heads_of",
+    "index_of_segment",
     "layout_from_index",
     "layout_to_index",
+    "pack_index",
     "plan_segment",
     "record_digest",
+    "records_of_pack",
     "records_of_segment",
 ]
 
@@ -84,6 +90,8 @@ class LogRecord:
         layout: what lies where in ``data``; widest dtype first, no holes.
         objects: encoded objects by name.
         digest: of data and objects, taken when they arrived.
+        path: of the segment that it was read from; None: it was not, and its memory is there
+            in any case.
     """
 
     head: RecordHead
@@ -91,6 +99,7 @@ class LogRecord:
     objects: Mapping[str, bytes]
     data: memoryview
     digest: str
+    path: PurePath | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -101,7 +110,29 @@ class LogRecord:
         DamageError: a bit is not what it was.
         """
         if record_digest(self.data, self.objects) != self.digest:
-            raise DamageError(f"{self.head} is damaged: its digest does not match")
+            where = "" if self.path is None else f"{self.path}: "
+            raise DamageError(
+                f"{where}{self.head} is damaged: its digest does not match", path=self.path
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordIndex:
+    """What the index of a segment says of one record; its data lies elsewhere in the file.
+
+    Attributes:
+        number: of the record in its segment, which the names of its flat tensors begin with.
+    """
+
+    number: int
+    head: RecordHead
+    layout: ShardLayout
+    objects: Mapping[str, bytes]
+    digest: str
+
+    def record(self, data: memoryview, path: PurePath) -> LogRecord:
+        """The record; nobody has verified it."""
+        return LogRecord(self.head, self.layout, self.objects, data, self.digest, path)
 
 
 def record_digest(data: memoryview, objects: Mapping[str, bytes]) -> str:
@@ -131,7 +162,7 @@ def plan_segment(
             entry = Entry.whole(f"{number:06d}/{dtype}", dtype, ((end - begin) // _width(dtype),))
             entries.append(entry)
             sources[entry.name] = record.data[begin:end]
-    index = _index_of(records)
+    index = pack_index(records)
     (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
     room_bytes = header_room_bytes(identity, layout.placed, [LOG_OBJECT], {})
     plan = ShardPlan(shard_name(identity.rank), layout, {}, room_bytes, len(index))
@@ -184,32 +215,46 @@ def records_of_segment(
     Raises:
         FormatError: they do not fit each other.
     """
+    if LOG_OBJECT not in data:
+        raise FormatError(f"{path} has no index", path=path)
+    found = []
+    for one in index_of_segment(identity, data[LOG_OBJECT], path):
+        parts = {
+            name.split("/", 1)[1]: part
+            for name, part in data.items()
+            if name.startswith(f"{one.number:06d}/")
+        }
+        found.append(one.record(gathered(one.layout, parts, path), path))
+    return found
+
+
+def index_of_segment(
+    identity: ShardIdentity, data: bytes | memoryview, path: PurePath
+) -> list[RecordIndex]:
+    """What the records of a segment are, from its verified object ``everstep/log``.
+
+    Raises:
+        FormatError: it is none.
+    """
     try:
-        index = msgpack.unpackb(bytes(data[LOG_OBJECT]), strict_map_key=False)
+        index = msgpack.unpackb(bytes(data), strict_map_key=False)
         layouts = [layout_from_index(fields) for fields in index["layouts"]]
         if len(index["records"]) > _RECORDS_MAX:
             raise FormatError(f"{path}: too many records")
-        records = []
+        found = []
         for number, fields in enumerate(index["records"]):
-            layout_number, objects, found = fields[5:8]
+            layout_number, objects, said = fields[5:8]
             head = _head(identity.timeline, fields)
             if head.kind not in ("update", "mark") or not isinstance(objects, dict):
                 raise FormatError(f"{path}: no record of any kind that is known")
-            layout = layouts[layout_number]
-            parts = {
-                name.split("/", 1)[1]: part
-                for name, part in data.items()
-                if name.startswith(f"{number:06d}/")
-            }
-            body = _gathered(layout, parts, path)
-            records.append(LogRecord(head, layout, objects, body, found))
+            found.append(RecordIndex(number, head, layouts[layout_number], objects, said))
     except FormatError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
-    if not records or records[-1].head.kind != "mark":
+    if not found or found[-1].head.kind != "mark":
         raise FormatError(f"{path}: a segment ends with a step mark, this one does not", path=path)
-    return records
+    return found
 
 
 def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ...]:
@@ -223,6 +268,32 @@ def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ..
         return tuple(_head(timeline, row) for row in rows)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
+
+
+def records_of_pack(
+    timeline: int, index: bytes, data: memoryview, offsets: Sequence[int], path: PurePath
+) -> list[LogRecord]:
+    """Records whose data lie at ``offsets`` of ``data``; not verified.
+
+    Raises:
+        FormatError: ``index`` is not that of so many records, or they lie elsewhere.
+    """
+    try:
+        fields = msgpack.unpackb(index, strict_map_key=False)
+        layouts = [layout_from_index(layout) for layout in fields["layouts"]]
+        records = []
+        for row, offset in zip(fields["records"], offsets, strict=True):
+            number, objects, found = row[5:8]
+            layout, end = layouts[number], offset + layouts[number].size_bytes
+            if not 0 <= offset <= end <= data.nbytes or not isinstance(objects, dict):
+                raise FormatError(f"{path}: a record lies outside of it", path=path)
+            head = _head(timeline, row)
+            records.append(LogRecord(head, layout, objects, data[offset:end], found))
+    except FormatError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: no records of a log: {error!r}", path=path) from error
+    return records
 
 
 def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
@@ -271,8 +342,12 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
     return ShardLayout(tuple(placed))
 
 
-def _gathered(layout: ShardLayout, parts: Mapping[str, memoryview], path: PurePath) -> memoryview:
-    """A record's data from its flat tensors."""
+def gathered(layout: ShardLayout, parts: Mapping[str, memoryview], path: PurePath) -> memoryview:
+    """A record's data from its flat tensors, by dtype.
+
+    Raises:
+        FormatError: they are not those that it lists.
+    """
     dtypes = [d for d, _ in groupby(p.entry.dtype for p in layout.placed if p.end > p.begin)]
     if len(parts) == 1 and list(parts) == dtypes and parts[dtypes[0]].nbytes == layout.size_bytes:
         return parts[dtypes[0]]  # as it lies
@@ -280,16 +355,17 @@ def _gathered(layout: ShardLayout, parts: Mapping[str, memoryview], path: PurePa
         p.nbytes for p in parts.values()
     ):
         raise FormatError(f"{path}: a record's tensors are not those that it lists", path=path)
-    data = bytearray(layout.size_bytes)
+    data = np.empty(layout.size_bytes, np.uint8)  # which other threads are not held up by
     position = 0
     for dtype in dtypes:
-        part = parts[dtype]
+        part = np.frombuffer(parts[dtype], np.uint8)
         data[position : position + part.nbytes] = part
         position += part.nbytes
-    return memoryview(data)
+    return data.data
 
 
-def _index_of(records: Sequence[LogRecord]) -> bytes:
+def pack_index(records: Sequence[LogRecord]) -> bytes:
+    """What the records are, all but their data."""
     layouts: list[Any] = []
     numbers: dict[int, int] = {}
     rows = []

@@ -32,7 +32,7 @@ from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFi
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import PIECE_BYTES
 
-__all__ = ["ReadsAhead", "read_body", "read_header", "read_record_bytes"]
+__all__ = ["ReadsAhead", "read_body", "read_header", "read_record_bytes", "read_result"]
 
 _READ_BYTES = 2 << 20  # a part of a chunk: 1.2 times faster than whole ones, measured
 _READ_AHEAD_CHUNKS = 8
@@ -233,7 +233,7 @@ class ReadsAhead:
         if not self._under_way:
             raise StopIteration
         chunk, block, future = self._under_way[0]
-        got = _result(future, self._timeout_s, self._path)
+        got = read_result(future, self._timeout_s, self._path)
         if got < chunk.end - chunk.at:
             at = chunk.at + got
             raise DamageError(f"{self._path}: ends at byte {at} of its body", path=self._path)
@@ -273,7 +273,13 @@ def _read(file: ReadFile, block: Block, want: int, offset: int) -> int:
     return min(want, file.read_into(block.view[:padded], offset))
 
 
-def _result(future: Future[int], timeout_s: float, path: PurePath) -> int:
+def read_result(future: Future[int], timeout_s: float, path: PurePath) -> int:
+    """What a thread has read of the file ``path``.
+
+    Raises:
+        DeadlineError: it hangs.
+        OSError: it cannot be read.
+    """
     try:
         return future.result(timeout=timeout_s)
     except FutureTimeout as error:

@@ -28,6 +28,7 @@ __all__ = [
     "host_budget_bytes",
     "interval_steps_within",
     "log_budget_bytes",
+    "own_budget_bytes",
     "replica_budget_bytes",
 ]
 
@@ -54,6 +55,30 @@ def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -
             hint=f'Budget(host_bytes={times * state_bytes}) or more, or method="sync"',
         )
     return budget
+
+
+def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, peers: bool) -> int:
+    """What bases of this rank that live in memory may take of the host memory: with what comes
+    from peers a third, otherwise a half. Beside it captures need room.
+
+    Args:
+        state_bytes: at the start; it grows when the optimizer's state is there.
+        peers: other ranks' bases are held here, too.
+
+    Raises:
+        OutOfSpaceError: two bases do not fit, with the number of bytes.
+    """
+    if not options.method.in_memory:
+        return 0
+    parts = 3 if peers else 2
+    found = host_bytes // parts
+    if found < 2 * state_bytes:
+        raise OutOfSpaceError(
+            f"the newest two bases ({state_bytes} bytes each) live in the keeper's memory; of "
+            f"{host_bytes} bytes of host memory {found} are for them",
+            hint=f"Budget(host_bytes={2 * parts * state_bytes}) or more, or method='lazy'",
+        )
+    return found
 
 
 def replica_budget_bytes(
@@ -110,20 +135,25 @@ def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
     return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
 
 
-def check_disk_budget(options: Options, run: PurePath, base_bytes: int) -> None:
+def check_disk_budget(options: Options, run: PurePath, base_bytes: int, *, beside: int = 1) -> None:
     """Refuses a base that does not fit the budget beside those to keep.
+
+    Args:
+        base_bytes: of one, as files.
+        beside: bases that are there before the oldest goes, beyond those to keep.
 
     Raises:
         OutOfSpaceError: with the number of bytes, or of bases, that would fit.
     """
     budget = options.budget.disk_bytes
-    need = (options.keep + 1) * base_bytes  # the new one before the oldest goes
+    need = (options.keep + beside) * base_bytes
     if budget is not None and need > budget:
+        fit = budget // base_bytes - beside
         raise OutOfSpaceError(
-            f"{options.keep} bases to keep and one being written take {need} bytes, the budget "
-            f"is {budget}",
+            f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written "
+            f"take {need} bytes, the budget is {budget}",
             path=run,
-            hint=f"Budget(disk_bytes={need}), or keep={max(0, budget // base_bytes - 1)}",
+            hint=f"Budget(disk_bytes={need})" + (f", or keep={fit}" if fit > 0 else ""),
         )
 
 
@@ -200,11 +230,14 @@ def announcement(
     state_bytes: int,
     host_bytes: int,
     gradients: tuple[int, int] = (0, 0),
+    *,
+    disk_bytes: int,
 ) -> str:
     """The line printed at start: what was chosen, and what it will take.
 
     Args:
         gradients: as :func:`gradients_of` says; those of a step are what a dense log records.
+        disk_bytes: of all bases at once, their records included.
     """
     parameters, gradient_bytes = gradients
     every, state = options.every, decimal(state_bytes)
@@ -239,6 +272,6 @@ def announcement(
         written += f", {log} per step"
     return (
         f"everstep: {run}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
-        f"host memory {host}; disk up to {decimal((options.keep + 1) * state_bytes)}, written "
+        f"host memory {host}; disk up to {decimal(disk_bytes)}, written "
         f"{written} ({budget_in_words(options)})"
     )

@@ -315,6 +315,7 @@ class Cadence:
             bases_s = self.interval_steps * step_s
         first = self.forecast is None
         bases_bytes = 0.0 if bases_s is None else self._base_bytes * DAY_S / bases_s
+        bases_bytes /= self._options.method.disk_every
         log_bytes = self._log_bytes_per_day(step_s) if self._options.log_on_disk else 0.0
         self.forecast = Forecast(bases_bytes, log_bytes if self._logs_to_disk else 0.0)
         if first and self.forecast.total_bytes:

@@ -93,8 +93,9 @@ class Capture:
     @property
     def durable(self) -> bool:
         """Whether the base is committed."""
-        future = self.save.durable
-        return future.done() and not future.cancelled() and future.exception() is None
+        future, save = self.save.durable, self.save
+        over = future.done() and not future.cancelled() and not save.in_memory
+        return over and future.exception() is None
 
     @property
     def step(self) -> int:

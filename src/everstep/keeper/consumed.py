@@ -6,7 +6,7 @@ shapes, dtypes and strides of these are compared, and the rest is taken from the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from everstep.state.tree import split
 __all__ = ["Consumed", "Consumption"]
 
 _SCALER = ("grad_scale", "found_inf")
+_LAST_MAX = 256  # optimizers, and choices of their parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +66,13 @@ class _Last:
     """What an optimizer consumed last.
 
     Attributes:
-        names: of all gradients in a record, in the order of the parameters; None for those that
-            it leaves out.
+        members: names of gradients in a record, and parameters, in the order of these; without
+            those that it leaves out.
         forms: names, dtypes, shapes and strides of all tensors, which ``layout`` is of.
         outline: of their copies; None where these have to be planned each time.
     """
 
-    names: Sequence[str | None]
+    members: Sequence[tuple[str, torch.Tensor]]
     forms: Sequence[Any] = ()
     layout: ShardLayout | None = None
     outline: Sequence[_Outline] | None = None
@@ -124,10 +125,21 @@ class Consumption:
             if key in (None, other)
         )
 
-    def parameters(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and parameters of an optimizer, which is grouped as before."""
-        members = (p for group in self._state.optimizers[key].param_groups for p in group["params"])
-        return zip(self._groupings[key].names, members, strict=True)
+    def members(
+        self, key: str, only: frozenset[str] | None = None
+    ) -> Sequence[tuple[str, torch.Tensor]]:
+        """What :meth:`look` looks at, which is called before: gradients' names in the record, and
+        parameters."""
+        return self._last_of(key, only).members
+
+    def expect(self, key: str, only: frozenset[str]) -> None:
+        """Lays out a record of these gradients before there are any, as most will be: like their
+        parameters. Arguments as for :meth:`look`, which compares."""
+        if not self._groupings:
+            self.regroup()
+        named = {name: p for name, p in self._last_of(key, only).members if p.requires_grad}
+        if not any(is_dtensor(parameter) for parameter in named.values()):
+            self._layouts.of(named)
 
     def look(self, key: str, only: frozenset[str] | None = None) -> Consumed:
         """What the optimizer ``key`` consumes now; it is grouped as before.
@@ -141,17 +153,16 @@ class Consumption:
         if not self._groupings:
             self.regroup()
         optimizer = eager(key, self._state.optimizers[key])
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         last = self._last_of(key, only)
         compact = self._compact(key)
-        lossy = self._lossy([p for p in parameters if id(p) not in compact])
+        lossy = self._lossy(optimizer, compact)
         named: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
         compressed: dict[str, Any] = {}
         forms: list[Any] = []
-        for name, parameter in zip(last.names, parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is None or name is None:
+        for name, parameter in last.members:
+            gradient: Any = parameter.grad
+            if gradient is None:
                 continue
             if compact and (form := compact.get(id(parameter))) is not None:
                 bare = name.removeprefix(GRADIENT)
@@ -161,7 +172,7 @@ class Consumption:
                 bare = name.removeprefix(GRADIENT)
                 compressed[bare] = lossy_entries(bare, gradient, copy, others)
                 continue
-            if is_dtensor(gradient):
+            if type(gradient) is not torch.Tensor and is_dtensor(gradient):
                 gradient = _part_of(gradient, parameter)
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
                 raise _not_plain(name.removeprefix(GRADIENT))
@@ -209,15 +220,21 @@ class Consumption:
     def _last_of(self, key: str, only: frozenset[str] | None) -> _Last:
         last = self._last.get((key, only))
         if last is None:
-            names = self._groupings[key].names
-            chosen = [GRADIENT + n if only is None or n in only else None for n in names]
+            groups = self._state.optimizers[key].param_groups
+            parameters = (parameter for group in groups for parameter in group["params"])
+            named = zip(self._groupings[key].names, parameters, strict=True)
+            chosen = [(GRADIENT + n, p) for n, p in named if only is None or n in only]
+            if len(self._last) >= _LAST_MAX:
+                self._last.clear()
             last = self._last[(key, only)] = _Last(chosen)
         return last
 
-    def _lossy(self, parameters: Sequence[torch.Tensor]) -> Mapping[int, Lossy]:
+    def _lossy(self, optimizer: Optimizer, compact: Mapping[int, Any]) -> Mapping[int, Lossy]:
         """Lossy copies of gradients, by ``id(parameter)``, if these are what is recorded."""
         if self._lossy_ratio is None:
             return {}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in parameters if id(p) not in compact]
         found = {id(p): p.grad for p in parameters if type(p.grad) is torch.Tensor}
         return lossy_copies(found, self._lossy_ratio)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, StateError
@@ -77,7 +79,7 @@ class Duties:
         self.mirrors: Mirrors | None = None
         self.peers = Peers(seams.filesystem, run, self.holding)
         self.mailbox: PeerMailbox | None = None  # of the next timeline, if there are several ranks
-        self.timeline = 0
+        self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
         self.timeout_s = timeout_s
         self.stopping = False
@@ -120,6 +122,10 @@ class Duties:
             mailbox=mailbox,
         )
         self.timeline, self._arena = message["timeline"], trainer.arena
+        self._bases_durable = 0
+        self.keeper.sweep_behind()
+        self.logs.serve(trainer, channel, message, self.timeout_s)
+        assert self.logs.current is not None
         self.peers.serve(
             message.get("peers"),
             None if seat is None else Seat.from_wire(seat),
@@ -127,10 +133,13 @@ class Duties:
             self._seams.clock,
             lambda notice: _report(trainer, notice, "notice"),
             timeout_s=self.timeout_s,
+            timeline=self.timeline,
+            log=self.logs.current,
+            on_everywhere=lambda base: self._on_everywhere(trainer, base),
+            on_step=lambda step: trainer.tell({"kind": "peered", "base": None, "step": step}),
+            verified=None if verified is None else BaseId(*verified),
         )
-        self.keeper.sweep_behind()
-        self.logs.serve(trainer, channel, message, self.timeout_s)
-        assert self.logs.current is not None
+        self.keeper.bases = self.peers.bases
         self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
         self.mirrors = None
@@ -196,7 +205,12 @@ class Duties:
             number=message["number"],
             layout=message["layout"],
             plan=plan,
-            save=Save(identity.step, identity.timeline, parked=bool(message.get("parked"))),
+            save=Save(
+                identity.step,
+                identity.timeline,
+                parked=bool(message.get("parked")),
+                in_memory=bool(message.get("in_memory")),
+            ),
             offset=message["offset"],
             word=word,
             stream=message["stream"],
@@ -305,8 +319,15 @@ class Duties:
         copies, memories = self.peers.recall()
         for place, copy in enumerate(copies, len(arenas)):
             copy["arena"] = place
-        fds = [arena.fd for arena in (*arenas, *memories) if arena.fd is not None]
         recalled = {"kind": "recalled", "base": base, "logs": logs, "copies": copies}
+        places, (rows, memory) = [*arenas, *memories], self.peers.recall_logs()
+        recalled["peer_logs"] = []
+        if rows and memory is not None:
+            for part in parts_of(msgpack.packb(rows)):
+                trainer.connection.send({"kind": "blob", "number": len(blobs), "part": part})
+            recalled["peer_logs"] = [[len(blobs), len(places)]]
+            places.append(memory)
+        fds = [arena.fd for arena in places if arena.fd is not None]
         trainer.connection.send(recalled, fds)
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -338,6 +359,8 @@ class Duties:
         sent = self.peers.stats
         self.keeper.stats.peered, self.keeper.stats.peered_bytes = sent.sent, sent.sent_bytes
         self.keeper.stats.peers_passed_over = sent.passed_over
+        logged = self.peers.log_stats
+        self.keeper.stats.peered_steps, self.keeper.stats.peer_missed = logged.steps, logged.missed
         return {
             "stats": dataclasses.asdict(self.keeper.stats),
             "timeline": self.timeline,
@@ -362,7 +385,8 @@ class Duties:
         mine = None if trainer is None else trainer.arena
         found = (mine, self.holding.arena, self.replicas.arena, *self.logs.arenas)
         mine_bytes = {id(arena): arena.size_bytes for arena in found if arena is not None}
-        return sum(mine_bytes.values()) + self.peers.store.used_bytes
+        held_bytes = self.peers.store.used_bytes + self.peers.logs.used_bytes
+        return sum(mine_bytes.values()) + held_bytes
 
     def finish(self) -> bool:
         """The keeper is about to end; whether something is still to be written before."""
@@ -409,7 +433,7 @@ class Duties:
             trainer.tell({"kind": "done", "number": capture.number})
         else:
             self.replicas.done(capture)
-        if capture.save.durable.exception() is None:
+        if capture.save.durable.exception() is None and not capture.save.in_memory:
             if self.mirrors is not None:
                 self.mirrors.base_durable(BaseId(capture.timeline, capture.step))
             if self.auditor is not None:
@@ -421,7 +445,7 @@ class Duties:
         trainer.captures.pop(capture.number, None)
         error = capture.save.durable.exception()
         if error is None:
-            self.logs.drop_older(capture.save.timeline)
+            self._drop_older(capture.save.timeline)
             self.replicas.base_durable(capture, trainer.arena)
         message: dict[str, Any] = {"number": capture.number, **self.stats()}
         if error is None:
@@ -431,6 +455,20 @@ class Duties:
         self.holding.failed(capture, error, reused=not trainer.gone)
         ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
         trainer.tell({"kind": "failed", "error": error_to_wire(ours), **message})
+
+    def _drop_older(self, timeline: int) -> None:
+        """A base of this timeline is durable on all ranks. Where peers hold the log, too, a node
+        that is lost needs what is before the first base that is whole with all of them; when two
+        more are durable, nobody waits for that."""
+        self._bases_durable += 1
+        if not self.peers.sends_log or self._bases_durable > 2:
+            self.logs.drop_older(timeline)
+
+    def _on_everywhere(self, trainer: Attached, base: BaseId) -> None:
+        """A base is whole with all peers."""
+        if base.timeline == self.timeline:
+            self.logs.drop_older(base.timeline)
+            trainer.tell({"kind": "peered", "base": base.step, "step": None, **self.stats()})
 
 
 def _report(trainer: Attached, error: EverstepError, kind: str = "error") -> None:

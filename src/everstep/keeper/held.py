@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 
 from everstep.arena.memory import Arena
+from everstep.commit.offers_wire import run_from_wire, run_to_wire
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.capture import Capture, shard_offsets
@@ -17,9 +18,10 @@ from everstep.keeper.log import records_from_wire
 from everstep.keeper.messages import identity_from_wire, identity_to_wire
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.peer_copy import PeerCopy, size_of
+from everstep.recover.peer_log import Packed, PeerLog
 from everstep.tiers.memory import MemoryFile
 
-__all__ = ["base_from_wire", "base_to_wire", "recalled_from_wire"]
+__all__ = ["base_from_wire", "base_to_wire", "log_to_wire", "recalled_from_wire"]
 
 
 def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:
@@ -88,7 +90,32 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Re
         index = msgpack.unpackb(bytes(blobs[number]), strict_map_key=False)
         records += records_from_wire(index, arenas[place])
     copies = tuple(_copy_from_wire(copy, arenas) for copy in fields["copies"])
-    return Recalled(base, tuple(records), copies)
+    lent: list[PeerLog] = []
+    for number, place in fields.get("peer_logs", ()):
+        rows = msgpack.unpackb(bytes(blobs[number]))
+        lent += [_log_from_wire(row, arenas[place]) for row in rows]
+    return Recalled(base, tuple(records), copies, tuple(lent))
+
+
+def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
+    """Steps of another rank's log that are held, and lie at ``offset`` of an arena."""
+    run, steps = log.steps.run, log.steps
+    return {
+        "source": log.source,
+        "record": log.record,
+        "run": run_to_wire(run),
+        "offset": offset,
+        "size_bytes": steps.memory.nbytes,
+        "index_bytes": steps.index_bytes,
+        "index_digest": steps.index_digest,
+    }
+
+
+def _log_from_wire(fields: Mapping[str, Any], arena: Arena) -> PeerLog:
+    run = run_from_wire(*fields["run"])
+    memory = arena.view[fields["offset"] : fields["offset"] + fields["size_bytes"]]
+    steps = Packed(run, memory, fields["index_bytes"], fields["index_digest"])
+    return PeerLog(fields["source"], fields["record"], steps)
 
 
 def _copy_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> PeerCopy:

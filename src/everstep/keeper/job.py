@@ -30,7 +30,8 @@ from everstep.options import History, Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.loading import loader, needs_here
-from everstep.recover.peers import Fetched, fetch_from_peers
+from everstep.recover.peer_copy import PeerCopy
+from everstep.recover.peers import Brought, Fetched, fetch_from_peers
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.resume import Resumed
@@ -38,6 +39,7 @@ from everstep.recover.scan import scan_run
 from everstep.recover.sources import RankRead
 from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
+from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job
 from everstep.seams.peers import PeerMailbox
 from everstep.state.image import State
@@ -70,6 +72,7 @@ class Job:
         self._group, self._timeout_s = group, timeout_s
         self._disks: tuple[str, ...] = ()
         self._copies: Copies | None = None
+        self._fetches = False  # what is in other ranks' memory
 
     def open_run(
         self,
@@ -109,7 +112,8 @@ class Job:
         if failed is not None:
             raise failed
         self._refuse_errors(found)
-        nodes = nodes_said(found, rank)
+        self._fetches = any(said["node"] for said in found)
+        nodes = nodes_said(found, rank, if_there=peers is not None and peers.if_there)
         run_id = self._same_run(found)
         self._open_copies(copies, found, run_id)
         with storage_errors("open the run folder", run, rank=rank):
@@ -136,6 +140,7 @@ class Job:
         strict: bool,
         timeout_s: float,
         on_touch: Callable[[], None],
+        trained: bool = False,
     ) -> Resumed:
         """As :func:`everstep.recover.resume.resume`, with all ranks.
 
@@ -150,7 +155,8 @@ class Job:
             on_touch=on_touch,
         )
         log = RankLog(seams, run, state, ring, recalled.records, strict=strict, timeout_s=timeout_s)
-        return self._start(seams, run, state, recalled, listen, load, log, step)
+        about = load, log, step, trained
+        return self._start(seams, run, state, recalled, listen, *about)
 
     def start_fresh(
         self,
@@ -165,7 +171,7 @@ class Job:
         Raises:
             StateError: there is something to resume.
         """
-        return self._start(seams, run, state, recalled, listen, None, None, None)
+        return self._start(seams, run, state, recalled, listen, None, None, None, False)
 
     def _start(
         self,
@@ -177,6 +183,7 @@ class Job:
         load: Any,
         log: RankLog | None,
         step: int | None,
+        trained: bool,
     ) -> Resumed:
         what = (
             "take the first step"
@@ -193,18 +200,22 @@ class Job:
                 "what": what,
                 "trainer": mailbox.address,
                 "keeper": listen(self._group.host),
+                "shared": state.is_shared(),
+                "fingerprint": fingerprint(),
                 "error": None,
             }
             found = self._say(what, mine)
             self._refuse_different(found)
             session = found[0]["name"]
             mailbox.open(session, self.info.rank, [_address(said["trainer"]) for said in found])
-            meeting = Meeting(session, self.info.rank, self._disks, mailbox)
-            needs = needs_here(state, self._disks)
+            like = tuple(said["fingerprint"] for said in found)
+            meeting = Meeting(session, self.info.rank, self._disks, mailbox, like, trained)
+            needs = needs_here(state, self._disks, [bool(said["shared"]) for said in found])
 
-            def fetch(offer: Offer) -> list[Fetched]:
+            def fetch(offer: Offer) -> Brought:
                 about = offer, recalled.copies, needs
                 limits: dict[str, Any] = {"step": step, "timeout_s": self._timeout_s}
+                limits["logs"] = () if log is None else recalled.logs
                 return fetch_from_peers(meeting, seams.clock, self._say, *about, **limits)
 
             resumed, choice = resume_together(
@@ -214,18 +225,24 @@ class Job:
                 meeting,
                 recalled.base,
                 load,
+                own=[Fetched.of_own(copy) for copy in recalled.copies if self._is_mine(copy)],
                 step=step,
                 needs=needs,
                 timeout_s=self._timeout_s,
                 copies=self._copies,
                 log=log,
-                fetch=fetch if self.info.nodes else None,
+                fetch=fetch if self._fetches else None,
             )
+            # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
+            reads = self._all_reads(resumed)
         finally:
             mailbox.close()
         keepers = tuple(_address(said["keeper"]) for said in found)
         self.seat = self._seat(session, keepers, choice)
-        return replace(resumed, reads=self._all_reads(resumed))
+        return replace(resumed, reads=reads)
+
+    def _is_mine(self, copy: PeerCopy) -> bool:
+        return copy.marker.rank == self.info.rank
 
     def any_rank(self, what: str, mine: bool) -> bool:
         """Whether any rank passes true; all of them call it at the same steps.

@@ -56,6 +56,9 @@ class Keepers:
         pool: None for ``sync``.
         restarts: how often a keeper process was lost and replaced.
         on_disk: told up to which number records of the log are on disk, in any thread.
+        on_everywhere: told the step of each base that is whole with all peers, in any thread.
+        peer_log_step: the newest step of this timeline whose log this rank's peer holds, as the
+            keeper last said.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Keepers:
         self.pool: CapturePool | None = None
         self.restarts = 0
         self.on_disk: Callable[[int], None] = lambda number: None
+        self.on_everywhere: Callable[[int], None] = lambda step: None
+        self.peer_log_step: int | None = None
         self._tiers: list[dict[str, Any]] = []
         self._peers: dict[str, Any] | None = None
         self.in_process = (
@@ -103,6 +108,11 @@ class Keepers:
             raise OptionError(
                 "base='multistep' needs a keeper that is a process of its own",
                 hint="KeeperOptions(process=True), on Linux; or base='lazy'",
+            )
+        if options.method.in_memory and not self.in_process:
+            raise OptionError(
+                "bases that live in memory need a keeper that is a process of its own",
+                hint="KeeperOptions(process=True), on Linux; or method='lazy'",
             )
         if options.has_replica and not self.in_process:
             raise OptionError(
@@ -123,11 +133,14 @@ class Keepers:
             )
         self._tiers = [dataclasses.asdict(tier.of_rank(self._info.world)) for tier in tiers]
 
-    def send_to_peer(self, bound_bytes: int, bytes_per_s: float | None) -> None:
-        """From the next keeper on, bases are sent to the memory of another node.
+    def send_to_peer(
+        self, bound_bytes: int, bytes_per_s: float | None, log_bytes: int | None = None
+    ) -> None:
+        """From the next keeper on, bases are sent to the memory of another node, and the log.
 
         Args:
             bound_bytes: of the copies that are held here for other ranks.
+            log_bytes: of these, for their logs; None: no rank has a log.
             bytes_per_s: see :class:`everstep.tiers.options.PeerOptions`.
 
         Raises:
@@ -138,7 +151,20 @@ class Keepers:
                 'tiers=["peer"] needs a keeper that is a process of its own: it outlives training',
                 hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
             )
-        self._peers = {"bound_bytes": bound_bytes, "bytes_per_s": bytes_per_s}
+        self._peers = {
+            "bound_bytes": bound_bytes - (log_bytes or 0),
+            "log_bytes": log_bytes or 0,
+            "sends_log": log_bytes is not None,
+            "bytes_per_s": bytes_per_s,
+            "holds": self._options.method.in_memory,
+        }
+
+    def _on_peered(self, base: int | None, step: int | None) -> None:
+        """The peers hold a base, or this rank's peer its log up to a step."""
+        if base is not None:
+            self.on_everywhere(base)
+        if step is not None:
+            self.peer_log_step = step
 
     @property
     def stats(self) -> KeeperStats:
@@ -155,6 +181,7 @@ class Keepers:
             if self._remote is None or self._remote.lost is not None:
                 self._remote = self._attach()
                 self._remote.on_disk = lambda number: self.on_disk(number)
+                self._remote.on_peered = self._on_peered
                 self._remote.copies = {"tiers": self._tiers, "peers": self._peers}
                 self.pool = CapturePool(self._remote.arena)
         elif self._options.method.base != "sync" and self.pool is None:
@@ -183,7 +210,10 @@ class Keepers:
             return Recalled(None, tuple(store.records()))
         try:
             remote.settle(timeout_s)
-            return remote.recall(timeout_s, own=own)
+            recalled = remote.recall(timeout_s, own=own)
+            # Whoever empties the folder and begins another run there wants none of these.
+            mine = tuple(copy for copy in recalled.copies if copy.marker.run == self._run_id)
+            return dataclasses.replace(recalled, copies=mine)
         except KeeperError:
             if remote.lost is None:
                 raise
@@ -216,7 +246,7 @@ class Keepers:
             verified: a base on disk that has just been read and found whole.
             seat: of this rank among several.
         """
-        self._seat = seat
+        self._seat, self.peer_log_step = seat, None
         self._before = self.stats
         self._before.durable_step = None
         if self._remote is not None:

@@ -19,6 +19,7 @@ from everstep.errors import (
 from everstep.keeper.keepers import let_go
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Options
@@ -32,10 +33,12 @@ __all__ = [
     "check_usable",
     "close_earlier",
     "finish_at_exit",
+    "is_lost",
     "needs_last_base",
     "no_last_base",
     "persist_parked",
     "stays_for_the_log",
+    "stays_with_bases",
     "wait_through",
 ]
 
@@ -169,6 +172,12 @@ def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: Sta
     return True
 
 
+def is_lost(save: Save | None) -> bool:
+    """Whether a base that was to hold what the log has is not durable: another rank may have taken
+    none, whose keeper stays with its log; without this one's that would be of no use."""
+    return save is not None and not (save.durable.done() and save.durable.exception() is None)
+
+
 def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
     """Whether what the log in memory has is to be in a base, as that log ends with us."""
     if recorder is None or step <= recorder.base_step:
@@ -208,6 +217,30 @@ def persist_parked(saver: Saver, failed: list[EverstepError]) -> None:
         saver.persist_parked()
     except EverstepError as error:
         failed.append(error)
+
+
+def stays_with_bases(
+    run: PurePath, save: Callable[[], object] | None, failed: list[EverstepError]
+) -> bool:
+    """The newest base is in the memory of keepers only: a last one goes to disk. Returns whether
+    the keeper must stay, since there is none; and says so.
+
+    Args:
+        save: takes it; None: the state is no longer that of a step.
+        failed: gets what fails.
+    """
+    if save is not None:
+        try:
+            save()
+        except EverstepError as error:
+            failed.append(error)
+        return bool(failed)
+    print(
+        f"everstep: {run}: no last base is taken: the state has moved on within the next step. The "
+        "newest one stays in the keeper's memory for a while: resume within that time",
+        file=sys.stderr,
+    )
+    return True
 
 
 def close_earlier(earlier: Closing | None, run: PurePath) -> None:

@@ -40,8 +40,9 @@ from everstep.state.layout import ShardLayout
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.slots import SlotStore
 
-if TYPE_CHECKING:  # loaded where there are several ranks
+if TYPE_CHECKING:  # loaded where there are several ranks, or bases in memory
     from everstep.keeper.commits import RankCommits
+    from everstep.keeper.memory_bases import MemoryBases
 
 __all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
 
@@ -62,6 +63,8 @@ class KeeperStats:
         copied, copied_bytes: copies of bases in other tiers.
         peered, peered_bytes: bases that were sent to the memory of another node.
         peers_passed_over: bases that were not, because they came too fast.
+        held: bases that live in memory, and were whole there.
+        peered_steps, peer_missed: steps of the log that were sent there; that will not be.
     """
 
     committed: int = 0
@@ -76,6 +79,9 @@ class KeeperStats:
     peered: int = 0
     peered_bytes: int = 0
     peers_passed_over: int = 0
+    held: int = 0
+    peered_steps: int = 0
+    peer_missed: int = 0
     durable_step: int | None = None
 
 
@@ -174,6 +180,7 @@ class LocalKeeper:
         self._audit = DigestAudit()
         self.records: LogStore | None = None  # where this keeper is a thread of the trainer
         self._on_done = on_done
+        self.bases: MemoryBases | None = None  # for those that live in memory
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -232,6 +239,8 @@ class LocalKeeper:
 
     def release(self) -> None:
         """Whoever resumes the run comes next: what only waits for other ranks fails now."""
+        if self.bases is not None:
+            self.bases.release()
         if self._commits is not None:
             self._commits.release()
 
@@ -401,6 +410,8 @@ class LocalKeeper:
             return
         finally:
             capture.on_end(capture)
+        if save.in_memory:
+            return
         try:
             self._retain(save)
         except BaseException as error:  # would end this thread, and with it all saves to come
@@ -423,16 +434,24 @@ class LocalKeeper:
     ) -> tuple[Written, ...]:
         start_s = self._clock.monotonic_s()
         work = self._channel.begin(f"writing the base of step {save.step}", save.step)
+        watched = _Watched(self._channel, work, shown)
         try:
-            written = (self._commits or self._persister).persist(
-                plan, bodies, _Watched(self._channel, work, shown), audit
-            )
+            if save.in_memory:
+                assert self.bases is not None
+                written = self.bases.hold(plan, bodies, watched, audit)
+            else:
+                keeps = self._commits or self._persister
+                written = keeps.persist(plan, bodies, watched, audit)
         except BaseException as error:
             self.stats.failed += 1
             failed(save.durable, error)
             raise
         finally:
             self._channel.end(work)
+        if save.in_memory:
+            self.stats.held += 1
+            done(save.durable, plan.size_bytes)
+            return written
         self.stats.persist_s += self._clock.monotonic_s() - start_s
         self.stats.committed += 1
         self.stats.written_bytes += plan.size_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.arena.memory import Arena
-from everstep.errors import DeadlineError, EverstepError, FencedError
+from everstep.commit.peerlog import run_of
+from everstep.errors import DeadlineError, EverstepError, FencedError, FormatError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import (
     LogRecord,
@@ -46,6 +48,7 @@ __all__ = ["LogStore", "LoggedStep", "SegmentWriter", "records_from_wire"]
 
 
 _ALL = 1 << 62
+_AT_ONCE_MAX = 64  # steps
 
 
 @dataclass(slots=True, eq=False)
@@ -253,6 +256,42 @@ class LogStore:
             step, lsn, updates = head.step, head.lsn, []
         return found
 
+    def steps_from(self, number: int, beyond: int, size_bytes: int) -> tuple[list[LogRecord], int]:
+        """The next whole steps that follow each other, in order; and the number of their last
+        record, or of the last one that no whole step has.
+
+        Args:
+            number: behind this record.
+            beyond: no step up to this one.
+            size_bytes: no more of several steps; one may be larger.
+        """
+        with self._lock:
+            begin = bisect_right(self._items, number, key=lambda item: item.number)
+            items = self._items[begin:]
+        found: list[LogRecord] = []
+        step: list[_Item] = []
+        for item in items:
+            if item.head.step <= beyond:
+                number = item.number
+                continue
+            if item.record is None and not item.spoilt:
+                break
+            step.append(item)
+            if item.head.kind != "mark":
+                continue
+            records = [one.record for one in step if one.record is not None]
+            both = sum(record.size_bytes for record in [*found, *records])
+            many = sum(record.head.kind == "mark" for record in found) >= _AT_ONCE_MAX
+            if found and (many or both > size_bytes):
+                break
+            if len(records) < len(step) or not _is_run([*found, *records]):
+                if found:
+                    break
+            else:
+                found += records
+            number, step = item.number, []
+        return found, number
+
     @property
     def empty(self) -> bool:
         """Whether there is no record in memory."""
@@ -390,6 +429,14 @@ class LogStore:
             self._fail(error)
         except Exception as error:
             self._fail(EverstepError(f"internal error in the log: {error!r}"))
+
+
+def _is_run(records: Sequence[LogRecord]) -> bool:
+    try:
+        run_of([record.head for record in records])
+    except FormatError:
+        return False
+    return True
 
 
 def records_from_wire(fields: Mapping[str, Any], arena: Arena) -> list[LogRecord]:

@@ -73,6 +73,7 @@ def begin_to_wire(capture: Capture) -> dict[str, Any]:
         "word": capture.word,
         "stream": capture.stream,
         "parked": capture.parked,
+        "in_memory": capture.save.in_memory,
     }
 
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 import torch
 
 from everstep.capture.lane import Lane
-from everstep.capture.multistep import Unit
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.assembly import Assembly
@@ -33,12 +32,12 @@ from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_fuzzy import fuzzy_parts, redo_bytes, spots_at_mark
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_parts import PartCopies
-from everstep.keeper.multistep_plan import PartsPlan, units_of
+from everstep.keeper.multistep_plan import PartsPlan
+from everstep.keeper.multistep_planner import Planner
 from everstep.keeper.multistep_stats import MultistepStats, Watch
 from everstep.keeper.multistep_updates import UpdateCopies
 from everstep.keeper.multistep_window import Window
 from everstep.keeper.pool import CapturePool
-from everstep.keeper.prepared import Prepared
 from everstep.keeper.recordable import digest_of
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.samples import Samples
@@ -90,7 +89,6 @@ class Multistep:
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self._last: Save | None = None
-        self._plan: PartsPlan | None = None
         self._digest: tuple[object, str] = (None, "")
         self._void = 0  # windows in a row
         self.stats = MultistepStats()
@@ -98,6 +96,7 @@ class Multistep:
         about = lane, clock, self._choice, saver.stall_s
         self._parts = PartCopies(options, *about, self._overtaken)
         self._updates = UpdateCopies(options, state, *about, self._give_up)
+        self._planner = Planner(state, self._choice, self._updates.consumption)
         self.again: str | None = None
         saver.also_gate, saver.finish_first = self.gate, self.finish
 
@@ -110,7 +109,8 @@ class Multistep:
         """From now on bases go to ``keeper``, through the memory of ``pool``."""
         self.drop("its keeper is no longer in service")
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
-        self._pool, self._last, self._plan = pool, None, None
+        self._pool, self._last = pool, None
+        self._planner.start()
         self._memory = None
         if pool is not None:
             self._memory = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
@@ -145,11 +145,15 @@ class Multistep:
             Whether one still is: no other can begin.
         """
         self._choice.marked(sum(self._saver.stall_s.values()))
+        closing = self.stats.closing is not None
         self.stats.close(self._saver.stall_s)
         self._parts.prune()
         window = self._window
         if window is None:
             self._updates.held.release()
+            if not (self._planner.is_ahead or closing):
+                with self._counted():
+                    self._plan_ahead(identity)
             return False
         with self._counted():
             try:
@@ -234,6 +238,21 @@ class Multistep:
         if self._window is not None and os.getpid() == self._pid:
             self._give_up(why)
 
+    def _plan_ahead(self, identity: ShardIdentity) -> None:
+        """Behind a step in which nothing is captured: plans the base that is due next."""
+        pool = self._pool
+        if pool is None:
+            return
+        self._planner.is_ahead = True  # tried once, whatever comes of it
+        try:
+            survey = self._state.survey()
+            prepared = self._saver.prepare(survey, identity)
+            self._digest_of(survey.shape)
+            waits, arena_bytes = self._updates.waits, pool.arena.size_bytes
+            self._planner.ahead(prepared, survey.tensors, arena_bytes, waits=waits)
+        except EverstepError as error:  # of which the base will say more
+            _log.debug("the next base was not planned ahead: %s", error)
+
     # --- A window -----------------------------------------------------------------------
 
     def _begin(self, identity: ShardIdentity, survey: Survey) -> Save:
@@ -242,20 +261,8 @@ class Multistep:
         assert pool is not None
         assert memory is not None
         prepared = self._saver.asked(survey, identity)
-        units = self._units(prepared)
-        plan = self._plan
-        if plan is not None and plan.prepared is not prepared:
-            plan = None
-        cut = self._choice.cut(
-            units,
-            prepared.size_bytes,
-            pool.arena.size_bytes,
-            waits=self._updates.waits,
-            now=None if plan is None else plan.cut,
-        )
-        if plan is None or plan.cut is not cut:
-            plan = self._plan = PartsPlan(prepared, cut, self._choice.chunk_bytes)
-        plan.copy_in(self._choice.chunk_bytes)
+        waits = self._updates.waits
+        plan = self._planner.next(prepared, pool.arena.size_bytes, waits=waits)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             timed = self._choice.timed("base", prepared.size_bytes)
@@ -465,11 +472,6 @@ class Multistep:
         if check is None:
             return []
         return [Samples(*some) for some in check.packed(check.take())]
-
-    def _units(self, prepared: Prepared) -> Sequence[Unit]:
-        if self._plan is not None and self._plan.prepared is prepared:
-            return self._plan.units
-        return units_of(self._state, prepared.shape)
 
     def _digest_of(self, shape: Shape) -> str:
         """Of what the state consists of, and how it is grouped now."""

@@ -14,7 +14,7 @@ from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.keeper.multistep_stats import MultistepStats
 from everstep.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
-from everstep.plan.multistep_cut import best_cut, fewest
+from everstep.plan.multistep_cut import Cut, best_cut, fewest
 from everstep.seams import Clock
 
 __all__ = ["Choice", "OnCopy", "Timed"]
@@ -26,6 +26,7 @@ _HELD_STEPS = 1  # gradients are copied by the next update of their optimizer
 _CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 64 << 10, 4 << 20  # at most those of GoCkpt (section 4.4.2)
 _KEPT = 0.02  # of a step: a cut is not changed for less
+_ALIKE = 0.02  # measurements that differ by less lead to no other choice
 
 OnCopy = Callable[[str, float, float, int], None]
 """Told of each copy, in the lane's thread: what it was of (``"part"`` or ``"gradients"``), when it
@@ -64,6 +65,10 @@ class Choice:
         self._parts_max = PARTS_MAX
         self._told = False
         self._ended_s = 0.0  # the last copy
+        self._known: Pipeline | None = None  # that choices were made for last
+        self._cuts: dict[tuple[int, int | None], Cut] = {}  # best for it
+        self._asked: object = None
+        self._answer: Sequence[Sequence[Unit]] | None = None
         self.on_copy: OnCopy = lambda what, begin_s, end_s, size_bytes: None
 
     def marked(self, stall_s: float) -> None:
@@ -128,6 +133,7 @@ class Choice:
         *,
         waits: bool,
         now: Sequence[Sequence[Unit]] | None,
+        tell: bool = True,
     ) -> Sequence[Sequence[Unit]]:
         """The parts of the next base; a single one: it is a lazy base.
 
@@ -138,8 +144,9 @@ class Choice:
             waits: updates wait for the copies of their gradients.
             now: the parts of these units that are in use, which are kept unless others are worth
                 the work of planning them.
+            tell: warn if there is no memory for as many as were asked for.
         """
-        count = self.parts(units, base_bytes, arena_bytes, waits=waits)
+        count = self.parts(units, base_bytes, arena_bytes, waits=waits, tell=tell)
         pipeline = self._pipeline(units)
         if now is not None and pipeline is None and len(now) == count:
             return now
@@ -147,9 +154,27 @@ class Choice:
             return cut_parts(units, count)
         room_s = self._room_s(pipeline, units, arena_bytes - base_bytes)
         held_steps = None if waits else _HELD_STEPS
-        found = cut_units(units, pipeline, count, held_steps, room_s)
         explicit = isinstance(self._options.method.parts, int)
         most = count if explicit else self._most(units, base_bytes, arena_bytes)
+        asked = pipeline, count, most, held_steps, room_s
+        if now is None or now is not self._answer or asked != self._asked:
+            now = self._cut_anew(units, *asked, now)
+        self._asked, self._answer = asked, now
+        return now
+
+    def _cut_anew(
+        self,
+        units: Sequence[Unit],
+        pipeline: Pipeline,
+        count: int,
+        most: int,
+        held_steps: int | None,
+        room_s: float,
+        now: Sequence[Sequence[Unit]] | None,
+    ) -> Sequence[Sequence[Unit]]:
+        best = self._best(pipeline, min(count, len(units)), held_steps)
+        found = cut_units(units, pipeline, count, held_steps, room_s, best)
+        explicit = isinstance(self._options.method.parts, int)
         if now is None or not (count if explicit else 2) <= len(now) <= most:
             return found
         kept, new = (modelled(one, pipeline, held_steps) for one in (now, found))
@@ -158,13 +183,19 @@ class Choice:
         return now if enough and gained_s <= _KEPT * pipeline.step_s else found
 
     def parts(
-        self, units: Sequence[Unit], base_bytes: int, arena_bytes: int, *, waits: bool
+        self,
+        units: Sequence[Unit],
+        base_bytes: int,
+        arena_bytes: int,
+        *,
+        waits: bool,
+        tell: bool = True,
     ) -> int:
         """How many parts the next base has; 1: it is a lazy one. Arguments as for :meth:`cut`."""
         wanted = self._options.method.parts
         most = self._most(units, base_bytes, arena_bytes)
         if isinstance(wanted, int):
-            if most < wanted <= len(units) and not self._told:
+            if most < wanted <= len(units) and tell and not self._told:
                 self._told = True
                 gradient_bytes = sum(unit.gradient_bytes for unit in units)
                 need = base_bytes + gradient_bytes * (wanted - 1) // 2
@@ -182,7 +213,7 @@ class Choice:
         room_s = self._room_s(pipeline, units, arena_bytes - base_bytes)
 
         def lost_s(parts: int) -> float:
-            found = best_cut(pipeline, parts, held_steps).overlap
+            found = self._best(pipeline, parts, held_steps).overlap
             if found.gradients_s > room_s:
                 found = overlap(pipeline, parts, held_steps)
             return self._lost_s(found)
@@ -215,9 +246,20 @@ class Choice:
             return None
         state_bytes = sum(unit.size_bytes for unit in units)
         gradient_bytes = sum(unit.gradient_bytes for unit in units)
-        return Pipeline(
+        now = Pipeline(
             state_bytes / link, gradient_bytes / link, immutable_s, 0.0, step_s - immutable_s
         )
+        if self._known is None or not _are_alike(now, self._known):
+            self._known = now
+            self._cuts.clear()
+        return self._known
+
+    def _best(self, pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
+        """Found once, as long as steps and copies are what they were: it takes milliseconds."""
+        found = self._cuts.get((parts, held_steps))
+        if found is None:
+            found = self._cuts[parts, held_steps] = best_cut(pipeline, parts, held_steps)
+        return found
 
     def _room_s(self, pipeline: Pipeline, units: Sequence[Unit], room_bytes: int) -> float:
         """Copy seconds of gradients that there is memory for."""
@@ -225,3 +267,12 @@ class Choice:
         if not gradient_bytes:
             return math.inf
         return pipeline.gradients_s * max(0, room_bytes) / gradient_bytes
+
+
+def _are_alike(one: Pipeline, other: Pipeline) -> bool:
+    """Whether they differ by no more than a fraction: of a copy, or of a step."""
+    copies = (one.state_s, other.state_s), (one.gradients_s, other.gradients_s)
+    steps = (one.forward_s, other.forward_s), (one.update_s, other.update_s)
+    return all(abs(a - b) <= _ALIKE * b for a, b in copies) and all(
+        abs(a - b) <= _ALIKE * other.step_s for a, b in steps
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from everstep.capture.multistep import Unit, cut_as, cut_parts
 from everstep.plan.multistep import Overlap, Pipeline, overlap
-from everstep.plan.multistep_cut import best_cut
+from everstep.plan.multistep_cut import Cut, best_cut
 
 __all__ = ["cut_units", "modelled", "shares_of"]
 
@@ -17,6 +17,7 @@ def cut_units(
     parts: int,
     held_steps: int | None,
     gradients_s_max: float = float("inf"),
+    best: Cut | None = None,
 ) -> list[list[Unit]]:
     """Cuts units so that a base holds training up least: into parts that fill their windows, as
     far as units can, or into equal ones.
@@ -26,11 +27,14 @@ def cut_units(
         held_steps: as for :func:`everstep.plan.multistep.overlap`.
         gradients_s_max: copy seconds of all gradients that there is host memory for; equal parts
             are taken where others need more.
+        best: what :func:`~everstep.plan.multistep_cut.best_cut` finds for so many parts, if that is
+            known.
     """
     equal = cut_parts(units, parts)
     if len(equal) <= 1:
         return equal
-    filling = cut_as(units, best_cut(pipeline, len(equal), held_steps).shares)
+    best = best or best_cut(pipeline, len(equal), held_steps)
+    filling = cut_as(units, best.shares)
     found = modelled(filling, pipeline, held_steps)
     if found.gradients_s > gradients_s_max:
         return equal

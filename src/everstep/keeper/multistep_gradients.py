@@ -18,19 +18,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from everstep.capture.gather import Gather
 from everstep.capture.lane import Transfer
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
 from everstep.state.providers import unwrap
 
-__all__ = ["GradientCheck", "HeldGradients", "are_alone"]
+__all__ = ["GradientCheck", "GradientPlaces", "HeldGradients", "are_alone"]
 
 _SAMPLES = 4  # of a gradient
+_PLACES_MAX = 256  # layouts, and turns
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED = 32  # gradients of an update: views of all of them would take milliseconds
 
 Wait = Callable[[Transfer, int], None]
@@ -46,12 +51,72 @@ def are_alone(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 class _Few(NamedTuple):
-    """Elements of a gradient in its record: from which on, how many, how far apart."""
+    """Gradients of one width of which a few elements are looked at.
 
-    name: str
-    begin: int
-    length: int
-    stride: int
+    Attributes:
+        which: numbers of the gradients, in the order of the record's.
+        names: of these.
+        counts: of elements of each.
+        strides: from one element of each to the next, in elements.
+        offsets: of the elements from where their gradient begins, in bytes.
+        where: these are in the record, in elements.
+    """
+
+    which: Sequence[int]
+    names: Sequence[str]
+    counts: npt.NDArray[np.int64]
+    strides: Sequence[int]
+    offsets: npt.NDArray[np.int64]
+    where: torch.Tensor
+
+
+class GradientPlaces:
+    """Which elements of gradients are looked at: found out once for each layout of a record."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], tuple[ShardLayout, int, Mapping[int, _Few]]] = {}
+
+    def of(
+        self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
+    ) -> tuple[int, Mapping[int, _Few]]:
+        """The end of all gradients in the record; and the elements, by width in bytes.
+
+        Args:
+            gradients: by their names in a record of this layout, which says all of their form.
+            turn: other gradients with the next number, where there are many.
+        """
+        turn %= -(-len(gradients) // _SAMPLED)
+        known = self._found.get((id(layout), turn))
+        if known is None or known[0] is not layout:
+            if len(self._found) >= _PLACES_MAX:
+                self._found.clear()
+            names = {name for name, _ in gradients}
+            end = max(place.end for place in layout.placed if place.entry.name in names)
+            found = _places_of(gradients, layout, turn)
+            known = self._found[id(layout), turn] = layout, end, found
+        return known[1:]
+
+
+def _places_of(
+    gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
+) -> Mapping[int, _Few]:
+    begins = {place.entry.name: place.begin for place in layout.placed}
+    rows: dict[int, list[tuple[int, str, int, int, int]]] = {}
+    every = -(-len(gradients) // _SAMPLED)
+    for number in range(turn, len(gradients), every):
+        name, gradient = gradients[number]
+        length, width = gradient.numel(), gradient.element_size()
+        if length and gradient.is_contiguous() and not gradient.is_complex():
+            stride = max(1, length // _SAMPLES)
+            row = number, name, -(-length // stride), stride, begins[name] // width
+            rows.setdefault(width, []).append(row)
+    found = {}
+    for width, some in rows.items():
+        which, names, counts, strides, firsts = zip(*some, strict=True)
+        within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
+        where = torch.from_numpy(np.repeat(firsts, counts) + within)
+        found[width] = _Few(which, names, np.array(counts), strides, width * within, where)
+    return found
 
 
 class GradientCheck:
@@ -61,29 +126,24 @@ class GradientCheck:
         named: gradients by their names in the record.
         layout: of the record.
         turn: of which elements are taken: of others with the next number.
+        places: remembers where these are.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], layout: ShardLayout, turn: int) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, torch.Tensor],
+        layout: ShardLayout,
+        turn: int,
+        places: GradientPlaces,
+    ) -> None:
         self._gradients = list(named.items())
-        self._end = max(place.end for place in layout.placed if place.entry.name in named)
         self._versions = [gradient._version for gradient in named.values()]
         self._moved: str | None = None
-        self._places: dict[torch.dtype, list[_Few]] = {}
-        views: dict[torch.dtype, list[torch.Tensor]] = {}
-        begins = {place.entry.name: place.begin for place in layout.placed}
-        every = -(-len(self._gradients) // _SAMPLED)
-        for name, gradient in self._gradients[turn % every :: every]:
-            count = gradient.numel()
-            if not count or not gradient.is_contiguous() or gradient.is_complex():
-                continue
-            stride = max(1, count // _SAMPLES)
-            few = gradient.detach().view(-1)[::stride]
-            begin = begins[name] // gradient.element_size()
-            self._places.setdefault(gradient.dtype, []).append(
-                _Few(name, begin, few.numel(), stride)
-            )
-            views.setdefault(gradient.dtype, []).append(few)
-        self._values = {dtype: torch.cat(found) for dtype, found in views.items()}
+        self._end, self._places = places.of(self._gradients, layout, turn)
+        gradients = list(named.values())
+        self._values = {
+            width: _few_of(gradients, few, width) for width, few in self._places.items()
+        }
 
     def copied(self, end: int) -> None:
         """So many bytes of the record are copied, and whoever waits for them does not know yet:
@@ -99,20 +159,30 @@ class GradientCheck:
         """The name of one that was written to before it was copied into ``block``."""
         if self._moved is not None:
             return self._moved
-        for dtype, values in self._values.items():
-            width = values.element_size()
-            whole = block[: block.numel() // width * width].view(dtype)
-            places = self._places[dtype]
-            copied = torch.cat([whole[b : b + (n - 1) * s + 1 : s] for _, b, n, s in places])
-            found = copied.view(torch.uint8).view(-1, width)
-            differs = (found != values.cpu().view(torch.uint8).view(-1, width)).any(1)
+        for width, values in self._values.items():
+            few = self._places[width]
+            whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            differs = whole[few.where] != values.cpu()
             if bool(differs.any()):
                 index = int(differs.nonzero()[0])
-                for few in places:
-                    if index < few.length:
-                        return few.name.removeprefix(GRADIENT)
-                    index -= few.length
+                number = int(np.searchsorted(np.cumsum(few.counts), index, side="right"))
+                return few.names[number].removeprefix(GRADIENT)
         return None
+
+
+def _few_of(gradients: Sequence[torch.Tensor], few: _Few, width: int) -> torch.Tensor:
+    """The elements as they are now, as integers."""
+    chosen = [gradients[number] for number in few.which]
+    if all(gradient.is_cpu for gradient in chosen):
+        begins = np.array([gradient.data_ptr() for gradient in chosen], np.int64)
+        addresses = begins.repeat(few.counts) + few.offsets
+        return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
+    return torch.cat(
+        [
+            gradient.detach().view(-1)[::stride].view(_INTEGERS[width])
+            for gradient, stride in zip(chosen, few.strides, strict=True)
+        ]
+    )
 
 
 @dataclass(eq=False, slots=True)

@@ -51,7 +51,7 @@ class PartCopies:
         step = window.identity.step
         timed = self._choice.timed("part", size_bytes)
         transfer = self._lane.submit(copies.batches, window.block, lambda end: None)
-        end = copies.batches[-1].end if copies.batches else 0
+        end = copies.end
         copying = Copying(window, transfer, copies.ends, end)
         self._copying.append(copying)
 

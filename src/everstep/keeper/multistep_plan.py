@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, in_chunks, plan_batches
+from everstep.capture.batches import Batch, Chunks, plan_batches
 from everstep.capture.multistep import Unit
 from everstep.keeper.prepared import Copies, Prepared
 from everstep.recover.offline import parameter_names
 from everstep.state.image import State
+from everstep.state.layout import ShardLayout
 from everstep.state.objects import TensorRef
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.providers import ModuleProvider
@@ -62,12 +65,11 @@ class _Planned:
     """Copies of some entries, and the tensors that they were planned for.
 
     Attributes:
-        batches: of the copies, before they are cut into chunks.
         seen: the mapping that they were last taken from, which never changes.
     """
 
     tensors: tuple[torch.Tensor, ...]
-    batches: Sequence[Batch]
+    chunks: Chunks
     copies: Copies
     seen: Mapping[str, torch.Tensor]
 
@@ -92,11 +94,17 @@ class PartsPlan:
     parts: tuple[Part, ...] = ()
     rest: frozenset[str] = frozenset()
     _planned: dict[frozenset[str], _Planned] = field(default_factory=dict)
+    _numbers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parts = tuple(Part.of(units) for units in self.cut)
         captured = {name for unit in self.units for name in unit.entries}
         self.rest = frozenset(self.prepared.gated) - captured
+        self._numbers = {
+            place.entry.name: (number, at)
+            for number, shard in enumerate(self.prepared.shards)
+            for at, place in enumerate(shard.layout.placed)
+        }
 
     @property
     def units(self) -> list[Unit]:
@@ -119,9 +127,17 @@ class PartsPlan:
             return known.copies
         mine = tuple(tensors[name] for name in sorted(names))
         if known is None or not same_objects(mine, known.tensors):
-            known = self._planned[names] = _Planned(mine, *self._plan(names, tensors), tensors)
+            known = self._planned[names] = self._plan(names, mine, tensors)
         known.seen = tensors
         return known.copies
+
+    def plan_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Everything that a whole base needs, before it is needed."""
+        parts = self.parts[: len(self.parts) - 1]
+        for part in parts:
+            self.copies(part.entries, tensors)
+        self.copies(self.last(len(parts)).entries, tensors)
+        self.copies(self.captured(len(parts)), tensors)
 
     def check(self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> SpotCheck | None:
         """Looks at a few elements of entries that were captured in other steps."""
@@ -133,26 +149,30 @@ class PartsPlan:
             return
         self.chunk_bytes = chunk_bytes
         for known in self._planned.values():
-            batches = tuple(in_chunks(known.batches, chunk_bytes))
-            known.copies = replace(known.copies, batches=batches)
+            known.chunks = known.chunks.cut_in(chunk_bytes)
+            known.copies = replace(known.copies, batches=known.chunks)
 
     def _plan(
-        self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[list[Batch], Copies]:
+        self,
+        names: frozenset[str],
+        mine: tuple[torch.Tensor, ...],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> _Planned:
         batches: list[Batch] = []
         ends: dict[str, int] = {}
         owners = self.prepared.shape.owners
-        for shard, offset in self._shards():
-            batches += plan_batches(shard.layout, tensors, names, offset=offset)
-            for place in shard.layout.placed:
-                if place.entry.name in names:
-                    ends[owners[place.entry.name].optimizer or ""] = offset + place.end
-        layouts = list(self._shards())
-        check = SpotCheck([(s.layout, o) for s, o in layouts], tensors, names) if names else None
-        return batches, Copies(tuple(in_chunks(batches, self.chunk_bytes)), ends, check)
-
-    def _shards(self) -> Iterable[tuple[Any, int]]:
-        return zip(self.prepared.shards, self.prepared.offsets, strict=True)
+        numbers = sorted(self._numbers[name] for name in names)
+        for number, some in groupby(numbers, key=itemgetter(0)):
+            shard, offset = self.prepared.shards[number], self.prepared.offsets[number]
+            places = tuple(shard.layout.placed[at] for _, at in some)
+            batches += plan_batches(ShardLayout(places), tensors, names, offset=offset)
+            for place in places:
+                ends[owners[place.entry.name].optimizer or ""] = offset + place.end
+        # What it takes of memory was found out for all of the layout, in whatever parts it is cut.
+        whole = self.prepared.copies(tensors).check if names else None
+        check = None if whole is None else whole.some(names)
+        chunks = Chunks(batches, self.chunk_bytes)
+        return _Planned(mine, chunks, Copies(chunks, ends, check), tensors)
 
 
 def units_of(state: State, shape: Shape) -> list[Unit]:

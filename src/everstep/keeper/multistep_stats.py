@@ -99,10 +99,15 @@ class MultistepStats:
     @property
     def step_cost_s(self) -> float:
         """Seconds of training that one more step of a base takes to begin its copies; 0 as long as
-        that is not known. The least of the last ones, and never the first: whatever is cut anew is
-        planned anew, once."""
-        last = [base.begin_s / base.parts for base in list(self.bases)[1:]][-_COSTS:]
-        return min(last, default=0.0)
+        that is not known. The least of the last ones, and never the first in so many parts:
+        whatever is cut anew is planned anew, once."""
+        seen: set[int] = set()
+        costs = []
+        for base in self.bases:
+            if base.parts in seen:
+                costs.append(base.begin_s / base.parts)
+            seen.add(base.parts)
+        return min(costs[-_COSTS:], default=0.0)
 
     def finishing(self, watch: Watch, step: int, now_s: float) -> None:
         """The last part of a base of ``step`` is being copied."""

@@ -11,12 +11,17 @@ from collections.abc import Callable
 
 import torch
 
-from everstep.capture.batches import in_chunks, plan_batches
+from everstep.capture.batches import Chunks, plan_batches
 from everstep.capture.lane import Lane, Transfer
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
-from everstep.keeper.multistep_gradients import GradientCheck, HeldGradients, are_alone
+from everstep.keeper.multistep_gradients import (
+    GradientCheck,
+    GradientPlaces,
+    HeldGradients,
+    are_alone,
+)
 from everstep.keeper.multistep_window import CopiedUpdate, Window
 from everstep.keeper.pool import Room
 from everstep.keeper.save import as_ours
@@ -64,6 +69,7 @@ class UpdateCopies:
         self._give_up = give_up
         self._under: CopiedUpdate | None = None
         self._seen_lsn = -1  # of the update that has told what it consumes
+        self._places = GradientPlaces()
         self.consumption = Consumption(state)
         self.held = HeldGradients(state, self._wait)
         self.waits = not options.method.overlap_forward
@@ -156,13 +162,13 @@ class UpdateCopies:
         if not self.waits and not consumed.written:
             held = self._alone(key, names)
         if held is not None:
-            check = GradientCheck(gradients, layout, lsn)
+            check = GradientCheck(gradients, layout, lsn, self._places)
             if others := consumed.tensors.keys() - gradients.keys():  # a schedule writes to these
                 self._lane.mark(plan_batches(layout, consumed.tensors, others), into)
                 batches = plan_batches(layout, consumed.tensors, gradients.keys())
         timed = self._choice.timed("gradients", layout.size_bytes)
         progress = check.copied if check is not None else lambda end: None
-        chunks = in_chunks(batches, self._choice.chunk_bytes)
+        chunks = Chunks(batches, self._choice.chunk_bytes)
         transfer = self._lane.submit(chunks, into, progress)
         window.watch.gradient_bytes += layout.size_bytes
         if consumed.written:  # by the update, which must not begin before the copy ends
@@ -183,8 +189,8 @@ class UpdateCopies:
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Captured parameters and their gradients; None where these lie in memory that others may
         write to, or no hook would tell of a backward."""
-        grouped = self.consumption.parameters(key)
-        found = [(p, p.grad) for name, p in grouped if name in names and p.grad is not None]
+        members = self.consumption.members(key, names)
+        found = [(p, gradient) for _, p in members if (gradient := p.grad) is not None]
         guarded = all(p.requires_grad for p, _ in found)
         return found if guarded and are_alone([gradient for _, gradient in found]) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -11,6 +11,7 @@ from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.updates import UpdateHooks
 from everstep.format.writer import ChunkRing
+from everstep.keeper.bounds import Bounds, bounds_of, copies_announcement
 from everstep.keeper.budget import (
     announcement,
     check_disk_budget,
@@ -18,6 +19,7 @@ from everstep.keeper.budget import (
     gradients_of,
     host_budget_bytes,
     log_budget_bytes,
+    own_budget_bytes,
     replica_budget_bytes,
 )
 from everstep.keeper.cadence import Cadence
@@ -25,7 +27,12 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.multistep import Multistep
-from everstep.keeper.peering import peer_announcement, peer_bytes
+from everstep.keeper.peering import (
+    memory_announcement,
+    peer_announcement,
+    peer_bytes,
+    peer_log_bytes,
+)
 from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.saver import Keeper, Saver
@@ -39,7 +46,7 @@ from everstep.keeper.standby import (
 from everstep.options import Options
 from everstep.seams import Seams
 from everstep.state.image import State
-from everstep.tiers.options import PeerOptions
+from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Parts", "assemble"]
 
@@ -53,6 +60,7 @@ class Parts:
         recorder: None without a log.
         standby: None without a replica.
         multistep: None without bases over several steps.
+        bounds: what was announced.
     """
 
     run_id: str
@@ -66,6 +74,7 @@ class Parts:
     multistep: Multistep | None
     updates: UpdateHooks
     cadence: Cadence
+    bounds: Bounds
 
     def start(self, keeper: Keeper, timeline: int, exact: bool, step: int) -> None:
         """A keeper has come into service.
@@ -103,12 +112,14 @@ def assemble(
     state: State,
     seams: Seams,
     peers: PeerOptions | None = None,
+    places: Sequence[TierOptions] = (),
 ) -> Parts:
     """Makes all parts, and says what they will take.
 
     Args:
         open_run: makes the folder a run; returns its id.
         peers: what was said of the memory of other nodes; None: nothing goes there.
+        places: where copies are made.
 
     Raises:
         OutOfSpaceError: more than a budget allows.
@@ -120,9 +131,22 @@ def assemble(
     gradients = gradients_of(state.optimizers.values())
     host_bytes = host_budget_bytes(options, tensors_bytes, state.ranks.here)
     replica_bytes = replica_budget_bytes(options, host_bytes, tensors_bytes, gradients[1])
-    held_bytes = peer_bytes(peers, state.ranks, host_bytes - replica_bytes, tensors_bytes)
-    arena_bytes = host_bytes - replica_bytes - held_bytes
-    check_disk_budget(options, run, max(1, shape.size_bytes))
+    own_bytes = own_budget_bytes(options, host_bytes, tensors_bytes, peers=bool(state.ranks.nodes))
+    left_bytes = host_bytes - replica_bytes - own_bytes
+    held_bytes = peer_bytes(peers, state.ranks, left_bytes, tensors_bytes)
+    arena_bytes = left_bytes - held_bytes
+    peer_log: int | None = None
+    bounds = bounds_of(
+        options,
+        shape,
+        state.ranks,
+        places,
+        host_bytes=arena_bytes + replica_bytes + own_bytes,
+        peer_bytes=held_bytes,
+    )
+    if options.logs:
+        peer_log = peer_log_bytes(state.ranks, held_bytes, bounds.base_bytes)
+    check_disk_budget(options, run, bounds.base_bytes, beside=bounds.beside)
     run_id = open_run()
     clock = seams.clock
     channel = BackgroundChannel(
@@ -133,8 +157,10 @@ def assemble(
     keepers = Keepers(
         options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes, state.ranks
     )
-    if peers is not None:
-        keepers.send_to_peer(held_bytes, peers.bytes_per_s)
+    in_memory = options.method.in_memory
+    if peers is not None or in_memory:
+        pace = None if peers is None else peers.bytes_per_s
+        keepers.send_to_peer(own_bytes + held_bytes, pace, peer_log)
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
@@ -143,7 +169,8 @@ def assemble(
         log_bytes = log_budget_bytes(arena_bytes, tensors_bytes)
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
-        keepers.on_disk = recorder.on_disk
+        keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.peered
+        recorder.rooms.waits_for_peers = peers is not None
         if options.has_replica:
             refuse_unfollowable(state)
             standby = Standby(saver, channel)
@@ -156,11 +183,20 @@ def assemble(
     updates = UpdateHooks(saver.gate)
     base_bytes = max(1, shape.size_bytes)
     cadence = Cadence(options, run, saver, keepers, recorder, clock, base_bytes=base_bytes)
-    print(announcement(options, run, shape.size_bytes, host_bytes, gradients), file=sys.stderr)
-    if peers is not None:
-        print(
-            f"everstep: {run}: {peer_announcement(peers, state.ranks, held_bytes)}", file=sys.stderr
-        )
+    told = announcement(
+        options, run, shape.size_bytes, host_bytes, gradients, disk_bytes=bounds.disk_bytes
+    )
+    print(told, file=sys.stderr)
+    if places:
+        copied = copies_announcement(bounds, places, state.ranks.world)
+        print(f"everstep: {run}: {copied}", file=sys.stderr)
+    if in_memory:
+        said = memory_announcement(state.ranks, options.method.disk_every, own_bytes)
+        print(f"everstep: {run}: {said}", file=sys.stderr)
+    if peers is not None and state.ranks.nodes:
+        about = peers, state.ranks, held_bytes, peer_log
+        announced = peer_announcement(*about, at_once=in_memory)
+        print(f"everstep: {run}: {announced}", file=sys.stderr)
     if options.is_scheduled and not keepers.in_process:
         why = "without a keeper process nobody holds captures between bases: none is taken"
         print(f"everstep: {run}: {why}", file=sys.stderr)
@@ -179,4 +215,5 @@ def assemble(
         multistep,
         updates,
         cadence,
+        bounds,
     )

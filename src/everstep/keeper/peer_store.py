@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from everstep.arena import PAGE_BYTES
@@ -12,7 +12,7 @@ from everstep.arena.memory import CONTROL_BYTES, Arena
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.peers import Copy, Shelf
-from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
 from everstep.format.records import Marker
 from everstep.recover.peer_copy import PeerCopy, check_files, size_of
 
@@ -63,6 +63,16 @@ class PeerStore:
         with self._lock:
             return [(copy.source, copy.base.step) for copy in self._shelf.copies if copy.whole]
 
+    def ranks_of(self, base: BaseId) -> set[int]:
+        """Whose parts of a base are held whole."""
+        with self._lock:
+            return {one.source for one in self._shelf.copies if one.whole and one.base == base}
+
+    def holds_two(self, source: int) -> bool:
+        """Whether two copies of a rank are whole: one of them makes room for the next."""
+        with self._lock:
+            return sum(copy.whole and copy.source == source for copy in self._shelf.copies) > 1
+
     def whole(self) -> list[tuple[PeerCopy, Arena]]:
         """Every copy that is whole, and its memory."""
         with self._lock:
@@ -75,12 +85,16 @@ class PeerStore:
             return found
 
     def new_start(
-        self, bound_bytes: int, sources: Collection[int], recovered: BaseId | None
+        self,
+        bound_bytes: int,
+        sources: Collection[int],
+        recovered: BaseId | None,
+        spare: BaseId | None = None,
     ) -> None:
         """The job was started anew; see :meth:`.peers.Shelf.new_start`."""
         with self._lock:
             self._shelf.bound_bytes = bound_bytes
-            self._let_go(self._shelf.new_start(sources, recovered))
+            self._let_go(self._shelf.new_start(sources, recovered, spare))
 
     def passed(self, everywhere: BaseId) -> None:
         """A base is whole with all peers."""
@@ -126,6 +140,46 @@ class PeerStore:
             if end < size_bytes:
                 return self._at(source, base)
         return self._check(source, base, one)
+
+    def keep(self, marker: Marker, record: bytes, fill: Callable[[memoryview], None]) -> None:
+        """Takes a base of this keeper's own rank in, like a copy that a peer has sent.
+
+        Args:
+            fill: puts its files into the memory, one after the other.
+
+        Raises:
+            OutOfSpaceError: there is no room for it.
+            DamageError: what was put there does not have its digests.
+        """
+        source, base = marker.rank, BaseId(marker.timeline, marker.step)
+        at = self.begun(source, PeerBegun(marker, record))
+        what = f"the base of step {base.step} is not held in memory"
+        if at.problem:
+            raise OutOfSpaceError(
+                f"{what}: {at.problem}",
+                step=base.step,
+                rank=source,
+                tier="memory",
+                hint="a larger Budget(host_bytes=), or another method",
+            )
+        if at.whole:
+            return
+        with self._lock:
+            one = self._memories.get((source, base))
+        assert one is not None, "one thread takes bases in, and starts of the job wait for it"
+        fill(one.arena.view[: size_of(marker)])
+        one.received_bytes = size_of(marker)
+        at = self._check(source, base, one)
+        if at.problem:
+            raise DamageError(f"{what}: {at.problem}", step=base.step, rank=source, tier="memory")
+
+    def find(self, source: int, base: BaseId) -> PeerCopy | None:
+        """The copy of a rank's files of a base, if all of it is there."""
+        with self._lock:
+            copy, one = self._shelf.find(source, base), self._memories.get((source, base))
+            if copy is None or one is None or not copy.whole:
+                return None
+            return PeerCopy(one.marker, one.record, one.arena.view[: size_of(one.marker)])
 
     def _check(self, source: int, base: BaseId, one: _Memory) -> PeerAt:
         """All of it is there. Without the lock: only this source's thread writes to it."""

@@ -7,15 +7,27 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from everstep.arena import PAGE_BYTES
+from everstep.arena.memory import CONTROL_BYTES
 from everstep.commit.peers import nodes_of, peer_of
-from everstep.errors import OptionError, OutOfSpaceError
+from everstep.errors import KeeperError, OptionError, OutOfSpaceError
 from everstep.seams.machine import machine_name
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import PeerOptions
 
-__all__ = ["node_to_say", "nodes_said", "peer_announcement", "peer_bytes", "refuse_lonely"]
+__all__ = [
+    "let_go_early",
+    "memory_announcement",
+    "node_to_say",
+    "nodes_said",
+    "peer_announcement",
+    "peer_bytes",
+    "peer_log_bytes",
+    "refuse_lonely",
+]
 
 _EMULATED = "emulated "
+_SLACK_BYTES = CONTROL_BYTES + (1 << 20)
 
 
 def node_to_say(peers: PeerOptions | None) -> str:
@@ -25,8 +37,13 @@ def node_to_say(peers: PeerOptions | None) -> str:
     return machine_name() if peers.emulated_node is None else _EMULATED + peers.emulated_node
 
 
-def nodes_said(found: Sequence[Mapping[str, Any]], rank: int) -> tuple[str, ...]:
+def nodes_said(
+    found: Sequence[Mapping[str, Any]], rank: int, *, if_there: bool = False
+) -> tuple[str, ...]:
     """By rank: what its node is called; empty where nobody sends anything to a peer.
+
+    Args:
+        if_there: one node is no error; nothing is sent then.
 
     Raises:
         OptionError: some ranks do and others do not; or all ranks are on one node.
@@ -41,6 +58,8 @@ def nodes_said(found: Sequence[Mapping[str, Any]], rank: int) -> tuple[str, ...]
             rank=rank,
             hint='tiers=["peer"] on every rank, or on none; and nodes emulated by all, or by none',
         )
+    if len(set(nodes)) == 1 and if_there:
+        return ()
     if len(set(nodes)) == 1:
         raise OptionError(
             f"all {len(nodes)} ranks are on one node: a copy of its memory in its own memory "
@@ -57,7 +76,7 @@ def refuse_lonely(peers: PeerOptions | None) -> None:
     Raises:
         OptionError: it is to have a peer.
     """
-    if peers is not None:
+    if peers is not None and not peers.if_there:
         raise OptionError(
             "a peer is the keeper of a rank on another node, and this process trains alone",
             hint='leave "peer" out, or train with several ranks on several nodes',
@@ -88,20 +107,76 @@ def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state
     return found
 
 
-def peer_announcement(peers: PeerOptions, info: RankInfo, bound_bytes: int) -> str:
-    """The line printed at start: who holds whose copies, and how much memory that takes."""
+def peer_log_bytes(info: RankInfo, held_bytes: int, base_bytes: int) -> int:
+    """What logs of other ranks may take of the memory for copies: what two bases of each of these
+    ranks leave, and a half at most.
+
+    Args:
+        base_bytes: of a base of this rank, with its records; those of others may be larger by a
+            quarter.
+    """
+    one = base_bytes + base_bytes // 4 + _SLACK_BYTES
+    left = held_bytes - 2 * len(_sources(info)) * one
+    return max(0, min(held_bytes // 2, left)) // PAGE_BYTES * PAGE_BYTES
+
+
+def let_go_early(step: int) -> KeeperError:
+    """What is told when the log has no memory to wait for the peers."""
+    return KeeperError(
+        f"the log up to step {step} was let go before the base of that step is whole with all "
+        "peers: there is no host memory for more of it",
+        step=step,
+        tier="peer",
+        hint="a node that is lost until then takes all ranks back to an older base; more "
+        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
+    )
+
+
+def peer_announcement(
+    peers: PeerOptions,
+    info: RankInfo,
+    bound_bytes: int,
+    log_bytes: int | None = None,
+    *,
+    at_once: bool = False,
+) -> str:
+    """The line printed at start: who holds whose copies, and how much memory that takes.
+
+    Args:
+        log_bytes: of ``bound_bytes``, for logs; None: there are none.
+        at_once: bases live in memory only, and are sent as fast as it goes.
+    """
     emulated = all(node.startswith(_EMULATED) for node in info.nodes)
     peer = peer_of(info.nodes, info.rank)
     assert peer is not None
     sources = ", ".join(map(str, _sources(info))) or "no rank"
-    pace = "in four fifths of the interval"
+    pace = "as fast as the link goes" if at_once else "in four fifths of the interval"
     if peers.bytes_per_s is not None:
         pace = f"at {decimal(round(peers.bytes_per_s))} a second at most"
     label = ", EMULATED on fewer machines" if emulated else ""
+    what, of_which = "bases", ""
+    if log_bytes:
+        what, of_which = "bases and log", f" ({decimal(log_bytes)} of it for their logs)"
+    elif log_bytes is not None:
+        of_which = ", with no room for their logs"
     return (
-        f"bases of rank {info.rank} are sent to the memory of rank {peer}'s keeper, on the next "
+        f"{what} of rank {info.rank} are sent to the memory of rank {peer}'s keeper, on the next "
         f"of {len(nodes_of(info.nodes))} nodes{label}, {pace}; up to {decimal(bound_bytes)} here "
-        f"for copies of rank {sources}"
+        f"for copies of rank {sources}{of_which}"
+    )
+
+
+def memory_announcement(info: RankInfo, disk_every: int, bound_bytes: int) -> str:
+    """The line printed at start where bases live in memory: what that survives."""
+    survives = "survives a killed trainer, NOT a lost node: no other node holds a copy"
+    if info.nodes:
+        peer = peer_of(info.nodes, info.rank)
+        survives = f"survives the loss of this node in that of rank {peer}'s"
+    ordinal = "each base" if disk_every == 1 else f"one base of {disk_every}"
+    return (
+        f"bases live in the memory of keepers, the newest two, up to {decimal(bound_bytes)} here "
+        f"for those of rank {info.rank}; {ordinal} goes to disk; what is in this keeper's memory "
+        f"{survives}"
     )
 
 

@@ -12,16 +12,21 @@ from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
-from everstep.keeper.held import base_from_wire, base_to_wire
+from everstep.keeper.held import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.holding import Holding
+from everstep.keeper.log import LogStore
+from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
 from everstep.keeper.seat import Seat
 from everstep.recover.held import HeldBase
+from everstep.recover.peer_copy import files_over
 from everstep.recover.scan import scan_base
 from everstep.seams import Clock, FileSystem, ReadFile
 
 if TYPE_CHECKING:  # loaded where there are several ranks
     from everstep.keeper.commits import RankCommits
+    from everstep.keeper.log_sender import LogSenderStats
+    from everstep.keeper.memory_bases import IsPast, MemoryBases
     from everstep.keeper.replicator import Replicator, ReplicatorStats, Source
 
 __all__ = ["Peers"]
@@ -37,8 +42,9 @@ class Peers:
     def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
         self._filesystem, self._run, self._holding = filesystem, run, holding
         self._rank = 0
-        self.store = PeerStore()
+        self.store, self.logs = PeerStore(), PeerLogStore()
         self.replicator: Replicator | None = None
+        self.bases: MemoryBases | None = None  # of this rank, if they live in memory
 
     def serve(
         self,
@@ -49,40 +55,84 @@ class Peers:
         tell: Callable[[EverstepError], None],
         *,
         timeout_s: float,
+        timeline: int,
+        log: LogStore,
+        on_everywhere: Callable[[BaseId], None],
+        on_step: Callable[[int], None],
+        verified: BaseId | None = None,
     ) -> None:
         """A new timeline begins.
 
         Args:
-            told: ``bound_bytes`` for copies of others, ``bytes_per_s`` of what is sent; None: no
-                rank sends anything.
+            told: ``bound_bytes`` for bases of others, ``log_bytes`` for their logs, ``sends_log``
+                whether this rank's is sent, ``bytes_per_s`` of what is, whether this rank ``holds``
+                bases in memory; None: no rank sends or holds anything.
             tell: told of what fails; training goes on.
+            log: of this rank.
+            on_everywhere: told of each base that is whole with all peers, in a thread.
+            on_step: told of the newest step whose log the peer holds, in a thread.
+            verified: what a process that is alone goes on from, if that is durable.
         """
         self.close()
-        if told is None or seat is None or commits is None or seat.peer is None:
-            self.store = PeerStore()
+        holds = told is not None and bool(told.get("holds"))
+        if told is not None and holds and seat is None:
+            self._rank = 0
+            self.store.new_start(told["bound_bytes"], (), verified)
+            self.bases = self._bases(clock, timeout_s)
             return
+        sends = seat is not None and seat.peer is not None
+        if told is None or seat is None or commits is None or not (sends or holds):
+            self.store, self.logs = PeerStore(), PeerLogStore()
+            return
+        from everstep.keeper.log_sender import LogSender
         from everstep.keeper.replicator import Pace, Replicator
 
         self._rank = seat.rank
         recovered = seat.recovered
-        self.store.new_start(told["bound_bytes"], seat.sources, recovered)
-        self.replicator = Replicator(
+        mine = (seat.rank,) if holds and recovered is None else ()
+        sources, spare = (*seat.sources, *mine), seat.spare if holds else None
+        self.store.new_start(told["bound_bytes"], sources, recovered, spare)
+        self.logs.new_start(told["log_bytes"], seat.sources)
+        self.replicator = replicator = Replicator(
             seat,
             self.store,
-            Pace(told["bytes_per_s"]),
+            Pace(told["bytes_per_s"], at_once=holds),
             clock,
             self._find,
             commits.send,
             tell,
             timeout_s=timeout_s,
         )
-        commits.on_peer = self.replicator.hear
-        self.replicator.start()
+        replicator.logs, replicator.on_everywhere = self.logs, on_everywhere
+        if told["sends_log"]:
+            replicator.log = sender = LogSender(
+                seat.rank,
+                replicator.peer,
+                told["bytes_per_s"],
+                clock,
+                self._record_of,
+                lambda message: commits.send(replicator.peer, message),
+                replicator.complain,
+                timeout_s=timeout_s,
+            )
+            sender.on_step = on_step
+            sender.follow(log, timeline)
+            log.on_step = replicator.logged
+        commits.on_peer = replicator.hear
+        replicator.start()
+        if holds:
+            self.bases = self._bases(clock, timeout_s, replicator.is_past)
         if recovered is not None:  # the copies of a node that was replaced are gone
-            self.replicator.durable(recovered)
+            replicator.durable(recovered)
+
+    def _bases(self, clock: Clock, timeout_s: float, is_past: IsPast | None = None) -> MemoryBases:
+        from everstep.keeper.memory_bases import MemoryBases
+
+        about = self._filesystem, self._run, self.store, clock, is_past
+        return MemoryBases(*about, self.base_durable, timeout_s=timeout_s)
 
     def base_durable(self, base: BaseId) -> None:
-        """A base of this rank is durable."""
+        """A base of this rank is durable, or whole in memory, where it lives."""
         if self.replicator is not None:
             self.replicator.durable(base)
 
@@ -94,6 +144,24 @@ class Peers:
             arenas.append(arena)
         return found, arenas
 
+    def recall_logs(self) -> tuple[list[dict[str, Any]], Arena | None]:
+        """Likewise, what is held of their logs."""
+        logs, arena = self.logs.whole()
+        return [log_to_wire(log, offset) for log, offset in logs], arena
+
+    @property
+    def sends_log(self) -> bool:
+        """Whether this rank's log goes to its peer."""
+        return self.replicator is not None and self.replicator.log is not None
+
+    @property
+    def log_stats(self) -> LogSenderStats:
+        """What of this rank's log was sent since the timeline began."""
+        from everstep.keeper.log_sender import LogSenderStats
+
+        sender = None if self.replicator is None else self.replicator.log
+        return LogSenderStats() if sender is None else sender.stats
+
     @property
     def stats(self) -> ReplicatorStats:
         """What was sent since the timeline began."""
@@ -103,18 +171,34 @@ class Peers:
 
     def close(self) -> None:
         """Sends no more; what is held stays."""
+        bases, self.bases = self.bases, None
+        if bases is not None:
+            bases.release()
         replicator, self.replicator = self.replicator, None
         if replicator is not None:
             replicator.close()
+
+    def _record_of(self, timeline: int) -> bytes | None:
+        try:
+            path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
+            return read_record_bytes(self._filesystem, path)
+        except (OSError, EverstepError):
+            return None
 
     def _find(self, base: BaseId) -> Source | None:
         try:
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
             record = read_record_bytes(self._filesystem, path)
-            found = self._in_memory(base) or self._on_disk(base)
+            found = self._held(base) or self._in_memory(base) or self._on_disk(base)
         except (OSError, EverstepError):
             return None
         return None if found is None else (found, record)
+
+    def _held(self, base: BaseId) -> HeldBase | None:
+        copy = self.store.find(self._rank, base)
+        if copy is None:
+            return None
+        return HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
 
     def _in_memory(self, base: BaseId) -> HeldBase | None:
         there = self._holding.durable(base)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.batches import Batch, Chunks, plan_batches
 from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
@@ -35,6 +35,13 @@ class Copies:
     batches: Sequence[Batch]
     ends: Mapping[str, int]
     check: SpotCheck | None
+
+    @property
+    def end(self) -> int:
+        """Of all batches."""
+        if isinstance(self.batches, Chunks):  # to look at the last would be to cut them all
+            return self.batches.end
+        return self.batches[-1].end if self.batches else 0
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
+from everstep.keeper.peering import let_go_early
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import (
     Layouts,
@@ -283,6 +284,10 @@ class Recorder:
         self.base_step = base_step or 0
         self.untold.follows_base = base_step is not None
 
+    def peered(self, step: int) -> None:
+        """A base of ``step`` is whole with all peers; in any thread."""
+        self.rooms.base_everywhere(step)
+
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk; in any thread."""
         self.disk.reached(number)
@@ -427,6 +432,9 @@ class Recorder:
         self._step_bytes += size_bytes
         if self.rooms.half_full:
             self.base_due = self.base_due or "the log has half filled its memory"
+        if self.rooms.cut_short >= 0:
+            step, self.rooms.cut_short = self.rooms.cut_short, -1
+            self._channel.tell(let_go_early(step))
         if room is None:
             self._hole("there is no host memory for the log")
             if self.rooms.relieved_to() is not None:

@@ -69,14 +69,11 @@ class RemoteKeeper:
         *,
         timeout_s: float,
     ) -> None:
-        self.arena = arena
-        self.pid = pid
+        self.arena, self.pid = arena, pid
         self.stats = KeeperStats()
         self.lost: EverstepError | None = None
-        self._connection = connection
-        self._channel = channel
-        self._clock = clock
-        self._timeout_s = timeout_s
+        self._connection, self._channel = connection, channel
+        self._clock, self._timeout_s = clock, timeout_s
         self._changed = threading.Condition()
         self._waiting: dict[int, Capture] = {}  # until the keeper is done with them
         self._writing: dict[int, Capture] = {}  # until they are durable or have failed
@@ -92,6 +89,7 @@ class RemoteKeeper:
         self.replica_applied = self.replica_bytes = 0
         self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
         self.on_disk: Callable[[int], None] = lambda number: None
+        self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
         self.copies: dict[str, Any] = {}  # where copies of bases go: "tiers", "peers"
         self._timeline = 0
         self._heard_s, self._written_bytes = clock.monotonic_s(), 0
@@ -463,6 +461,8 @@ class RemoteKeeper:
             self.on_replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
             self.on_disk(message["upto"])
+        elif kind == "peered":
+            self.on_peered(message["base"], message["step"])
         elif kind == "rebuilt":
             if (told := self._rebuilding.pop(message["number"], None)) is not None:
                 told(message["whole"])

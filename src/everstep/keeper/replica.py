@@ -223,9 +223,11 @@ class Replica:
             self._frozen = None
 
     def forget_asks(self) -> None:
-        """Nobody waits any more for what was asked for and is not being written."""
+        """Nobody waits any more for what was asked for and is not being written. What is to be
+        durable at the end is found anew: that may have begun before who asked was gone."""
         with self._changed:
             self._wanted, self._unchecked = _Wanted(), []
+            self._finishing = False
 
     def finish(self) -> bool:
         """Has the newest step that has arrived made durable where nobody is there to ask for it;

@@ -20,6 +20,9 @@ from everstep.commit.messages import (
     Message,
     PeerAt,
     PeerBegun,
+    PeerLogAt,
+    PeerLogBegun,
+    PeerLogPart,
     PeerMessage,
     PeerPart,
     PeerRound,
@@ -28,6 +31,8 @@ from everstep.commit.messages import (
 from everstep.commit.peers import Rounds
 from everstep.commit.steps import Send
 from everstep.errors import EverstepError, KeeperError
+from everstep.keeper.log_sender import LogSender
+from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
 from everstep.keeper.seat import Seat
 from everstep.recover.held import HeldBase
@@ -73,9 +78,11 @@ class Pace:
     Attributes:
         bytes_per_s: at most; None: so that it takes four fifths of the time between the last two
             bases, and as fast as it goes as long as there were not two.
+        at_once: None means as fast as it goes: training waits for it.
     """
 
     bytes_per_s: float | None = None
+    at_once: bool = False
     _durable_s: float | None = None
     _interval_s: float | None = None
 
@@ -89,7 +96,7 @@ class Pace:
         """Bytes per second for a base of that size; None: as fast as it goes."""
         if self.bytes_per_s is not None:
             return self.bytes_per_s
-        if not self._interval_s:
+        if self.at_once or not self._interval_s:
             return None
         return size_bytes / (_SHARE * self._interval_s)
 
@@ -130,6 +137,11 @@ class Replicator:
         send: to the keeper of a rank; does not wait.
         tell: told of what fails; training goes on.
         timeout_s: a peer that says nothing for so long is reported.
+
+    Attributes:
+        logs: steps of other ranks' logs that are held.
+        log: sends this rank's own; None: there is none.
+        on_everywhere: told of each base that is whole with all peers, in the thread.
     """
 
     def __init__(
@@ -145,8 +157,8 @@ class Replicator:
         timeout_s: float,
     ) -> None:
         peer = seat.peer
-        assert peer is not None, "a peer is on another node"
-        self.peer = peer
+        # Itself: there is none, and it is enough that all ranks have a base (in memory).
+        self.peer = seat.rank if peer is None else peer
         self.stats = ReplicatorStats()
         self._seat, self._store, self._pace, self._clock = seat, store, pace, clock
         self._find, self._send, self._tell = find, send, tell
@@ -154,9 +166,16 @@ class Replicator:
         self._rounds = None
         if seat.rank == COORDINATOR:
             self._rounds = Rounds(len(seat.disks), repeat_s=_SAY_AGAIN_S, late_s=2 * timeout_s)
+        self.logs = PeerLogStore()
+        self.log: LogSender | None = None
+        self.on_everywhere: Callable[[BaseId], None] = lambda base: None
+        self._everywhere: BaseId | None = None
         self._events: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._sending: _Sending | None = None
         self._waiting: BaseId | None = None
+        self._round: BaseId | None = None  # that all ranks send, as far as this one has heard
+        self._over: BaseId | None = None  # what that was before
+        self._early: dict[int, PeerBegun] = {}
         self._complained: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -175,6 +194,22 @@ class Replicator:
         """This rank's base is durable, and all others' are."""
         self._events.put(lambda: self._durable(base))
 
+    def logged(self) -> None:
+        """A step of the log is whole."""
+        self._events.put(lambda: None)
+
+    def complain(self, error: EverstepError, kind: str = "") -> None:
+        """Tells what has failed, once for each kind of trouble; in the thread."""
+        _log.warning("%s", error)
+        if (kind or error.message) not in self._complained:
+            self._complained.add(kind or error.message)
+            self._tell(error)
+
+    def is_past(self, base: BaseId) -> bool:
+        """Whether a base is whole with all peers, or will not be."""
+        over, now = self._over, self._round
+        return (over is not None and base <= over) or (now is not None and base < now)
+
     def close(self) -> None:
         """Ends the thread; what is on its way stays behind."""
         self._events.put(None)
@@ -186,12 +221,13 @@ class Replicator:
     def _work(self) -> None:
         while True:
             busy = self._sending is not None and not self._sending.told
+            busy = busy or (self.log is not None and self.log.busy)
             try:
                 if not self.turn(_BUSY_S if busy else _IDLE_S):
                     return
             except BaseException as error:  # would end this thread, and all copies to come
                 _log.exception("internal error in sending bases to a peer")
-                self._complain(EverstepError(f"internal error in sending to a peer: {error!r}"))
+                self.complain(EverstepError(f"internal error in sending to a peer: {error!r}"))
 
     def turn(self, timeout_s: float) -> bool:
         """Does what has come, or comes within ``timeout_s``; False: it is over."""
@@ -207,6 +243,10 @@ class Replicator:
         if self._rounds is not None:
             self._say(self._rounds.tick(self._now_s))
         self._go_on()
+        if self.log is not None:
+            sent_bytes = self.log.turn()
+            if self._sending is not None:  # of the same bytes a second
+                self._sending.paced_bytes += sent_bytes
         return True
 
     @property
@@ -226,9 +266,16 @@ class Replicator:
 
     def _heard(self, sender: int, message: PeerMessage) -> None:
         if isinstance(message, PeerBegun):
-            self._to(sender, self._store.begun(sender, message))
+            self._on_begun(sender, message)
         elif isinstance(message, PeerPart):
             self._to(sender, self._store.part(sender, message))
+        elif isinstance(message, PeerLogBegun):
+            self._to(sender, self.logs.begun(sender, message))
+        elif isinstance(message, PeerLogPart):
+            self._to(sender, self.logs.part(sender, message))
+        elif isinstance(message, PeerLogAt):
+            if self.log is not None:
+                self.log.heard(message)
         elif isinstance(message, PeerAt):
             self._on_at(message)
         elif isinstance(message, PeerSaid):
@@ -248,7 +295,7 @@ class Replicator:
 
     def _pass_over(self, base: BaseId) -> None:
         self.stats.passed_over += 1
-        self._complain(
+        self.complain(
             KeeperError(
                 f"the peer, rank {self.peer}, gets no copy of the base of step {base.step}: the "
                 "one before is still being sent when the next one is there",
@@ -261,9 +308,23 @@ class Replicator:
             "passed over",
         )
 
+    def _on_begun(self, sender: int, message: PeerBegun) -> None:
+        """A rank wants to send a base. Which of two that are whole here has to stay for it, only
+        the news of its round says: it is answered behind them."""
+        base = BaseId(message.marker.timeline, message.marker.step)
+        if base != self._round and self._store.holds_two(sender):
+            self._early[sender] = message
+            return
+        self._early.pop(sender, None)
+        self._to(sender, self._store.begun(sender, message))
+
     def _on_round(self, message: PeerRound) -> None:
+        over = [one for one in (self._over, message.everywhere) if one is not None]
+        if self._round is not None and self._round != message.base:
+            over.append(self._round)
+        self._over, self._round = max(over, default=None), message.base
         if message.everywhere is not None:
-            self._store.passed(message.everywhere)
+            self._pass(message.everywhere)
             if message.base is None:
                 self._to(COORDINATOR, PeerSaid(message.everywhere, "noted"))
         sending = self._sending
@@ -277,6 +338,20 @@ class Replicator:
             if self._waiting is not None and self._waiting <= message.base:
                 self._waiting = None
             self._to(COORDINATOR, PeerSaid(message.base, "sending"))
+        early, self._early = self._early, {}
+        for sender, begun in early.items():  # what is of another round is asked again
+            if BaseId(begun.marker.timeline, begun.marker.step) == message.base:
+                self._on_begun(sender, begun)
+
+    def _pass(self, everywhere: BaseId) -> None:
+        """A base is whole with all peers."""
+        self._store.passed(everywhere)
+        self.logs.passed(everywhere, self._store.ranks_of(everywhere))
+        if self._everywhere is None or everywhere > self._everywhere:
+            self._everywhere = everywhere
+            if self.log is not None:
+                self.log.passed(everywhere)
+            self.on_everywhere(everywhere)
 
     # Sending.
 
@@ -306,7 +381,9 @@ class Replicator:
 
     def _begin(self, one: _Sending, now_s: float) -> None:
         one.source = self._find(one.base)
-        if one.source is not None:
+        if one.source is not None and self.peer == self._seat.rank:
+            self._ended(one, "whole")
+        elif one.source is not None:
             one.size_bytes = sum(file.size_bytes for file, _ in one.source[0].files)
             one.rate = self._pace.rate_of(one.size_bytes)
             one.progress_s = one.paced_s = now_s
@@ -358,7 +435,7 @@ class Replicator:
 
     def _fail(self, one: _Sending, why: str) -> None:
         self.stats.failed += 1
-        self._complain(
+        self.complain(
             KeeperError(
                 f"the peer, rank {self.peer}, gets no copy of the base of step {one.base.step}: "
                 f"{why}",
@@ -375,13 +452,6 @@ class Replicator:
         _close(one)
         one.told, one.said_s = state, self._now_s
         self._to(COORDINATOR, PeerSaid(one.base, state))
-
-    def _complain(self, error: EverstepError, kind: str = "") -> None:
-        """Once for each kind of trouble."""
-        _log.warning("%s", error)
-        if (kind or error.message) not in self._complained:
-            self._complained.add(kind or error.message)
-            self._tell(error)
 
 
 def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:

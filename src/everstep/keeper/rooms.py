@@ -67,6 +67,9 @@ class LogRooms:
         number: of the newest record.
         held_bytes: of all records, when a room was last asked for.
         half_full: the log has half filled its memory, and nothing but a base relieves it.
+        waits_for_peers: a base relieves it when it is whole with all peers: before, whoever loses
+            a node goes back to the one before. Not where the log has half filled its memory.
+        cut_short: the step up to which it was let go before, because of that; -1: never.
     """
 
     disk: DiskLog
@@ -79,6 +82,9 @@ class LogRooms:
     kept: list[_Kept] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     durable_step: int = -1
+    everywhere_step: int = -1
+    waits_for_peers: bool = False
+    cut_short: int = -1
 
     def start(self, into: Into | None) -> None:
         """From now on records go there; those in other memory are gone with it."""
@@ -87,13 +93,17 @@ class LogRooms:
                 self.kept.clear()
             for kept in self.kept:
                 kept.to_disk = False  # by whom, now?
-            self.into, self.durable_step = into, -1
+            self.into, self.durable_step, self.everywhere_step = into, -1, -1
 
     def take(self, size_bytes: int) -> Room | None:
         """A room for a record; None if there is none."""
         assert self.into is not None
         pool = self.into.pool
         held, relieved_to = self._held_bytes(), self.relieved_to()
+        if held + size_bytes > self.bytes_max // 2 and self._relieved_step() < self.durable_step:
+            self.cut_short = self.durable_step
+            self.base_everywhere(self.durable_step)
+            held = self._held_bytes()
         if held + size_bytes > self.bytes_max // 2:
             if relieved_to is None:
                 self.half_full = True
@@ -125,6 +135,18 @@ class LogRooms:
             self.durable_step = max(self.durable_step, step)
         self.release()
 
+    def base_everywhere(self, step: int) -> None:
+        """A base of ``step`` is whole with all peers; in any thread."""
+        with self.lock:
+            self.everywhere_step = max(self.everywhere_step, step)
+        self.release()
+
+    def _relieved_step(self) -> int:
+        """The step up to which no record is needed."""
+        if not self.waits_for_peers:
+            return self.durable_step
+        return min(self.durable_step, self.everywhere_step)
+
     def release(self, relieved_to: int = 0) -> None:
         """Lets go of records that nobody needs.
 
@@ -136,9 +158,9 @@ class LogRooms:
             free: list[_Kept] = []
             while self.kept and into is not None:
                 kept = self.kept[0]
-                old = kept.timeline < into.timeline and self.durable_step >= 0
+                old = kept.timeline < into.timeline and self._relieved_step() >= 0
                 unwritten = kept.to_disk and not self.disk.has(kept.number)
-                needed = kept.step > self.durable_step and not old
+                needed = kept.step > self._relieved_step() and not old
                 if unwritten or (needed and kept.number > relieved_to):
                     break
                 free.append(self.kept.pop(0))

@@ -24,6 +24,7 @@ class Save:
         timeline: the timeline that it is written to.
         staged: done when the state has been captured: from then on training may change it.
         parked: it is to stay in memory, and becomes durable only if it is asked for again.
+        in_memory: it lives in the memory of keepers only; ``durable`` is done when it does.
         durable: done when the base is committed: it survives the machine. Its result is the
             base's size in bytes; it carries the exception if the base failed.
     """
@@ -33,6 +34,13 @@ class Save:
     staged: Future[None] = field(default_factory=Future)
     durable: Future[int] = field(default_factory=Future)
     parked: bool = False
+    in_memory: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has failed, or was withdrawn."""
+        future = self.durable
+        return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def done(future: Future[_T], result: _T) -> None:

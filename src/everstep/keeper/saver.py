@@ -177,21 +177,35 @@ class Saver:
         self._lane.run(lambda: pool.warm(size_bytes))
         self._lane.warm(survey.tensors.values(), self._block[:size_bytes])
 
-    def take(self, identity: ShardIdentity, *, show: bool, survey: Survey | None = None) -> Save:
+    @property
+    def last_is_in_memory(self) -> bool:
+        """Whether the last base is on no disk, and is not going there."""
+        return self._last is not None and self._last.in_memory
+
+    def take(
+        self,
+        identity: ShardIdentity,
+        *,
+        show: bool,
+        survey: Survey | None = None,
+        in_memory: bool = False,
+    ) -> Save:
         """Takes a base of the state as it is now; the same step's base if there is one.
 
         Args:
             show: show the progress of a ``sync`` save.
             survey: of the state as it is now, if there is one already.
+            in_memory: it is to live in the memory of keepers only.
 
         Raises:
             EverstepError: what failed, now or in the background, by the policy.
         """
         last = self._last
         base = (identity.timeline, identity.step)
-        if last is not None and (last.timeline, last.step) == base and not _failed(last):
+        there = last is not None and (in_memory or not last.in_memory) and not last.is_lost
+        if last is not None and there and (last.timeline, last.step) == base:
             return last
-        save = Save(identity.step, identity.timeline)
+        save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
         with telling(save, self._channel.post):
@@ -204,7 +218,7 @@ class Saver:
         """A base is not taken here, but asked for; returns what a base of this state is like."""
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
-        return self._prepare(survey, identity)
+        return self.prepare(survey, identity)
 
     def gate(self, optimizer: str | None) -> None:
         """Holds an update back until what it is going to change has been copied (I1).
@@ -221,8 +235,7 @@ class Saver:
         self.also_gate(optimizer)
         if not self._flights:
             return
-        start_s = self._clock.monotonic_s()
-        timeout_s = self._options.progress_timeout_s
+        start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
         for flight in list(self._flights):
             end = flight.prepared.size_bytes
             if optimizer is not None:
@@ -261,7 +274,7 @@ class Saver:
     ) -> None:
         start_s = self._clock.monotonic_s()
         survey = survey or self._state.survey()
-        prepared = self._prepare(survey, identity)
+        prepared = self.prepare(survey, identity)
         plan = prepared.plan(identity)
         check_disk_budget(self._options, self._run, plan.size_bytes)
         self._last = None  # an interrupted one is not what the next may be answered with
@@ -271,7 +284,8 @@ class Saver:
         self.stall_s["capture"] += self._clock.monotonic_s() - start_s
         self._capture(prepared, plan, survey, save)
 
-    def _prepare(self, survey: Survey, identity: ShardIdentity) -> Prepared:
+    def prepare(self, survey: Survey, identity: ShardIdentity) -> Prepared:
+        """What a base of this state is like."""
         if self._prepared is None or self._prepared.shape is not survey.shape:
             self._layouts += 1
             self._prepared = prepare(survey, identity, number=self._layouts, gates=self._gates)
@@ -484,8 +498,3 @@ class Saver:
             # Whoever takes the block next writes into it before the keeper hears of that.
             keeper.forget(capture)
         pool.release(room)
-
-
-def _failed(save: Save) -> bool:
-    future = save.durable
-    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -92,7 +92,14 @@ class ScheduledSaver(Saver):
         self._last = save
         self._channel.check()
 
-    def take(self, identity: ShardIdentity, *, show: bool, survey: Survey | None = None) -> Save:
+    def take(
+        self,
+        identity: ShardIdentity,
+        *,
+        show: bool,
+        survey: Survey | None = None,
+        in_memory: bool = False,
+    ) -> Save:
         again = self._persist_newest(identity)
         if again is not None:
             self._channel.check()

@@ -315,6 +315,7 @@ class Server:
             "ends_in_s": None if trainer is not None else max(0.0, self._alone_s_max - alone_s),
             "arena_bytes": self._duties.arena_bytes(trainer),
             "copies": [list(copy) for copy in self._duties.peers.store.held],
+            "logs": [list(one) for one in self._duties.peers.logs.held.items()],
         }
 
     def _on_settle(self, trainer: Attached, message: dict[str, Any]) -> None:

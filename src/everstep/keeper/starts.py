@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePath
 
 from everstep.format.writer import ChunkRing
@@ -50,11 +51,14 @@ class Starts:
         """This rank's place in the last start; None: it is alone."""
         return None if self._job is None else self._job.seat
 
-    def resume(self, step: int | None, *, strict: bool, own: bool) -> tuple[Resumed, bool]:
+    def resume(
+        self, step: int | None, *, strict: bool, own: bool, trained: bool = False
+    ) -> tuple[Resumed, bool]:
         """Restores the newest base (or that of ``step``) and opens a new timeline.
 
         Args:
             own: what this very process has captured is in the keeper, too.
+            trained: its state is not that of a fresh start.
 
         Returns:
             What was restored, and whether it is on no disk yet.
@@ -65,14 +69,16 @@ class Starts:
         self._keepers.open()
         recalled = self._keepers.left_behind(own=own)
         with self._overwritten.resuming():
-            resumed = self._resume(recalled, step, strict=strict)
+            resumed = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
         if self._job is not None:
             return resumed, not self._job.resumed_durable
-        held = recalled.base
+        held = recalled.newest
         return resumed, resumed.source == "memory" and held is not None and not held.durable
 
-    def _resume(self, recalled: Recalled, step: int | None, *, strict: bool) -> Resumed:
+    def _resume(
+        self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool
+    ) -> Resumed:
         if self._job is not None:
             return self._job.resume(
                 self._seams,
@@ -85,17 +91,19 @@ class Starts:
                 strict=strict,
                 timeout_s=self._timeout_s,
                 on_touch=self._overwritten.touch,
+                trained=trained,
             )
         resumed = resume(
             self._seams,
             self._run,
             self._state,
             self._ring,
-            recalled,
+            replace(recalled, base=recalled.newest),
             step=step,
             strict=strict,
             timeout_s=self._timeout_s,
             on_touch=self._overwritten.touch,
+            trained=trained,
         )
         return with_source(resumed, self._seams, self._run)
 
@@ -114,6 +122,6 @@ class Starts:
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took
-            held = self._keepers.left_behind().base
+            held = self._keepers.left_behind().newest
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)

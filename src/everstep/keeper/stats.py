@@ -25,6 +25,7 @@ class Stats:
         durable_step: newest step that is durable, of this timeline; None if none is.
         lag_steps: steps that a crash now would lose; None while nothing is durable.
         saves, committed, failed: bases asked for, durable, failed.
+        held: bases that live in the memory of keepers only, and were whole there.
         stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
             the state, or beginning to), ``"gate"`` (an update waited for a copy),
             ``"gradients"`` (training waited for copies of gradients; only with bases over several
@@ -40,6 +41,10 @@ class Stats:
         copies, copied_bytes: copies of bases that were made in other tiers.
         peered, peered_bytes: bases that were sent whole to the memory of another node.
         peers_passed_over: bases that were not, because the next ones came too soon for the link.
+        peer_log_step: newest step of this timeline whose log the memory of another node holds;
+            None: of none. What lies between it and ``step`` is what a lost node may cost.
+        peer_log_missed: steps of the log that will not get there; those behind them, up to the next
+            base, are of no use there.
         multistep: bases over several steps; None for methods without them.
         log_bytes: bytes that the gradient log has taken into host memory.
         log_written_bytes: bytes of the log that were written to disk.
@@ -72,6 +77,9 @@ class Stats:
     peered: int = 0
     peered_bytes: int = 0
     peers_passed_over: int = 0
+    held: int = 0
+    peer_log_step: int | None = None
+    peer_log_missed: int = 0
     multistep: MultistepReport | None = None
     log_bytes: int = 0
     log_written_bytes: int = 0
@@ -114,6 +122,9 @@ def stats_of(
         peered=keeper.peered,
         peered_bytes=keeper.peered_bytes,
         peers_passed_over=keeper.peers_passed_over,
+        held=keeper.held,
+        peer_log_step=keepers.peer_log_step,
+        peer_log_missed=keeper.peer_missed,
         multistep=None if multistep is None else multistep.stats.report(),
         log_bytes=0 if recorder is None else recorder.stats.record_bytes,
         log_written_bytes=keeper.log_bytes,

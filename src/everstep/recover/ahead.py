@@ -27,7 +27,9 @@ class Ahead(Generic[_T]):
         items: run in the thread; nothing else may use what it uses meanwhile.
         count: items that may wait, at most; one more is being made.
         size_bytes: host memory that an item takes.
-        limit_bytes: that the waiting ones take together, at most; one may always wait.
+        limit_bytes: that those take together, at most, that wait or that whoever iterates still
+            holds: the one that was given last, and what :meth:`holds` was told of. A single one
+            may be larger; and one more is being made.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Ahead(Generic[_T]):
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
         self._waiting: deque[tuple[_T, int]] = deque()
-        self._ended = self._stopped = False
+        self._kept_bytes = self._held_bytes = 0
+        self._ended = self._stopped = self._wanted = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="everstep-ahead", daemon=True)
 
@@ -72,11 +75,21 @@ class Ahead(Generic[_T]):
         with self._changed:
             return bool(self._waiting) or self._ended
 
+    def holds(self, size_bytes: int) -> None:
+        """Of all that was given to whoever iterates, so much is still in use."""
+        with self._changed:
+            self._kept_bytes = self._held_bytes = size_bytes
+            self._changed.notify_all()
+
     def __next__(self) -> _T:
         with self._changed:
+            self._held_bytes, self._wanted = self._kept_bytes, True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._ended)
+            self._wanted = False
             if self._waiting:
-                item, _ = self._waiting.popleft()
+                item, size_bytes = self._waiting.popleft()
+                self._held_bytes += size_bytes
                 self._changed.notify_all()
                 return item
         if self._error is not None:
@@ -88,6 +101,7 @@ class Ahead(Generic[_T]):
             for item in self._items:
                 if not self._put(item):
                     break
+                del item  # it is whoever takes it who decides how long it lives
         except BaseException as error:  # raised where the item would have been
             self._error = error
         finally:
@@ -107,7 +121,7 @@ class Ahead(Generic[_T]):
             return not self._stopped
 
     def _has_room(self, size_bytes: int) -> bool:
-        if not self._waiting:
+        taken_bytes = self._held_bytes + sum(size for _, size in self._waiting)
+        if not self._waiting and (self._wanted or not taken_bytes):
             return True
-        taken_bytes = sum(size for _, size in self._waiting)
         return len(self._waiting) < self._count and taken_bytes + size_bytes <= self._limit_bytes

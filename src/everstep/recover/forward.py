@@ -280,11 +280,12 @@ def replay(
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
     found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
     with (
+        contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
         Ahead(
             checked(found),
             count=STEPS_AT_ONCE,
-            size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.size_bytes,
+            size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.read_bytes,
             limit_bytes=redo.limit_bytes,
         ) as steps,
     ):
@@ -302,8 +303,11 @@ def replay(
             if not head.exact:
                 restored.inexact = "the log is of a state that was not exact"
             bar.advance(1)
+            del step, head  # what was read for it is used again once it is applied
+            steps.holds(redo.waiting_bytes)
             if not steps.ready:
                 redo.idle()  # while the next one is being read
+                steps.holds(0)
     try:
         notes = redo.finish()
     except EverstepError:

@@ -10,7 +10,8 @@ from everstep.format.log import LogRecord
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
 from everstep.recover.opened import OpenBase, check_identity
-from everstep.recover.peer_copy import PeerCopy
+from everstep.recover.peer_copy import PeerCopy, files_over
+from everstep.recover.peer_log import PeerLog
 from everstep.seams import ReadFile
 
 __all__ = ["HeldBase", "Recalled"]
@@ -57,9 +58,21 @@ class Recalled:
     Attributes:
         base: the newest whole one.
         records: of the log, in the order in which they were made.
-        copies: held for other ranks.
+        copies: held for other ranks, and of this one what lives in memory.
+        logs: steps of their logs that are held.
     """
 
     base: HeldBase | None = None
     records: tuple[LogRecord, ...] = field(default=())
     copies: tuple[PeerCopy, ...] = ()
+    logs: tuple[PeerLog, ...] = ()
+
+    @property
+    def newest(self) -> HeldBase | None:
+        """For a process that trains alone: the newest base, of those that live in memory, too."""
+        copies = [
+            HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
+            for copy in self.copies
+        ]
+        bases = [*copies, *([] if self.base is None else [self.base])]
+        return max(bases, key=lambda base: base.id, default=None)

@@ -195,7 +195,8 @@ def _load(
             f"the checkpoint and the live state differ in {len(mismatches)} place(s):\n{listed}",
             mismatches=mismatches,
             step=marker.step,
-            hint="build the same model and optimizer, or resume(strict=False) to load the rest",
+            hint="build the same model and optimizer, or resume(strict=False) to load the rest; "
+            "to begin anew take another folder",
         )
     targets = Targets.of(plans, view.entries)
     shared = _sharing_memory(view, targets)

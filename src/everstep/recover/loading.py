@@ -31,7 +31,7 @@ class _Alive:
         self._shown.advance(amount)
 
 
-def needs_here(state: State, disks: Sequence[str]) -> Needs:
+def needs_here(state: State, disks: Sequence[str], shared: Sequence[bool] | None = None) -> Needs:
     """Which ranks' files of a base a rank reads, of those that its disk has.
 
     What ranks have in common is written once to each disk, so that a job on the same disks, with
@@ -39,8 +39,9 @@ def needs_here(state: State, disks: Sequence[str]) -> Needs:
 
     Args:
         disks: by rank: a name of the disk that it writes to.
+        shared: as for :func:`.reshard.needs_of`; every rank has to come to the same.
     """
-    needs = needs_of(state)
+    needs = needs_of(state, shared)
 
     def here(rank: int, manifest: Manifest) -> Collection[int]:
         wanted = needs(rank, manifest)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+from everstep.arena.reused import ReusedMemory
 from everstep.errors import EverstepError, StorageError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.chain import Chain, LogIndex
 from everstep.recover.decide import Skipped
 from everstep.recover.scan import Inventory
-from everstep.recover.segments import SegmentFound, read_segment, scan_log, vetted
+from everstep.recover.segment_reads import SegmentReads
+from everstep.recover.segments import SegmentFound, scan_log, vetted
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["LogFound"]
 
 
 class LogFound:
-    """Records by what they are; those on disk are read when they are needed, a segment at a time.
+    """Records by what they are; those on disk are read when they are needed.
 
     Attributes:
         index: which records there are.
@@ -26,18 +28,19 @@ class LogFound:
 
     def __init__(self, records: Sequence[LogRecord], segments: Sequence[SegmentFound]) -> None:
         self._memory = {_key(record): record for record in records}
-        self._segments: dict[tuple[str, int, int], SegmentFound] = {}
-        self._read: tuple[SegmentFound, dict[tuple[str, int, int], LogRecord]] | None = None
+        self._segments: dict[tuple[str, int, int], tuple[SegmentFound, int]] = {}
+        self._reads: SegmentReads | None = None
+        self._room = ReusedMemory()
         heads = [record.head for record in records]
         self.skipped: list[Skipped] = []
         for segment in segments:
             if segment.problem is not None:
                 self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
                 continue
-            for head in segment.heads:
+            for place, head in enumerate(segment.heads):
                 heads.append(head)
                 number = head.step if head.kind == "mark" else head.lsn
-                self._segments[head.kind, head.timeline, number] = segment
+                self._segments[head.kind, head.timeline, number] = segment, place
         self.index = LogIndex(heads)
 
     @classmethod
@@ -49,11 +52,13 @@ class LogFound:
         *,
         rank: int = 0,
         world: int | None = None,
+        lent: Sequence[LogRecord] = (),
     ) -> LogFound:
         """All that there is of one rank.
 
         Args:
             records: in memory.
+            lent: more of them, whose timelines have been compared with those of this disk.
             world: leave out what another number of ranks has written: which of them had which
                 gradients, it does not tell. None: whoever asks looks at that.
 
@@ -74,7 +79,7 @@ class LogFound:
                 others[number] = Skipped(number, max(last), why)
         mine = [record for record in mine if record.head.timeline not in others]
         found = [segment for segment in found if segment.timeline not in others]
-        log = cls(mine, [vetted(segment, inventory.run) for segment in found])
+        log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found])
         log.skipped += others.values()
         return log
 
@@ -82,23 +87,33 @@ class LogFound:
         self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
     ) -> Generator[tuple[list[LogRecord], LogRecord | EverstepError], None, None]:
         """Updates and mark of each step of a chain; an error instead of a mark, and the end,
-        where a record cannot be read. To be used by one thread at a time, whichever it is.
+        where a record cannot be read. To be used by one thread at a time, whichever it is, and
+        closed by whoever does not come to the end.
+
+        Nothing is verified yet. The memory of a record that was read from disk is used again when
+        nobody looks at it any more: so whoever keeps records keeps memory.
 
         Args:
             lsn: of the base.
         """
-        for timeline, step in chain.steps:
-            mark = self.index.marks[timeline, step]
-            try:
-                updates = [
-                    self._record("update", timeline, number, filesystem, ring, timeout_s)
-                    for number in range(lsn + 1, mark.lsn + 1)
-                ]
-                yield updates, self._record("mark", timeline, step, filesystem, ring, timeout_s)
-            except EverstepError as error:
-                yield [], error
-                return
-            lsn = mark.lsn
+        try:
+            for timeline, step in chain.steps:
+                mark = self.index.marks[timeline, step]
+                try:
+                    updates = [
+                        self._record("update", timeline, number, filesystem, ring, timeout_s)
+                        for number in range(lsn + 1, mark.lsn + 1)
+                    ]
+                    last = self._record("mark", timeline, step, filesystem, ring, timeout_s)
+                except EverstepError as error:
+                    yield [], error
+                    return
+                lsn = mark.lsn
+                yield updates, last
+                del updates, last  # not while the next ones are being read
+        finally:
+            self._close()
+            self._room = ReusedMemory()
 
     def _record(
         self,
@@ -112,16 +127,25 @@ class LogFound:
         key = (kind, timeline, number)
         if key in self._memory:
             return self._memory[key]
-        segment = self._segments[key]
-        if self._read is None or self._read[0] is not segment:
-            self._read = None  # the memory of the one before
-            try:
-                records = read_segment(filesystem, segment, ring, timeout_s=timeout_s)
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise StorageError(f"{segment.path}: {reason}", path=segment.path) from error
-            self._read = segment, {_key(record): record for record in records}
-        return self._read[1][key]
+        segment, place = self._segments[key]
+        try:
+            reads = self._reads
+            if reads is None or reads.segment is not segment or reads.next > place:
+                self._close()
+                reads = self._reads = SegmentReads(
+                    filesystem, segment, ring, self._room, first=place, timeout_s=timeout_s
+                )
+            while reads.next < place:
+                reads.read()
+            return reads.read()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StorageError(f"{segment.path}: {reason}", path=segment.path) from error
+
+    def _close(self) -> None:
+        reads, self._reads = self._reads, None
+        if reads is not None:
+            reads.close()
 
 
 def _key(record: LogRecord) -> tuple[str, int, int]:

@@ -26,18 +26,30 @@ from everstep.commit.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.offers import BaseOffer, Needs, Offer, Piece, choose
+from everstep.commit.offers import BaseOffer, Needs, Offer, Piece, choose, timelines_of
 from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.commit.reclaim import COPY_TIERS
 from everstep.errors import DamageError, DeadlineError, FormatError, RecoveryError
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import PeerCopy, check_files, files_over, size_of
+from everstep.recover.peer_log import LentLog, Packed, PeerLog, unpacked
+from everstep.recover.peer_log_plan import LogTold, logs_needed, with_logs
 from everstep.recover.scan import Inventory
 from everstep.seams.clock import Clock
 from everstep.seams.mailbox import Mailbox
 
-__all__ = ["Fetch", "Fetched", "Meets", "Plan", "Say", "Told", "fetch_from_peers", "plan_of"]
+__all__ = [
+    "Brought",
+    "Fetch",
+    "Fetched",
+    "Meets",
+    "Plan",
+    "Say",
+    "Told",
+    "fetch_from_peers",
+    "plan_of",
+]
 
 _log = logging.getLogger("everstep")
 _WIRE = PurePath("copy")
@@ -68,10 +80,18 @@ class Fetched:
 
     Attributes:
         record: of the timeline that it is of.
+        tier: where it was found.
     """
 
     held: HeldBase
     record: TimelineRecord
+    tier: str = "peer"
+
+    @classmethod
+    def of_own(cls, copy: PeerCopy) -> Fetched:
+        """What lies in the memory of this rank's own keeper."""
+        held = HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
+        return cls(held, copy.timeline, "memory")
 
     def is_of(self, inventory: Inventory) -> bool:
         """Whether its timeline is what this disk has under that number, or it has none (I7)."""
@@ -96,20 +116,45 @@ class Told:
         return BaseId(self.marker.timeline, self.marker.step)
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def place(self) -> tuple[BaseId, int, bool]:
+        """Names it among all that the holder has."""
+        return self.base, self.marker.rank, False
+
+    @property
+    def size_bytes(self) -> int:
+        return size_of(self.marker)
+
+    @property
+    def key(self) -> tuple[int, ...]:
         """Names it among all copies."""
         return self.holder, self.marker.rank, self.base.timeline, self.base.step
 
 
-Fetch = Callable[[Offer], list[Fetched]]
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What has come to a rank.
+
+    Attributes:
+        logs: steps of its own log.
+    """
+
+    bases: list[Fetched]
+    logs: list[LentLog]
+
+
+Fetch = Callable[[Offer], Brought]
 """Gets what a rank needs that offers this by itself."""
 
-Plan = dict[int, list[Told]]
+Plan = dict[int, list[Told | LogTold]]
 """What each rank fetches."""
 
 
 def plan_of(
-    offers: Sequence[Offer], copies: Sequence[Told], needs: Needs, step: int | None
+    offers: Sequence[Offer],
+    copies: Sequence[Told],
+    needs: Needs,
+    step: int | None,
+    logs: Sequence[LogTold] = (),
 ) -> Plan:
     """What each rank fetches, so that all can read what would be chosen with these copies; the
     same on every rank, as it is a function of what all have said.
@@ -117,25 +162,48 @@ def plan_of(
     A copy counts only where its timeline is the one that the rank knows under that number (I7): two
     starts that saw nothing of each other may both have opened it.
     """
-    lent: Plan = {}
+    lent: dict[int, list[Told]] = {}
     counted = []
+    both = _of_one_start(offers, [*copies, *logs])
+    copies = [copy for copy in both if isinstance(copy, Told)]
+    logs = [log for log in both if isinstance(log, LogTold)]
     for offer in offers:
         mine = [copy for copy in copies if _fits(copy, offer) and _lacks(offer, copy, needs)]
         counted.append(_with(offer, mine))
         lent[offer.rank] = mine
     try:
-        base = choose(counted, step=step, needs=needs, fetch=False).base
+        choice = choose(with_logs(counted, logs), step=step, needs=needs, fetch=False)
     except RecoveryError:  # the agreement will say so
         return {}
     plan: Plan = {}
     for rank, mine in lent.items():
         found: dict[int, Told] = {}
         for copy in mine:
-            if copy.base == base:
+            if copy.base == choice.base:
                 found.setdefault(copy.marker.rank, copy)
         if found:
-            plan[rank] = list(found.values())
+            plan[rank] = [*found.values()]
+    for rank, steps in logs_needed(offers, logs, choice).items():
+        plan[rank] = [*plan.get(rank, ()), *steps]
     return plan
+
+
+def _of_one_start(
+    offers: Sequence[Offer], copies: Sequence[Told | LogTold]
+) -> list[Told | LogTold]:
+    """Copies of timelines that are beyond doubt: the one that the disks have under that number; or
+    where none has any, what all copies have. A rank with an empty disk could not tell, and would
+    mix what two starts have made (I7)."""
+    try:
+        known, _ = timelines_of(offers)
+    except RecoveryError:  # the agreement will say so
+        return []
+    records: dict[int, set[bytes]] = {}
+    for copy in copies:
+        record = known.get(copy.base.timeline)
+        mine = copy.record if record is None else record.encode()
+        records.setdefault(copy.base.timeline, set()).add(mine)
+    return [copy for copy in copies if records[copy.base.timeline] == {copy.record}]
 
 
 def _fits(copy: Told, offer: Offer) -> bool:
@@ -180,7 +248,8 @@ def fetch_from_peers(
     *,
     step: int | None,
     timeout_s: float,
-) -> list[Fetched]:
+    logs: Sequence[PeerLog] = (),
+) -> Brought:
     """What this rank needs of copies in the memory of other nodes. Every rank calls it.
 
     Args:
@@ -188,32 +257,44 @@ def fetch_from_peers(
         copies: that its keeper holds for others.
         step: as for a resume.
         timeout_s: a rank that says nothing for so long is reported.
+        logs: steps of other ranks' logs that its keeper holds.
 
     Raises:
         DeadlineError: a rank is silent.
     """
     what = "say what their keepers hold for others"
     mine = [[copy.marker.encode(), copy.record] for copy in copies]
-    said = say(what, {"offer": encode_offer(offer), "copies": mine})
+    steps = [LogTold.to_wire(log) for log in logs]
+    said = say(what, {"offer": encode_offer(offer), "copies": mine, "logs": steps})
     offers = [decode_offer(one["offer"]) for one in said]
     told = [
         Told(holder, Marker.decode(marker, _WIRE), record)
         for holder, one in enumerate(said)
         for marker, record in one["copies"]
     ]
+    logged = [
+        LogTold.from_wire(holder, fields)
+        for holder, one in enumerate(said)
+        for fields in one["logs"]
+    ]
+    held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
+    for log in logs:
+        first = BaseId(log.steps.run.timeline, log.steps.run.first)
+        held[first, log.source, True] = log.steps.memory
     attempt = 0
     while True:
         attempt += 1
-        plan = plan_of(offers, told, needs, step)
+        plan = plan_of(offers, told, needs, step, logged)
         if not plan:
-            return []
-        exchange = _Exchange(meeting, clock, attempt, plan, copies, len(said), timeout_s)
-        fetched, damaged = exchange.run()
+            return Brought([], [])
+        exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
+        brought, damaged = exchange.run()
         spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
         bad = {tuple(key) for one in spoilt for key in one["damaged"]}
         if not bad:
-            return fetched
+            return brought
         told = [copy for copy in told if copy.key not in bad]
+        logged = [log for log in logged if log.key not in bad]
 
 
 class _Exchange:
@@ -224,17 +305,17 @@ class _Exchange:
         meeting: Meets,
         clock: Clock,
         attempt: int,
-        plan: Mapping[int, Sequence[Told]],
-        copies: Sequence[PeerCopy],
+        plan: Plan,
+        held: Mapping[tuple[BaseId, int, bool], memoryview],
         world: int,
         timeout_s: float,
     ) -> None:
         self._meeting, self._clock, self._attempt = meeting, clock, attempt
         self._timeout_s = timeout_s
-        self._files = {(_base_of(copy.marker), copy.marker.rank): copy.memory for copy in copies}
+        self._held = held
         self._todo = list(plan.get(meeting.rank, ()))
-        self._fetched: list[Fetched] = []
-        self._damaged: list[Told] = []
+        self._brought = Brought([], [])
+        self._damaged: list[Told | LogTold] = []
         self._others = [rank for rank in plan if rank != meeting.rank]
         # All of them: whoever has nothing to do here is not to run into a deadline elsewhere.
         self._all = range(world)
@@ -244,12 +325,13 @@ class _Exchange:
         self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
         self._asked_s = clock.monotonic_s()
 
-    def run(self) -> tuple[list[Fetched], list[Told]]:
+    def run(self) -> tuple[Brought, list[Told | LogTold]]:
         """Returns what has come, and what of it was damaged, when all ranks have what they need.
 
         Raises:
             DeadlineError: a rank is silent.
         """
+        self._take_own()
         if self._todo:
             self._begin()
         done: set[int] = set()
@@ -270,7 +352,18 @@ class _Exchange:
             elif isinstance(message, Fetching) and message.round == self._attempt and message.done:
                 done.add(envelope.sender)
         self._tell(now=True)
-        return self._fetched, self._damaged
+        return self._brought, self._damaged
+
+    def _take_own(self) -> None:
+        """What this rank's own keeper holds of other ranks' files takes no messages."""
+        todo, self._todo = self._todo, []
+        for one in todo:
+            memory = self._held.get(one.place)
+            if one.holder != self._meeting.rank or memory is None:
+                self._todo.append(one)
+                continue
+            self._memory = bytearray(memory[: one.size_bytes])
+            self._finish(one)
 
     def _accept(self, data: bytes) -> Envelope | None:
         try:
@@ -280,7 +373,7 @@ class _Exchange:
             return None
 
     def _begin(self) -> None:
-        self._memory = bytearray(size_of(self._todo[0].marker))
+        self._memory = bytearray(self._todo[0].size_bytes)
         self._asked = self._there = 0
         self._asked_s = self._clock.monotonic_s()
 
@@ -296,22 +389,24 @@ class _Exchange:
             and self._asked - self._there < _UNANSWERED_MAX * _PART_BYTES
         ):
             size = min(len(self._memory) - self._asked, _PART_BYTES)
-            self._send(one.holder, PartWanted(one.base, one.marker.rank, self._asked, size))
+            base, rank, log = one.place
+            self._send(one.holder, PartWanted(base, rank, self._asked, size, log))
             self._asked += size
             self._asked_s = now_s
 
     def _hand_out(self, rank: int, wanted: PartWanted) -> None:
-        memory = self._files.get((wanted.base, wanted.rank))
+        memory = self._held.get((wanted.base, wanted.rank, wanted.log))
         if memory is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
             return
         data = bytes(memory[wanted.offset : wanted.offset + wanted.size_bytes])
-        self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data))
+        self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
 
     def _take(self, sender: int, part: PartTold) -> None:
         if not self._todo:
             return
         one = self._todo[0]
-        ours = (sender, part.base, part.rank) == (one.holder, one.base, one.marker.rank)
+        place = part.base, part.rank, part.log
+        ours = (sender, place) == (one.holder, one.place)
         end = part.offset + len(part.data)
         if not ours or part.offset != self._there or end > len(self._memory):
             return
@@ -325,16 +420,21 @@ class _Exchange:
             else:
                 self._tell(now=True)
 
-    def _finish(self, one: Told) -> None:
+    def _finish(self, one: Told | LogTold) -> None:
         memory, self._memory = memoryview(self._memory), bytearray()
         try:
+            record = TimelineRecord.decode(one.record, _WIRE)
+            if isinstance(one, LogTold):
+                steps = Packed(one.run, memory, one.index_bytes, one.index_digest)
+                self._brought.logs.append(LentLog(record, steps, tuple(unpacked(steps))))
+                return
             check_files(one.marker, memory)
         except (DamageError, FormatError) as error:
             _log.warning("the copy that rank %d holds: %s", one.holder, error)
             self._damaged.append(one)
             return
         held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
-        self._fetched.append(Fetched(held, TimelineRecord.decode(one.record, _WIRE)))
+        self._brought.bases.append(Fetched(held, record))
 
     def _tell(self, *, now: bool = False) -> None:
         """That this rank is there, and whether it has what it needs."""

@@ -14,13 +14,17 @@ from everstep.commit.logs import LogRun, runs_of, timeline_of
 from everstep.commit.offers import Choice
 from everstep.errors import AuditError, EverstepError
 from everstep.format.log import LogRecord
+from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.chain import path_of
 from everstep.recover.decide import Skipped
 from everstep.recover.forward import Loader, Restored, redoable, replay
 from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
+from everstep.recover.peer_log import LentLog
+from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
+from everstep.recover.sources import RankRead
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.state.optimizers import OptimizerProvider
@@ -56,6 +60,9 @@ class RankLog:
         state: what is restored.
         records: in the memory of its keeper.
         strict: registered functions that are needed must be there.
+
+    Attributes:
+        lent: more of it, from the memory of other nodes.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class RankLog:
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
         self._doubt = ""
+        self.lent: Sequence[LentLog] = ()
 
     def runs(self, inventory: Inventory) -> tuple[LogRun, ...]:
         """What there is of it now.
@@ -82,8 +90,28 @@ class RankLog:
             OSError: a directory cannot be read.
         """
         filesystem = self._seams.filesystem
-        self._log = LogFound.of(filesystem, inventory, self._records, rank=self._rank)
+        lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
+        self._log = LogFound.of(filesystem, inventory, self._records, rank=self._rank, lent=lent)
         return runs_of(self._log.index.marks, self._log.index.updates)
+
+    def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
+        """Records of what has come from other nodes, so that all see whether they mean the same."""
+        return {log.record.timeline: log.record for log in self.lent if log.is_of(inventory)}
+
+    def with_lent(self, resumed: Resumed, choice: Choice) -> Resumed:
+        """Says which of the steps that were replayed have come from other nodes."""
+        reach, base = choice.reach, choice.base
+        if reach is None or base is None or not self.lent:
+            return resumed
+        steps = {
+            step
+            for log in self.lent
+            for step in range(log.steps.run.first, log.steps.run.last + 1)
+            if base.step < step <= reach.step
+        }
+        size_bytes = sum(log.steps.memory.nbytes for log in self.lent)
+        read = RankRead(self._rank, "peer", size_bytes)
+        return replace(resumed, lent=len(steps), reads=(*resumed.reads, read))
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

@@ -53,7 +53,11 @@ __all__ = [
 STEPS_AT_ONCE = 5
 """Steps that are replayed in one pass over the state, at most: beyond that nothing is gained."""
 
-_SHARE_OF_MEMORY = 8  # of what is available: gradients in hand, and as much of those to come
+_SHARE_OF_MEMORY = 8  # of what is available, for gradients that were read and wait
+_READ_BYTES_MAX = 256 << 20
+"""And never more. What is read ahead beyond the next step gains nothing: replay and reading are
+about as fast. Memory that was never used before is slow to come, on virtual machines above all:
+reading five steps of 370 MB into five times that took longer than everything else together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +72,10 @@ class Step:
     mark: LogRecord
 
     @property
-    def size_bytes(self) -> int:
-        """Of all its records."""
-        return self.mark.size_bytes + sum(record.size_bytes for record, _ in self.updates)
+    def read_bytes(self) -> int:
+        """Memory that was taken to read it; none where its records lie in a keeper's."""
+        records = (self.mark, *(record for record, _ in self.updates))
+        return sum(record.size_bytes for record in records if record.path is not None)
 
 
 def checked(
@@ -94,8 +99,12 @@ def checked(
         except DamageError as error:
             yield error
             return
-        found = ((r, None if r.head.declared else update_of(r)) for r in updates)
-        yield Step(tuple(found), mark)
+        found = tuple((r, None if r.head.declared else update_of(r)) for r in updates)
+        del updates  # nobody but the step holds on to what is read: its memory is used again
+        step = Step(found, mark)
+        del found, mark
+        yield step
+        del step
 
 
 class Redo:
@@ -105,7 +114,7 @@ class Redo:
         state: as a base has left it.
 
     Attributes:
-        limit_bytes: of the log, that wait to be applied; one step may always.
+        limit_bytes: of the log as read from disk, that wait to be applied; one step may always.
         compares: whether replay must give the bits that training had, as far as is known of where
             it was trained: then they are compared with the samples in the marks.
     """
@@ -115,7 +124,7 @@ class Redo:
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
         self._waiting = self._waiting_bytes = 0
-        self.limit_bytes = memory_available_bytes() // _SHARE_OF_MEMORY
+        self.limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
         self._doubtful: list[str] | None = None  # found at the first mark
         self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
@@ -128,6 +137,11 @@ class Redo:
     def last(self) -> LogRecord | None:
         """The mark of the newest step that was applied."""
         return self._last
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of what was read and waits to be applied."""
+        return self._waiting_bytes
 
     @property
     def exactness(self) -> Exactness:
@@ -156,7 +170,7 @@ class Redo:
                 self._declared.run(record)
         self._last = mark
         self._waiting += 1
-        self._waiting_bytes += step.size_bytes
+        self._waiting_bytes += step.read_bytes
         if doubtful:
             self._put(mark, doubtful)
         elif self._waiting >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes:

@@ -64,6 +64,8 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         evidence += f"; its parts made whole by {loaded.redone} update(s)"
     if resumed.replayed:
         evidence += f"; {resumed.replayed} step(s) replayed from the log"
+        if resumed.lent:
+            evidence += f", {resumed.lent} of them from the memory of another node"
     audit = "" if resumed.audit is None else audit_in_words(resumed.audit)
     if audit and audit != resumed.inexact:
         evidence += f"; {audit}"

@@ -79,17 +79,22 @@ class View:
     notes: list[str] = field(default_factory=list)
 
 
-def needs_of(state: State) -> Needs:
+def needs_of(state: State, shared: Sequence[bool] | None = None) -> Needs:
     """Says which ranks' files of a base a rank needs at most; headers are not known by then.
 
     All of them, but where the job has as many ranks as before and nothing that this rank holds
-    is shared or spread over others: then its own, and every other rank its own.
+    is shared or spread over others: then its own.
+
+    Args:
+        shared: by rank: whether anything that it holds is, as each says of itself; None: as with
+            this one, on all of them.
     """
-    world, shared = state.ranks.world, state.is_shared()
+    world = state.ranks.world
+    each = [state.is_shared()] * world if shared is None else shared
 
     def needs(rank: int, manifest: Manifest) -> Collection[int]:
         before = len(manifest.markers)
-        return (rank,) if before == world and not shared else range(before)
+        return (rank,) if before == world and not each[rank] else range(before)
 
     return needs
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from everstep.commit.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
@@ -67,6 +68,7 @@ class Resumed:
         load_s, replay_s: seconds that loading the base, and replaying behind it, took.
         forks: steps at which earlier processes took the run over.
         reads: of several ranks: what each has read, and from where.
+        lent: of the steps that were replayed, those from the memory of other nodes.
     """
 
     timeline: int
@@ -85,6 +87,7 @@ class Resumed:
     replay_s: float = 0.0
     forks: tuple[int, ...] = ()
     reads: tuple[RankRead, ...] = ()
+    lent: int = 0
 
 
 def resume(
@@ -98,6 +101,7 @@ def resume(
     strict: bool,
     timeout_s: float,
     on_touch: Callable[[], None],
+    trained: bool = False,
 ) -> Resumed:
     """Restores the newest base whose bytes all verify, and opens a new timeline.
 
@@ -105,6 +109,7 @@ def resume(
         recalled: what is in a keeper's memory; read from there where it is needed.
         step: restore this step; 0 with no such base: start afresh.
         on_touch: called before live state is overwritten.
+        trained: this process has trained: its state is not that of a fresh start.
 
     Raises:
         RecoveryError: when there are bases and none can be used, or none of ``step``.
@@ -117,6 +122,8 @@ def resume(
         for _ in range(_ATTEMPTS):
             inventory = _inventory(seams, run, opened, held)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
+            if fresh and trained:
+                raise RecoveryError(NO_WAY_BACK, step=0, path=run, hint=NO_WAY_BACK_HINT)
             try:
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
                 log = LogFound.of(seams.filesystem, inventory, recalled.records, world=1)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import numpy as np
+
 from everstep.arena import Block
 from everstep.errors import DamageError, EverstepError, FormatError, NewerFormatError
 from everstep.format.digests import digest
-from everstep.format.header import ShardHeader
+from everstep.format.header import ShardHeader, ShardIdentity
 from everstep.format.log import (
     LOG_OBJECT,
     LogRecord,
@@ -33,7 +35,9 @@ from everstep.seams.progress import ProgressSink, silent
 
 __all__ = [
     "SegmentFound",
+    "open_segment",
     "read_heads",
+    "read_index",
     "read_records",
     "read_segment",
     "scan_log",
@@ -100,6 +104,24 @@ def read_segment(
         DamageError, FormatError: with the path.
         OSError: it cannot be read.
     """
+    file, record, header, path = open_segment(filesystem, segment)
+    try:
+        return read_records(
+            file, record, header, path, ring, timeout_s=timeout_s, progress=progress
+        )
+    finally:
+        file.close()
+
+
+def open_segment(
+    filesystem: FileSystem, segment: SegmentFound
+) -> tuple[ReadFile, FileRecord, ShardHeader, PurePath]:
+    """A segment opened for reading, its header verified; whoever asks closes the file.
+
+    Raises:
+        DamageError, FormatError: with the path.
+        OSError: it cannot be read.
+    """
     marker = segment.marker
     assert marker is not None
     (record,) = marker.files
@@ -107,12 +129,14 @@ def read_segment(
     file = filesystem.open(path, direct=True)
     try:
         header = read_header(file, record, path)
-        records = read_records(
-            file, record, header, path, ring, timeout_s=timeout_s, progress=progress
-        )
-    finally:
+        _check_identity(header.identity, marker, path)
+    except BaseException:
         file.close()
-    identity = header.identity
+        raise
+    return file, record, header, path
+
+
+def _check_identity(identity: ShardIdentity, marker: Marker, path: PurePath) -> None:
     if (identity.run, identity.timeline, identity.step, identity.lsn, identity.rank) != (
         marker.run,
         marker.timeline,
@@ -121,7 +145,6 @@ def read_segment(
         marker.rank,
     ):
         raise FormatError(f"{path} is of another segment than its marker", path=path)
-    return records
 
 
 def read_records(
@@ -143,9 +166,10 @@ def read_records(
     # Huge pages, taken as they are filled: a bytearray is filled with zeros first, page by
     # page, which takes three times as long as to read and digest the segment.
     body = Block(record.length - header.room_bytes, touch=False).view
+    target = np.frombuffer(body, np.uint8)  # other threads run while it is copied to
 
     def keep(begin: int, piece: memoryview) -> None:
-        body[begin : begin + piece.nbytes] = piece
+        target[begin : begin + piece.nbytes] = np.frombuffer(piece, np.uint8)
 
     read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=progress, sink=keep)
     data = {place.entry.name: body[place.begin : place.end] for place in header.placed}
@@ -239,11 +263,21 @@ def read_heads(file: ReadFile, header: ShardHeader, path: PurePath) -> tuple[Rec
         DamageError, FormatError: with the path.
         OSError: it cannot be read.
     """
+    return heads_of(header.identity.timeline, read_index(file, header, path), path)
+
+
+def read_index(file: ReadFile, header: ShardHeader, path: PurePath) -> bytes:
+    """The object of an open segment that says what its records are, verified.
+
+    Raises:
+        DamageError, FormatError: with the path.
+        OSError: it cannot be read.
+    """
     for place, expected in zip(header.placed, header.digests, strict=True):
         if place.entry.name == LOG_OBJECT:
             data = bytearray(place.end - place.begin)
             got = file.read_into(memoryview(data), header.room_bytes + place.begin)
             if got != len(data) or digest(memoryview(data)) != expected:
                 raise DamageError(f"{path}: its index is damaged", path=path)
-            return heads_of(header.identity.timeline, bytes(data), path)
+            return bytes(data)
     raise FormatError(f"{path} has no index", path=path)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.offers import Source
+from everstep.commit.reclaim import COPY_TIERS
 from everstep.format.names import parse_marker, parse_shard
 from everstep.recover.held import HeldBase
 from everstep.seams.filesystem import FileSystem
 
-__all__ = ["Place", "Places", "RankRead", "rank_of"]
+__all__ = ["Place", "Places", "RankRead", "name_of", "rank_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,17 @@ class Places:
                 left.remove(place)
                 if not any(other.source == place.source for other in left):
                     self.damaged.append((each, place.source))
+
+
+def name_of(tiers: set[str]) -> str:
+    """What a resume calls the places that it read from. Never "disk" where a copy was among them:
+    that would vouch for what this rank's own disk holds."""
+    copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
+    if copies:
+        return copies[0]
+    if "peer" in tiers:
+        return "peer"
+    return "memory" if "memory" in tiers else "disk"
 
 
 def rank_of(error: Exception) -> int | None:

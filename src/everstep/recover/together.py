@@ -7,7 +7,7 @@ that says nothing for too long is named; one that is loading says so while it do
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 
@@ -35,7 +35,7 @@ from everstep.commit.messages import (
     encode_message,
 )
 from everstep.commit.offers import Choice, Needs, Offer, Source
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import (
     DamageError,
     DeadlineError,
@@ -56,10 +56,10 @@ from everstep.recover.ranks import offer_of, open_on_disk
 from everstep.recover.reshard import HoleError
 from everstep.recover.resume import Resumed, not_finite
 from everstep.recover.scan import BaseFound, Inventory, scan_run
-from everstep.recover.sources import Place, Places, RankRead, rank_of
+from everstep.recover.sources import Place, Places, RankRead, name_of, rank_of
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.fingerprint import fingerprint
+from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
 from everstep.seams.mailbox import Mailbox
 from everstep.state.image import State
 from everstep.tiers.disk import storage_errors
@@ -83,12 +83,16 @@ class Meeting:
         session: names the start; no other has the same.
         disks: by rank: a name of the disk that it writes to.
         mailbox: to the other ranks' training processes.
+        fingerprints: of each rank; of those that train differently nothing is proven.
+        trained: these processes have trained: their state is not that of a fresh start.
     """
 
     session: str
     rank: int
     disks: tuple[str, ...]
     mailbox: Mailbox
+    fingerprints: tuple[Mapping[str, str], ...] = ()
+    trained: bool = False
 
     @property
     def world(self) -> int:
@@ -142,6 +146,7 @@ class _Start:
             step=step,
             needs=needs,
             fetch=False,
+            trained=meeting.trained,
             silent_s=timeout_s,
         )
         now_s = self._clock.monotonic_s()
@@ -250,16 +255,20 @@ class _Start:
         if self._held is not None and self._held.id.timeline in inventory.timelines:
             held.append((self._held.marker, "memory"))
         mine = [one for one in self.fetched if one.is_of(inventory)]
-        held += [(one.held.marker, "peer") for one in mine]
+        held += [(one.held.marker, one.tier) for one in mine]
         log = () if self._log is None else self._log.runs(inventory)
         offer = offer_of(self._filesystem, inventory, rank, disk, held, log)
         named = {one.record.timeline: one.record for one in mine}
+        named |= {} if self._log is None else self._log.timelines(inventory)
         offer = replace(offer, timelines={**offer.timelines, **named})
         return self._copies.add_to(offer)
 
     def fetch(self, fetch: Fetch) -> None:
         """What is held in the memory of other nodes, and is needed here, comes here."""
-        self.fetched = fetch(self._offer())
+        brought = fetch(self._offer())
+        self.fetched += brought.bases
+        if self._log is not None:
+            self._log.lent = brought.logs
 
     def _restore(self, choice: Choice) -> Restored:
         """Loads what was chosen, and replays this rank's log behind it."""
@@ -315,6 +324,15 @@ class _Start:
             else:
                 self._take(loaded, choice.manifest, picked, start_s)
                 return ()
+        if not places.damaged:  # or the others would take this rank's state for that of the base
+            missing = ", ".join(str(r) for r in wanted if r not in places.readable)
+            raise RecoveryError(
+                f"rank {self._meeting.rank} was told to restore {choice.base}, and has not offered "
+                f"the files of rank(s) {missing}, which it needs",
+                rank=self._meeting.rank,
+                path=self._run,
+                hint="the ranks do not hold the same kinds of state; please report this",
+            )
         return tuple(places.damaged)
 
     def _take(
@@ -329,7 +347,7 @@ class _Start:
             read_bytes[source] = read_bytes.get(source, 0) + size_bytes
         self.outcome = _Outcome(
             loaded,
-            _name_of({place.source.tier for place in picked.values()}),
+            name_of({place.source.tier for place in picked.values()}),
             exact,
             self._clock.monotonic_s() - start_s,
             self.outcome.inventory,
@@ -349,11 +367,10 @@ class _Start:
         return Places(found)
 
     def _at(self, source: Source, marker: Marker) -> list[Place]:
-        if source.tier == "memory":
-            held = self._held
-            return [Place(source, held)] if held is not None and held.marker == marker else []
-        if source.tier == "peer":
-            return [Place(source, one.held) for one in self.fetched if one.held.marker == marker]
+        if source.tier in VOLATILE_TIERS:
+            held = [one.held for one in self.fetched if one.tier == source.tier]
+            held += [self._held] if self._held and source.tier == "memory" else []
+            return [Place(source, one) for one in held if one.marker == marker]
         if source.tier == "disk":
             return [Place(source, self._filesystem)]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
@@ -361,6 +378,7 @@ class _Start:
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
         assert choice.run is not None, "every disk has the record of the run by now"
+        known = fingerprint_of_all(self._meeting.fingerprints or (fingerprint(),))
         return TimelineRecord(
             run=choice.run,
             timeline=number,
@@ -368,7 +386,7 @@ class _Start:
             fork_step=0 if choice.end is None else choice.end.step,
             exact=self.outcome.exact,
             world=self._meeting.world,
-            fingerprint={**fingerprint(), "session": self._meeting.session},
+            fingerprint={**known, "session": self._meeting.session},
             created_unix_s=self._clock.unix_s(),
             base=None if choice.base is None or choice.reach is None else astuple(choice.base),
         )
@@ -382,6 +400,7 @@ def resume_together(
     held: HeldBase | None,
     load: Load | None,
     *,
+    own: Sequence[Fetched] = (),
     step: int | None,
     needs: Needs,
     timeout_s: float,
@@ -395,6 +414,7 @@ def resume_together(
     Args:
         held: what is in the memory of this rank's keeper.
         load: restores the state; None: there may be nothing to restore.
+        own: bases of this rank that live in the memory of its keeper.
         step: restore a base of this step; 0 with no such base: start afresh.
         needs: which ranks' files a rank has to read.
         timeout_s: a rank that says nothing for so long is reported.
@@ -411,34 +431,15 @@ def resume_together(
     """
     with storage_errors("resume", run, rank=meeting.rank):
         copies = copies or Copies((), run)
-        start = _Start(
-            seams,
-            run,
-            meeting,
-            held,
-            load,
-            copies,
-            log,
-            step=step,
-            needs=needs,
-            timeout_s=timeout_s,
-        )
+        about = seams, run, meeting, held, load, copies, log
+        start = _Start(*about, step=step, needs=needs, timeout_s=timeout_s)
+        start.fetched += own
         if fetch is not None:
             start.fetch(fetch)
         go = start.agree()
     skipped = (*start.skipped, *(() if log is None else log.skipped))
-    return _resumed(go, start.outcome, state, skipped, copies.problems), go.choice
-
-
-def _name_of(tiers: set[str]) -> str:
-    """What a resume calls the places that it read from. Never "disk" where a copy was among them:
-    that would vouch for what this rank's own disk holds."""
-    copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
-    if copies:
-        return copies[0]
-    if "peer" in tiers:
-        return "peer"
-    return "memory" if "memory" in tiers else "disk"
+    resumed = _resumed(go, start.outcome, state, skipped, copies.problems)
+    return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice
 
 
 def _resumed(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["cuda_in_use", "fingerprint"]
+__all__ = ["cuda_in_use", "fingerprint", "fingerprint_of_all"]
 
 _DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and no getter
 
@@ -32,6 +33,18 @@ def fingerprint() -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda)
         found["device"] = torch.cuda.get_device_name()
     return found
+
+
+def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """That of several processes: where they differ it is that of none of them, so no replay by one
+    of them is taken for the same (I9).
+
+    Args:
+        found: of each.
+    """
+    keys = sorted({key for one in found for key in one})
+    values = {key: sorted({one.get(key, "none") for one in found}) for key in keys}
+    return {key: ", ".join(each) for key, each in values.items()}
 
 
 def _flushes_denormals() -> bool:

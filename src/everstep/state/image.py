@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
 from everstep.seams.memory import copy_memory
+from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef
 from everstep.state.optimizers import OptimizerProvider
@@ -27,6 +30,7 @@ from everstep.state.providers import (
     Unproven,
 )
 from everstep.state.ranks import ONE_RANK, RankInfo
+from everstep.state.refusals import snapshot
 from everstep.state.rng import collect_rng, restore_rng
 from everstep.state.share import OwnShare
 from everstep.state.survey import (
@@ -45,6 +49,8 @@ from everstep.state.zero import ZeroProvider, is_zero
 __all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State"]
 
 RNG_SECTION = f"{RESERVED}/rng"
+
+_log = logging.getLogger("everstep")
 
 
 class State:
@@ -106,6 +112,13 @@ class State:
             elif isinstance(value, Stateful) and not isinstance(value, type):
                 provider = StatefulProvider(key, value)
             else:
+                if whose := snapshot(value):
+                    name = whose.split()[1]
+                    raise OptionError(
+                        f"{key!r} holds what the state_dict() of {whose} gave: training does not "
+                        "change that copy, and resume() could not give it back",
+                        hint=f'the object itself, in a place of its own: {{"{name}": {name}}}',
+                    )
                 provider = PlainProvider(key, values)
             self.providers[key] = provider
         self.providers[RNG_SECTION] = _RngProvider()
@@ -123,6 +136,26 @@ class State:
         self._share.of(survey)
         shape = survey.shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
+        self._tell_of_unsaved(survey)
+
+    def _tell_of_unsaved(self, survey: Survey) -> None:
+        """An optimizer may train what is in no part of the state: a head, a loss with weights of
+        its own. Its moments would come back, and it would not."""
+        saved = {0, *map(_where, survey.tensors.values())}
+        for section, provider in self.providers.items():
+            if isinstance(provider, OptimizerProvider):
+                named = provider.named()
+                lost = [name for name, tensor in named if _where(tensor) not in saved]
+                if lost:
+                    names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+                    _log.warning(
+                        "everstep: %r trains %d parameter(s) that are in no part of the state "
+                        "(%s): their values are not saved, and resume() leaves them as the program "
+                        "made them\n  hint: add the module or the tensors to the state",
+                        section,
+                        len(lost),
+                        names,
+                    )
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -219,6 +252,14 @@ class State:
                 unexpected = [(section, "in the checkpoint, not in the state")]
                 plans[section] = RestorePlan(None, mismatches=unexpected)
         return plans
+
+
+def _where(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 if it has none yet, or none of its own."""
+    local = local_of(tensor)
+    if is_lazy(local) or local.layout is not torch.strided:
+        return 0
+    return local.untyped_storage().data_ptr()
 
 
 def _is_usual(state: Mapping[str, Any]) -> bool:

@@ -6,6 +6,8 @@ it holds and a changed parameter list is noticed instead of being loaded crosswi
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -185,6 +187,7 @@ class OptimizerProvider:
             )
         for number, (theirs, mine) in enumerate(zip(saved_groups, live_groups, strict=False)):
             plan.mismatches += self._compare_group(number, theirs, mine)
+        plan.mismatches += self._of_another_class(saved.tree["param_groups"])
         if plan.mismatches:  # a partial optimizer is no optimizer: all of it or nothing
             return RestorePlan(tree=None, mismatches=plan.mismatches)
         for name, entry in saved.entries.items():
@@ -258,6 +261,26 @@ class OptimizerProvider:
                 found.append((unique[key], tuple(parameter.shape)))
         return found
 
+    def _of_another_class(self, groups: list[Any]) -> list[tuple[str, str]]:
+        """Options by which the saved groups are seen to be another optimizer's: torch would take
+        them, and the moments, without a word, and train on with what it does not know.
+
+        Schedulers and users add options of their own, and other versions of torch have a few
+        more or less: what counts is an option of torch's that this class does not have.
+        """
+        kind, problems = type(self._optimizer), list[tuple[str, str]]()
+        known = _options_of_torch()
+        pairs = zip(groups, self._optimizer.param_groups, strict=False)
+        for number, (theirs, mine) in enumerate(pairs):
+            here = {*mine, *self._optimizer.defaults}
+            strange = sorted((theirs.keys() & known) - here)
+            lacking = self._optimizer.defaults.keys() - theirs.keys()
+            if strange and (lacking or self.is_function_of_gradients):
+                where = f"{self.section}/param_groups/{number}"
+                text = f"saved by another class: {kind.__name__} has no {', '.join(strange)}"
+                problems.append((where, text))
+        return problems
+
     def _compare_group(
         self, number: int, theirs: list[Named], mine: list[Named]
     ) -> list[tuple[str, str]]:
@@ -276,6 +299,20 @@ class OptimizerProvider:
         if not problems and list(saved) != list(live):  # LBFGS has one state for all, in order
             problems.append((where, f"saved in the order {list(saved)}, live {list(live)}"))
         return problems
+
+
+@functools.cache
+def _options_of_torch() -> frozenset[str]:
+    """Names of all options of torch's optimizers, without those that came to a class later than
+    the oldest torch that is supported."""
+    kinds = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+    names = {
+        name
+        for kind in kinds
+        if issubclass(kind, Optimizer) and kind is not Optimizer
+        for name in inspect.signature(kind).parameters
+    }
+    return frozenset(names - {"params", "decoupled_weight_decay"})
 
 
 def _named_groups(tree: Any) -> list[list[Named]] | None:

@@ -313,22 +313,27 @@ class PlainProvider(Unproven):
         return self._state[self.section]
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        """Tensors that somebody else trains are read into where they lie: a fresh one in their
+        place would leave the training with the values that it began with."""
         value = self._state[self.section]
         plan = RestorePlan(saved.tree)
-        if isinstance(value, torch.Tensor):
+        for name, trained in zip(live, _trained(value), strict=True):
+            if not trained and not isinstance(value, torch.Tensor):
+                continue  # one in a container is put there anew
             problem: str | None = "no tensor in the checkpoint, one in the state"
-            if isinstance(saved.tree, TensorRef):
-                problem = difference(saved.entries[saved.tree.name], value)
+            if name in saved.entries:
+                problem = difference(saved.entries[name], live[name])
             if problem:
-                return RestorePlan(None, mismatches=[(self.section, problem)])
-            plan.in_place[saved.tree.name] = value.detach()
-        return plan
+                plan.mismatches.append((name, problem))
+            plan.in_place[name] = live[name]
+        return RestorePlan(None, mismatches=plan.mismatches) if plan.mismatches else plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         """Containers keep their identity, so other references to them see the restored data."""
         value = self._state[self.section]
         if isinstance(value, torch.Tensor):
             return []  # was read in place
+        tree = _with_objects_of(value, tree)
         if isinstance(value, dict) and isinstance(tree, dict):
             value.clear()
             value.update(tree)
@@ -343,6 +348,37 @@ class PlainProvider(Unproven):
                 return []
         self._state[self.section] = tree
         return []
+
+
+def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:
+    """Of each tensor in plain data, in the order in which ``split`` finds them, whether a module
+    or an optimizer has it, too: parameters, and what a module's ``state_dict()`` gives."""
+    if isinstance(value, torch.Tensor):
+        yield of_module or (value.requires_grad and value.is_leaf)
+    elif type(value) in (dict, OrderedDict):
+        of_module = of_module or hasattr(value, "_metadata")
+        for item in value.values():
+            yield from _trained(item, of_module=of_module)
+    elif type(value) in (list, tuple):
+        for item in value:
+            yield from _trained(item, of_module=of_module)
+
+
+def _with_objects_of(value: Any, tree: Any) -> Any:
+    """The restored ``tree``; tensors that were read into where they lie are the objects that
+    ``value`` has in their place."""
+    if isinstance(tree, torch.Tensor):
+        return value if _same_memory(value, tree) else tree
+    if type(tree) in (dict, OrderedDict):
+        mine = value if isinstance(value, dict) else {}
+        return type(tree)((k, _with_objects_of(mine.get(k), item)) for k, item in tree.items())
+    if type(tree) in (list, tuple):
+        items = value if isinstance(value, (list, tuple)) else ()
+        return type(tree)(
+            _with_objects_of(items[n] if n < len(items) else None, item)
+            for n, item in enumerate(tree)
+        )
+    return tree
 
 
 def difference(entry: Entry, tensor: torch.Tensor, *, dtype: bool = True) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
-__all__ = ["refusal"]
+__all__ = ["refusal", "snapshot"]
 
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
 _BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
@@ -25,6 +27,11 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     ((int, float, complex, str), "a subclass of a plain type; convert it to that type"),
     (_CODE, "code cannot be stored; store the data that it depends on"),
     (type, "a class cannot be stored; store its name"),
+    (
+        DataLoader,
+        "torch's own has no position; take torchdata's StatefulDataLoader, or store epoch "
+        "and batch, and skip to there",
+    ),
     ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
     ("bit_generator", "store its bit_generator.state"),
     ("get_state", "store its get_state()"),
@@ -34,6 +41,13 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     ("__dataclass_fields__", "store dataclasses.asdict(value)"),
     ("__next__", "an iterator's position cannot be stored; store what it counts"),
 )
+# Keys that are in every state_dict() of a kind of object.
+_SNAPSHOTS = {
+    "an optimizer": {"state", "param_groups"},
+    "a scheduler": {"last_epoch", "_last_lr"},
+    "a scaler": {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"},
+}
+_SNAPSHOT_DEPTH = 3
 
 
 def refusal(value: object) -> str:
@@ -44,3 +58,19 @@ def refusal(value: object) -> str:
         if hasattr(kind, mark) if isinstance(mark, str) else isinstance(value, mark):
             return f"{name}: {advice}"
     return f"{name}: only plain data can be stored; store what it is made of"
+
+
+def snapshot(value: object, depth: int = 0) -> str | None:
+    """Whose ``state_dict()`` is in ``value``, plain data, if that is a copy: training would not
+    change it, and what gave it would not get it back. None for all others."""
+    if type(value) is dict:
+        for kind, keys in _SNAPSHOTS.items():
+            if keys <= value.keys():
+                return kind
+    items: Iterable[object] = ()
+    if type(value) in (dict, OrderedDict) and isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    found = (snapshot(item, depth + 1) for item in items) if depth < _SNAPSHOT_DEPTH else ()
+    return next(filter(None, found), None)

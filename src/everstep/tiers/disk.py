@@ -55,6 +55,8 @@ def storage_errors(
             hint = "free some space, or keep fewer bases (keep=, everstep rm)"
         elif error.errno in _NO_PERMISSION:
             kind, hint = PermissionDeniedError, "choose a directory that this user may write"
+        elif error.errno == errno.ENOTDIR:
+            hint = "a file is where a directory should be: choose another path, or move the file"
         reason = error.strerror or str(error)
         raise kind(
             f"could not {what}: {reason}", step=step, rank=rank, tier="disk", path=path, hint=hint

@@ -59,11 +59,13 @@ class PeerOptions:
             ``Budget.host_bytes``. None: half of it.
         emulated_node: stands for a node, for tests and drills on one machine: ranks that name the
             same are on the same one. A copy on the same machine protects nothing.
+        if_there: where there is no other node nothing is sent, and that is no error.
     """
 
     bytes_per_s: float | None = None
     host_bytes: int | None = None
     emulated_node: str | None = None
+    if_there: bool = False
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "host_bytes"):
@@ -77,9 +79,12 @@ class PeerOptions:
 
 
 def split_peers(
-    tiers: Sequence[str | TierOptions | PeerOptions],
+    tiers: Sequence[str | TierOptions | PeerOptions], method_tiers: Sequence[str] = ()
 ) -> tuple[list[str | TierOptions], PeerOptions | None]:
     """The places that keep copies, and what was said of peers; None: they keep none.
+
+    Args:
+        method_tiers: where bases live: in peers' memory, if there are any, if nothing is said.
 
     Raises:
         OptionError: peers were named twice.
@@ -91,7 +96,8 @@ def split_peers(
     if len(peers) > 1:
         raise OptionError("tiers= names peers twice: each rank has one peer")
     rest = [one for one in named if not isinstance(one, PeerOptions)]
-    return rest, peers[0] if peers else None
+    implied = PeerOptions(if_there=True) if "peer" in method_tiers else None
+    return rest, peers[0] if peers else implied
 
 
 def validate_tiers(tiers: Sequence[str | TierOptions], keep: int) -> tuple[TierOptions, ...]:

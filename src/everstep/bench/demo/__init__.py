@@ -1,7 +1,7 @@
 """The main job: train on real text, get killed, resume, and compare every bit.
 
 Two processes train the same model from the same seed, side by side. One is left alone.
-The other is killed with SIGKILL three times, once together with its keeper and twice alone,
+The other is killed with SIGKILL four times, twice together with its keeper and twice alone,
 started again each time, and has only its checkpoints to go on. In the end nothing may tell
 them apart.
 

@@ -29,7 +29,7 @@ RANDOM_MOMENT = "random moment"
 BEFORE_RENAME = "save.before_rename"
 BEFORE_MANIFEST = "save.before_manifest"
 AFTER_CAPTURED = "capture.after_captured"
-_SAVES_MIN = 8
+_SAVES_MIN = 9
 
 KeeperKind = Literal["process", "thread", "none"]
 KeeperFate = Literal["spared", "dies", "none"]
@@ -114,7 +114,7 @@ def demo_plan(
 
     Raises:
         OptionError: for options that a Checkpointer refuses, or that leave no room for
-            three kills.
+            the kills.
     """
     model, batch, text_bytes, default_steps, default_every = _QUICK if quick else _FULL
     steps = default_steps if steps is None else steps
@@ -146,39 +146,37 @@ def logs(method: str) -> bool:
 
 
 def planned_kills(*, steps: int, every: int, seed: int, keeper: KeeperKind) -> tuple[Kill, ...]:
-    """Three kills, one in each third of the run: inside two saves, and at any moment.
+    """The kills, one in each third of the run, or in each quarter: inside of saves, and at any
+    moment.
 
     Args:
-        keeper: what the method has: a process is spared by the second and the third kill.
+        keeper: what the method has: a process is spared by the last two of four kills.
 
     Raises:
-        OptionError: when there are fewer than eight saves in ``steps``.
+        OptionError: when there are fewer than nine saves in ``steps``.
     """
     if every < 1 or steps < _SAVES_MIN * every:
         raise OptionError(
-            f"{steps} steps with a save every {every} leave no room for three kills",
+            f"{steps} steps with a save every {every} leave no room for the kills",
             hint=f"take at least {_SAVES_MIN} times as many steps as there are between saves",
         )
     draw = random.Random(seed)
-    saves = steps // every
-    third = saves // 3
-    # In saves: [2, third], [third + 1, 2 third], and between 2 third + 1 and the end. One save
-    # is whole before the first kill, and each restart takes at least one of its own. What is
-    # left of the last third gives the last kill time to arrive, even on a busy machine.
-    rename = every * draw.randrange(2, third + 1)
-    second = every * draw.randrange(third + 1, 2 * third + 1)
-    end = saves - max(1, (third - 1) // 2)
-    moment = draw.randrange((2 * third + 1) * every, end * every)
-    fraction = draw.random()
+    inside: list[tuple[str, KeeperFate]] = [(BEFORE_RENAME, "dies"), (BEFORE_MANIFEST, "dies")]
     if keeper == "process":
-        return (
-            Kill(BEFORE_RENAME, rename, keeper="dies"),
-            Kill(AFTER_CAPTURED, second, keeper="spared"),
-            Kill(RANDOM_MOMENT, moment, fraction, keeper="spared"),
-        )
-    fate: KeeperFate = "dies" if keeper == "thread" else "none"
-    return (
-        Kill(BEFORE_RENAME, rename, keeper=fate),
-        Kill(BEFORE_MANIFEST, second, keeper=fate),
-        Kill(RANDOM_MOMENT, moment, fraction, keeper=fate),
-    )
+        inside.append((AFTER_CAPTURED, "spared"))
+    elif keeper == "none":
+        inside = [(where, "none") for where, _ in inside]
+    saves = steps // every
+    share = saves // (len(inside) + 1)
+    # In saves: [2, share], [share + 1, 2 share], and so on, and between the last of them and the
+    # end. One save is whole before the first kill, and each restart takes at least one of its
+    # own. What is left of the last share gives the last kill time to arrive on a busy machine.
+    kills = [
+        Kill(where, every * draw.randrange(max(2, number * share + 1), (number + 1) * share + 1),
+             keeper=fate)
+        for number, (where, fate) in enumerate(inside)
+    ]  # fmt: skip
+    end = saves - max(1, (share - 1) // 2)
+    moment = draw.randrange((len(inside) * share + 1) * every, end * every)
+    last: KeeperFate = "spared" if keeper == "process" else inside[-1][1]
+    return (*kills, Kill(RANDOM_MOMENT, moment, draw.random(), keeper=last))

@@ -1,4 +1,4 @@
-"""Runs the plan: two training processes, three kills, one comparison."""
+"""Runs the plan: two trainings, kills, one comparison."""
 
 from __future__ import annotations
 

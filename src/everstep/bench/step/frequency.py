@@ -97,13 +97,18 @@ class FrequencyReport:
 
     def labels(self) -> list[str]:
         """What everyone who sees a figure of this run must know."""
-        return [] if self.free_core else ["ONE CORE: training and everything else share it"]
+        found = [] if self.free_core else ["ONE CORE: training and everything else share it"]
+        if self.options.tiers:
+            places = ", ".join(self.options.tiers)
+            found.append(f"TIERS: everstep's arms copy each base to {places}; the others do not")
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """Everything, every probe included."""
         return {
             **facts_as_json(self),
             "within": self.options.within,
+            "tiers": list(self.options.tiers),
             "arms": [
                 {
                     "name": found.arm,

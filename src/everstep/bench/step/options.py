@@ -9,6 +9,7 @@ from pathlib import Path
 
 from everstep.bench.stall.options import check_arm, check_training
 from everstep.errors import OptionError
+from everstep.tiers.urls import is_url
 
 __all__ = [
     "ARMS",
@@ -18,8 +19,10 @@ __all__ = [
     "Setting",
     "StepOptions",
     "Training",
+    "copies",
     "parse_ratios",
     "parse_share",
+    "parse_tiers",
 ]
 
 NONE = "none"
@@ -48,6 +51,7 @@ _USES = {
     "lowdiff": {"ratio", "batch_steps", "every"},
     "lowdiff_plus": {"every"},
 }
+_OTHERS = (NONE, COMPRESSED, "torch.save", "naive-diff")
 _EVERY_MAX = 1000
 _BATCH_MAX = 1 << 20
 
@@ -61,6 +65,7 @@ class Setting:
         ratio: the share of a gradient's, or a difference's, elements that is kept.
         batch_steps: steps that are written to disk at a time.
         block_steps: steps of a timed block.
+        tiers: places in which bases are copied, too; everstep's arms alone can.
     """
 
     arm: str
@@ -68,6 +73,7 @@ class Setting:
     ratio: float
     batch_steps: int
     block_steps: int
+    tiers: tuple[str, ...] = ()
 
     @property
     def compresses(self) -> bool:
@@ -191,6 +197,7 @@ class FrequencyOptions(Training):
         batch_steps: see :class:`Setting`.
         every_max: no interval above is tried.
         arms: names of arms that save; None for all.
+        tiers: URLs, and absolute paths of folders, in which everstep's arms copy their bases.
     """
 
     within: float = 0.035
@@ -198,6 +205,7 @@ class FrequencyOptions(Training):
     batch_steps: int = 5
     every_max: int = 64
     arms: tuple[str, ...] | None = None
+    tiers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
@@ -210,6 +218,11 @@ class FrequencyOptions(Training):
         if not 1 <= self.every_max <= _EVERY_MAX:
             raise OptionError(f"every_max={self.every_max}: between 1 and {_EVERY_MAX}")
         _check_arms(self.arms)
+        for place in self.tiers:
+            if not is_url(place) and not Path(place).is_dir():
+                raise OptionError(
+                    f"there is no folder {place}", hint="make it first, or name a URL"
+                )
 
     def names(self) -> tuple[str, ...]:
         """The arms that save, in the order of :data:`ARMS`."""
@@ -218,7 +231,8 @@ class FrequencyOptions(Training):
 
     def setting(self, arm: str, every: int, block_steps: int) -> Setting:
         """The arm with this interval."""
-        return Setting(arm, every, self.ratio, self.batch_steps, block_steps)
+        tiers = self.tiers if copies(arm) else ()
+        return Setting(arm, every, self.ratio, self.batch_steps, block_steps, tiers)
 
 
 def _check_arms(arms: Collection[str] | None) -> None:
@@ -240,6 +254,17 @@ def parse_ratios(text: str) -> tuple[float, ...]:
         OptionError: for anything else.
     """
     return tuple(dict.fromkeys(parse_share(word) for word in text.split(",")))
+
+
+def copies(arm: str) -> bool:
+    """Whether an arm can copy its bases to other places."""
+    return arm not in _OTHERS
+
+
+def parse_tiers(text: str | None) -> tuple[str, ...]:
+    """Places: ``"/mnt/other,s3://bucket/prefix"``; folders with their absolute paths."""
+    places = [place.strip() for place in (text or "").split(",")]
+    return tuple(dict.fromkeys(p if is_url(p) else str(Path(p).absolute()) for p in places if p))
 
 
 def parse_share(text: str) -> float:

@@ -53,7 +53,9 @@ class Order:
     def decode(cls: type[_Order], text: str) -> _Order:
         """From an argument."""
         fields = json.loads(text)
-        return cls(**fields | {"setting": Setting(**fields["setting"])})
+        setting = fields["setting"]
+        setting["tiers"] = tuple(setting["tiers"])
+        return cls(**fields | {"setting": Setting(**setting)})
 
     @property
     def is_orphaned(self) -> bool:

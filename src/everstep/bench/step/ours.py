@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from everstep.bench.step.options import Setting
 from everstep.checkpointer import Checkpointer
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import Seams
+from everstep.tiers.urls import is_url, open_tier
 
 __all__ = ["LINGER_KILLED_S", "Ours", "missing"]
 
@@ -51,10 +54,15 @@ class Ours(StepArm):
         self.saves_each_step = setting.every == 1
         words = _DETAILS[arm].format(batch_steps=setting.batch_steps)
         self.detail = f'method="{arm}", every={setting.every}, keep=1: {words}'
+        if setting.tiers:
+            self.detail += f"; copies in {', '.join(setting.tiers)}"
         if setting.compresses:
             self.detail += f"; {self.compression}, without error feedback"
         self._checkpointer: Checkpointer | None = None
         self._budget: Budget | None = None
+        # Of this block alone: a place holds one run, and is emptied behind it.
+        name = f"{folder.parent.name}-{folder.name}"
+        self._places = [f"{place.rstrip('/')}/{name}" for place in setting.tiers]
 
     def open(self) -> None:
         """Begins, or goes on with, the run."""
@@ -62,6 +70,9 @@ class Ours(StepArm):
         state: dict[str, Any] = self._loop.training.state()
         if self._compressor is not None:
             state["compressor"] = self._compressor
+        for place in self._places:
+            if not is_url(place):
+                Path(place).mkdir(exist_ok=True)
         self._checkpointer = Checkpointer(
             self._folder,
             state,
@@ -71,6 +82,7 @@ class Ours(StepArm):
             budget=self._budget,
             log=self.log(),
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
+            tiers=self._places,
             seams=self.seams(),
         )
 
@@ -115,13 +127,25 @@ class Ours(StepArm):
         return keepers_of(self._folder)
 
     def close(self) -> None:
-        """Closes the run, and waits until its keeper has ended."""
+        """Closes the run, waits until its keeper has ended, behind the last copy, and removes its
+        copies."""
         if self._checkpointer is not None:
             closing, self._checkpointer = self._checkpointer, None
             close_run(closing, self.processes(), self.setting.arm)
+        for place in self._places:
+            _empty(place, self.seams())
         super().close()
 
     @property
     def _run(self) -> Checkpointer:
         assert self._checkpointer is not None
         return self._checkpointer
+
+
+def _empty(place: str, seams: Seams) -> None:
+    if not is_url(place):
+        shutil.rmtree(place, ignore_errors=True)
+        return
+    with contextlib.closing(open_tier(place, seams.filesystem, clock=seams.clock)) as tier:
+        for item in tier.walk():
+            tier.delete(item.name)

@@ -126,15 +126,13 @@ class _Job:
         steps: list[list[dict[str, Any]]] = [[] for _ in ranks]
         for step in range(1, options.steps + 1):
             for rank, process in enumerate(ranks):
-                while not select.select([process.stdout], [], [], _LOOK_EVERY_S)[0]:
-                    if process.poll() is not None:
-                        break
+                while not _said(process):
                     sampler.look(step)
                 steps[rank].append(_next(process, "step", step))
             sampler.look(step)
             display.advance(f"step {step}")
             tell(ranks[0], b"looked\n")
-        while not select.select([ranks[0].stdout], [], [], _LOOK_EVERY_S)[0]:
+        while not _said(ranks[0]):
             sampler.look(options.steps)
         found.done = [_next(process, "done") for process in ranks]
         self._refuse_failed()
@@ -179,6 +177,12 @@ def _bound(tier: str, bounds: Sequence[dict[str, Any]]) -> int:
     field = {MEMORY: "host_bytes", PEER: "peer_bytes", DISK: "disk_bytes"}[tier]
     more = CONTROL_BYTES if tier == MEMORY else 0
     return int(min(bound[field] for bound in bounds)) + more
+
+
+def _said(process: Popen[bytes]) -> bool:
+    """Whether it has said something, or has ended; waits a little for it."""
+    assert process.stdout is not None
+    return bool(select.select([process.stdout], [], [], _LOOK_EVERY_S)[0])
 
 
 def _next(process: Popen[bytes], event: str, step: int | None = None) -> Any:

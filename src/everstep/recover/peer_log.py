@@ -1,0 +1,135 @@
+"""Steps of one rank's log, held in memory for another node.
+
+They are one piece of memory: the data of each record, and behind it an index that says what
+the records are. The index has a digest, and each record its own, taken when it came from training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.commit.logs import LogRun
+from everstep.commit.peerlog import run_of
+from everstep.errors import DamageError, FormatError
+from everstep.format.digests import digest
+from everstep.format.log import LogRecord, pack_index, records_of_pack
+from everstep.format.records import TimelineRecord
+from everstep.recover.scan import Inventory
+
+__all__ = ["LentLog", "Packed", "PeerLog", "packed", "read_packed", "unpacked"]
+
+_PATH = PurePath("log of a peer")
+_ALIGNMENT_BYTES = 64
+_OFFSET_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Steps of a log as one piece of memory.
+
+    Attributes:
+        index_bytes: of ``memory``, at its end.
+        index_digest: of these.
+    """
+
+    run: LogRun
+    memory: memoryview
+    index_bytes: int
+    index_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLog:
+    """Steps of the log of ``source`` that are held for it, with their digests compared when they
+    arrived.
+
+    Attributes:
+        record: of their timeline, in the bytes that its writer had on disk (I7).
+    """
+
+    source: int
+    record: bytes
+    steps: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class LentLog:
+    """Steps of this rank's own log that have come from the memory of another node.
+
+    Attributes:
+        record: of their timeline.
+        records: over the memory of ``steps``, compared with their digests.
+    """
+
+    record: TimelineRecord
+    steps: Packed
+    records: tuple[LogRecord, ...]
+
+    def is_of(self, inventory: Inventory) -> bool:
+        """Whether their timeline is what this disk has under that number, or it has none (I7)."""
+        known = inventory.timelines.get(self.record.timeline)
+        return known is None or known == self.record
+
+
+def packed(records: Sequence[LogRecord]) -> Packed:
+    """A copy of whole steps that follow each other.
+
+    Raises:
+        DamageError: a record is not what it was when it came: its memory is being used again, or
+            a bit has flipped.
+        FormatError: they are no whole steps, or there is a hole between them.
+    """
+    run = run_of([record.head for record in records])
+    offsets, end = [], 0
+    for record in records:
+        offsets.append(end)
+        end += -(-record.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    places = b"".join(offset.to_bytes(_OFFSET_BYTES, "little") for offset in offsets)
+    index = len(offsets).to_bytes(_OFFSET_BYTES, "little") + places + pack_index(records)
+    memory = memoryview(bytearray(end + len(index)))
+    memory[end:] = index
+    for record, offset in zip(records, offsets, strict=True):
+        memory[offset : offset + record.data.nbytes] = record.data
+    found = Packed(run, memory, len(index), digest(index))
+    unpacked(found)
+    return found
+
+
+def unpacked(steps: Packed) -> list[LogRecord]:
+    """The records, every byte compared with its digest; over ``steps.memory``.
+
+    Raises:
+        DamageError: they are other bytes.
+        FormatError: they are no records, or other steps than those that were said, or there is a
+            hole between them.
+    """
+    run = steps.run
+    found, records = read_packed(run.timeline, steps.memory, steps.index_bytes, steps.index_digest)
+    if found != run:
+        raise FormatError(f"{_PATH}: other steps than those that were announced")
+    return records
+
+
+def read_packed(
+    timeline: int, memory: memoryview, index_bytes: int, index_digest: str
+) -> tuple[LogRun, list[LogRecord]]:
+    """Which steps these are, and their records; see :func:`unpacked`."""
+    if not 0 < index_bytes <= memory.nbytes:
+        raise FormatError(f"{_PATH}: no index")
+    data, index = memory[:-index_bytes], bytes(memory[-index_bytes:])
+    if digest(index) != index_digest:
+        raise DamageError(f"{_PATH}: the digest of its index does not match", tier="peer")
+    count = int.from_bytes(index[:_OFFSET_BYTES], "little")
+    begin = (count + 1) * _OFFSET_BYTES
+    if begin > len(index):
+        raise FormatError(f"{_PATH}: no index")
+    offsets = [
+        int.from_bytes(index[at : at + _OFFSET_BYTES], "little")
+        for at in range(_OFFSET_BYTES, begin, _OFFSET_BYTES)
+    ]
+    records = records_of_pack(timeline, index[begin:], data, offsets, _PATH)
+    for record in records:
+        record.verify()
+    return run_of([record.head for record in records]), records

@@ -1,0 +1,396 @@
+"""What memory that holds copies for other nodes must do: checks that any implementation can be put
+to, as tiers are to :mod:`everstep.testing.conformance`.
+
+It is no tier: copies come in parts, in order, each rank's own; it compares them with their
+digests itself, and decides what it lets go. So the cases are those of tiers where a tier has
+them (whole or not at all, damage, many at once, readers), and what a link does beside: parts that
+are lost, doubled, cut off or out of order. Each check of :data:`CHECKS` gets a maker of empty
+stores and raises ``AssertionError``::
+
+    for check in CHECKS:
+        check(PeerStore)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
+from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
+from everstep.format.header import ShardIdentity
+from everstep.format.plan import plan_files
+from everstep.format.records import Marker, TimelineRecord
+from everstep.format.writer import digest_shard
+from everstep.recover.peer_copy import PeerCopy, size_of
+from everstep.state.body import Seen
+from everstep.state.entries import Entry
+from everstep.testing.conformance_parts import at_once
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "Make",
+    "Store",
+    "a_cut_off_copy_is_no_copy",
+    "another_attempt_is_not_mixed_in",
+    "damaged_bytes_are_no_copy",
+    "doubled_parts_do_no_harm",
+    "halves_end_with_the_start",
+    "lost_parts_are_asked_for_again",
+    "many_send_at_once",
+    "nobody_sends_for_another",
+    "older_copies_stay_until_a_newer_one_is_whole_everywhere",
+    "parts_out_of_order_are_not_taken",
+    "readers_keep_what_they_have_opened",
+    "the_bound_is_kept",
+    "what_is_no_part_of_it_is_not_taken",
+    "what_was_sent_is_held",
+]
+
+_RUN = "0" * 32
+_PART_BYTES = 1000
+_SIZE_BYTES = 20_000
+_BOUND_BYTES = 1 << 26
+_A, _B, _C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
+
+
+class Store(Protocol):
+    """What holds copies: see :class:`everstep.keeper.peer_store.PeerStore`."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def new_start(
+        self, bound_bytes: int, sources: Collection[int], recovered: BaseId | None
+    ) -> None: ...
+
+    def begun(self, source: int, message: PeerBegun) -> PeerAt: ...
+
+    def part(self, source: int, message: PeerPart) -> PeerAt: ...
+
+    def passed(self, everywhere: BaseId) -> None: ...
+
+    def whole(self) -> list[tuple[PeerCopy, Arena]]: ...
+
+
+Make = Callable[[], Store]
+"""Makes an empty store."""
+
+Check = Callable[[Make], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """A rank's files of a base, as a sender has them."""
+
+    base: BaseId
+    source: int
+    begun: PeerBegun
+    data: bytes
+
+    def parts(self, size_bytes: int = _PART_BYTES) -> list[PeerPart]:
+        steps = range(0, len(self.data), size_bytes)
+        return [PeerPart(self.base, at, self.data[at : at + size_bytes]) for at in steps]
+
+    def send(self, store: Store) -> PeerAt:
+        """All of it, as over a link that loses nothing."""
+        at = store.begun(self.source, self.begun)
+        for part in self.parts():
+            if at.problem:
+                break
+            at = store.part(self.source, part)
+        return at
+
+
+class _Bytes:
+    """A body of these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
+        chunk[:] = self._data[begin : begin + chunk.nbytes]
+        seen(chunk)
+
+    def held(self, begin: int, end: int) -> memoryview | None:
+        return None
+
+    def objects_bytes(self) -> Mapping[str, int]:
+        return {}
+
+
+def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: int = 0) -> _Files:
+    """Files that no other rank, base or attempt has."""
+    identity = ShardIdentity(_RUN, base.timeline, base.step, base.step, source, 8, True)
+    pattern = bytes((at * 7 + source * 31 + base.step + salt) % 251 for at in range(251))
+    data = (pattern * (size_bytes // 251 + 1))[:size_bytes]
+    (plan,) = plan_files(identity, [Entry.whole("t", "U8", (size_bytes,))], {}, {})
+    written = digest_shard(plan, identity, _Bytes(data))
+    files = (written.record,)
+    marker = Marker(_RUN, base.timeline, base.step, base.step, source, 8, True, files)
+    record = TimelineRecord(_RUN, base.timeline, None, 0, True, 8, {}, 0.0).encode()
+    return _Files(base, source, PeerBegun(marker, record), written.header + data)
+
+
+def _opened(make: Make, bound_bytes: int = _BOUND_BYTES) -> Store:
+    store = make()
+    store.new_start(bound_bytes, range(8), None)
+    return store
+
+
+def _held(store: Store) -> dict[tuple[int, BaseId], bytes]:
+    return {
+        (copy.marker.rank, BaseId(copy.marker.timeline, copy.marker.step)): bytes(copy.memory)
+        for copy, _ in store.whole()
+    }
+
+
+def _one(files: _Files) -> dict[tuple[int, BaseId], bytes]:
+    return {(files.source, files.base): files.data}
+
+
+# --- Whole, or not at all ---------------------------------------------------------------
+
+
+def what_was_sent_is_held(make: Make) -> None:
+    """Byte by byte, with its marker and the record of its timeline; and begun again it is there."""
+    store, files = _opened(make), _files(1, _A)
+    at = files.send(store)
+    assert (at.whole, at.problem) == (True, ""), at
+    assert _held(store) == _one(files)
+    ((copy, _),) = store.whole()
+    assert (copy.marker, copy.record) == (files.begun.marker, files.begun.record)
+    again = store.begun(1, files.begun)
+    there = again.whole, again.received_bytes
+    assert there == (True, len(files.data)), "it need not be sent again"
+
+
+def a_cut_off_copy_is_no_copy(make: Make) -> None:
+    """Up to its last byte; and goes on from where it was cut off."""
+    store, files = _opened(make), _files(1, _A)
+    store.begun(1, files.begun)
+    last = len(files.data) - 1
+    for part in files.parts()[:-1]:
+        assert not store.part(1, part).whole
+    at = files.parts()[-1].offset
+    store.part(1, PeerPart(_A, at, files.data[at:last]))
+    assert not _held(store), "a copy without its last byte is offered"
+    where = store.begun(1, files.begun)
+    assert (where.received_bytes, where.whole) == (last, False)
+    assert store.part(1, PeerPart(_A, last, files.data[last:])).whole
+    assert _held(store) == _one(files)
+
+
+def lost_parts_are_asked_for_again(make: Make) -> None:
+    """Whatever is missing, the answer says from where."""
+    store, files = _opened(make), _files(1, _A)
+    store.begun(1, files.begun)
+    parts = files.parts()
+    for lost in range(0, len(parts), 5):
+        for part in parts[lost + 1 : lost + 3]:
+            at = store.part(1, part)
+            assert at.received_bytes == parts[lost].offset, "what is behind a gap was counted"
+        for part in parts[lost : lost + 5]:
+            store.part(1, part)
+    assert _held(store) == _one(files)
+
+
+def doubled_parts_do_no_harm(make: Make) -> None:
+    """Nor does a message that comes late, with what was sent before."""
+    store, files = _opened(make), _files(1, _A)
+    store.begun(1, files.begun)
+    parts = files.parts()
+    for number, part in enumerate(parts):
+        there = store.part(1, part).received_bytes
+        for old in (part, parts[0], parts[number // 2]):
+            assert store.part(1, old).received_bytes == there, "it has gone back, or on"
+        assert store.begun(1, files.begun).received_bytes == there
+    assert _held(store) == _one(files)
+
+
+def parts_out_of_order_are_not_taken(make: Make) -> None:
+    """The last first: nothing of it stays where it does not belong."""
+    store, files = _opened(make), _files(1, _A)
+    store.begun(1, files.begun)
+    for part in reversed(files.parts()[1:]):
+        assert store.part(1, part).received_bytes == 0
+    assert not _held(store)
+    files.send(store)
+    assert _held(store) == _one(files)
+
+
+def what_is_no_part_of_it_is_not_taken(make: Make) -> None:
+    """Behind its end, over its end, of nothing, or of a base that was never begun."""
+    store, files = _opened(make), _files(1, _A)
+    assert store.part(1, files.parts()[0]).problem, "of a base that was never begun"
+    store.begun(1, files.begun)
+    first = files.parts()[0]
+    store.part(1, first)
+    there = len(first.data)
+    over = PeerPart(_A, there, files.data[there:] + b"x")
+    for wrong in (over, PeerPart(_A, there, b""), PeerPart(_A, len(files.data), b"x")):
+        assert store.part(1, wrong).received_bytes == there
+    assert files.send(store).whole
+    assert _held(store) == _one(files)
+
+
+def damaged_bytes_are_no_copy(make: Make) -> None:
+    """One bit of header or data: said, let go, and what was there before stays."""
+    store, old, files = _opened(make), _files(1, _A), _files(1, _B)
+    old.send(store)
+    used_bytes = store.used_bytes
+    for at in (3, len(files.data) // 2, len(files.data) - 1):
+        wrong = bytearray(files.data)
+        wrong[at] ^= 4
+        said = _Files(files.base, 1, files.begun, bytes(wrong)).send(store)
+        assert said.problem, "not noticed"
+        assert not said.whole
+        assert _held(store) == _one(old)
+        assert store.used_bytes == used_bytes, "what is damaged takes memory"
+    assert files.send(store).whole
+    assert _held(store)[1, _B] == files.data
+
+
+def another_attempt_is_not_mixed_in(make: Make) -> None:
+    """The same base of the same rank, in other bytes: from its first byte on."""
+    store, first, other = _opened(make), _files(1, _A), _files(1, _A, salt=1)
+    store.begun(1, first.begun)
+    for part in first.parts()[:7]:
+        store.part(1, part)
+    assert store.begun(1, other.begun).received_bytes == 0
+    other.send(store)
+    assert _held(store) == _one(other)
+
+
+def nobody_sends_for_another(make: Make) -> None:
+    """Files are taken from the rank whose they are."""
+    store, files = _opened(make), _files(1, _A)
+    assert store.begun(2, files.begun).problem
+    store.begun(1, files.begun)
+    assert store.part(2, files.parts()[0]).problem
+    assert store.begun(1, files.begun).received_bytes == 0
+    assert not _held(store)
+
+
+# --- What stays, and how much of it -----------------------------------------------------
+
+
+def older_copies_stay_until_a_newer_one_is_whole_everywhere(make: Make) -> None:
+    """There is always one, once there was one; and of each rank two at most."""
+    store = _opened(make)
+    a, b, c = (_files(1, base) for base in (_A, _B, _C))
+    a.send(store)
+    store.passed(_A)
+    store.begun(1, b.begun)
+    for part in b.parts()[:-1]:
+        store.part(1, part)
+        assert _held(store) == _one(a)
+    b.send(store)
+    assert _held(store) == {**_one(a), **_one(b)}
+    c.send(store)
+    assert _held(store) == {**_one(a), **_one(c)}, "the one that is whole everywhere has to stay"
+    store.passed(_C)
+    assert _held(store) == _one(c)
+    assert a.send(store).problem, "older ones are not taken any more"
+    assert _held(store) == _one(c)
+
+
+def the_bound_is_kept(make: Make) -> None:
+    """What does not fit is refused, and nothing is let go for it."""
+    a, large = _files(1, _A), _files(2, _A, size_bytes=1 << 20)
+    measured = _opened(make)
+    a.send(measured)
+    bound_bytes = 2 * measured.used_bytes
+    store = _opened(make, bound_bytes)
+    a.send(store)
+    refused = large.send(store)
+    assert str(bound_bytes) in refused.problem, refused
+    assert store.used_bytes <= bound_bytes
+    assert _held(store) == _one(a)
+    assert _files(2, _A).send(store).whole, "what fits is taken"
+    assert store.used_bytes <= bound_bytes
+    assert _files(3, _A).send(store).problem
+    assert store.used_bytes <= bound_bytes
+
+
+def halves_end_with_the_start(make: Make) -> None:
+    """At a new start of the job what is whole stays, and what is not is gone."""
+    store, whole, half = _opened(make), _files(1, _A), _files(1, _B)
+    whole.send(store)
+    used_bytes = store.used_bytes
+    store.begun(1, half.begun)
+    store.part(1, half.parts()[0])
+    store.new_start(_BOUND_BYTES, range(8), None)
+    assert _held(store) == _one(whole)
+    assert store.used_bytes == used_bytes
+    assert store.part(1, half.parts()[1]).problem, "it goes on with a half"
+
+
+# --- Many at once -----------------------------------------------------------------------
+
+
+def many_send_at_once(make: Make) -> None:
+    """Each its own files, each whole."""
+    store = _opened(make)
+
+    def send(source: int) -> _Files:
+        files = _files(source, _A)
+        assert files.send(store).whole
+        return files
+
+    wanted: dict[tuple[int, BaseId], bytes] = {}
+    for files in at_once(send):
+        wanted |= _one(files)
+    assert _held(store) == wanted
+
+
+def readers_keep_what_they_have_opened(make: Make) -> None:
+    """While newer bases come and older ones go, whoever has a copy reads its bytes."""
+    store, files = _opened(make), _files(1, _A)
+    files.send(store)
+    store.passed(_A)
+    opened, over = threading.Barrier(8, timeout=60.0), threading.Event()
+
+    def work(number: int) -> None:
+        if number == 0:
+            opened.wait()
+            try:
+                for step in range(20, 120, 10):
+                    newer = _files(1, BaseId(1, step))
+                    assert newer.send(store).whole
+                    store.passed(newer.base)
+            finally:
+                over.set()
+            return
+        ((copy, arena),) = store.whole()
+        opened.wait()
+        while not over.is_set():
+            assert bytes(copy.memory) == files.data, "it was written over"
+        assert bytes(copy.memory) == files.data
+        assert bytes(arena.view[: size_of(copy.marker)]) == files.data
+
+    at_once(work)
+    assert list(_held(store)) == [(1, BaseId(1, 110))]
+
+
+CHECKS: tuple[Check, ...] = (
+    what_was_sent_is_held,
+    a_cut_off_copy_is_no_copy,
+    lost_parts_are_asked_for_again,
+    doubled_parts_do_no_harm,
+    parts_out_of_order_are_not_taken,
+    what_is_no_part_of_it_is_not_taken,
+    damaged_bytes_are_no_copy,
+    another_attempt_is_not_mixed_in,
+    nobody_sends_for_another,
+    older_copies_stay_until_a_newer_one_is_whole_everywhere,
+    the_bound_is_kept,
+    halves_end_with_the_start,
+    many_send_at_once,
+    readers_keep_what_they_have_opened,
+)
+"""Every check, in the order in which they are best read."""

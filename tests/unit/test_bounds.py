@@ -1,0 +1,77 @@
+"""What is printed as an upper bound is one: files and their records are measured against it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import everstep
+from everstep.errors import OutOfSpaceError
+from everstep.options import Budget
+from everstep.state.image import State
+from everstep.tiers.options import TierOptions
+
+KEEP, EVERY, STEPS = 2, 2, 14
+
+
+def size_of(folder: Path) -> int:
+    found = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the keeper deletes meanwhile
+            found += path.stat().st_size if path.is_file() else 0
+    return found
+
+
+def state_of(layers: int) -> dict[str, object]:
+    """Small tensors: their names and digests are as large as they are."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _step(model, optimizer)
+    return {"model": model, "optimizer": optimizer, "note": "x" * 5000}
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layers", [1, 40])
+def test_run_folder_and_copies_stay_below_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: int
+) -> None:
+    state, place = state_of(layers), tmp_path / "place"
+    place.mkdir()
+    with everstep.Checkpointer(
+        tmp_path / "run",
+        state,
+        every=EVERY,
+        keep=KEEP,
+        tiers=[TierOptions(str(place), keep=1)],
+    ) as ckpt:
+        bounds = ckpt._parts.bounds
+        said = capsys.readouterr().err
+        ckpt.resume()
+        for _ in range(STEPS):
+            _step(state["model"], state["optimizer"])  # type: ignore[arg-type]
+            ckpt.step()
+            ckpt.wait()
+            assert size_of(tmp_path / "run") <= bounds.disk_bytes
+            assert size_of(place) <= bounds.copies[0][1]
+        one = max(path.stat().st_size for path in (tmp_path / "run").rglob("*.safetensors"))
+        base = next(path.parent for path in (tmp_path / "run").rglob("manifest.json"))
+        assert one < size_of(base) <= bounds.base_bytes
+    assert bounds.copies == ((str(place), 2 * bounds.base_bytes + 8192),)
+    assert f"copies in {place}: keep 1, up to" in said
+
+
+def test_it_is_what_the_budget_is_held_against(tmp_path: Path) -> None:
+    """A budget that holds the tensors, and not the files, is refused at the start."""
+    state = state_of(40)
+    tensors = State(state).survey().shape.size_bytes
+    with pytest.raises(OutOfSpaceError, match="one being written take"):
+        everstep.Checkpointer(tmp_path, state, keep=1, budget=Budget(disk_bytes=2 * tensors + 100))

@@ -1,0 +1,281 @@
+"""What a base over several steps finds out once, before it begins: used as long as it holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.capture.audit import SpotCheck
+from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane
+from everstep.keeper import multistep_planner as planner_module
+from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces
+from everstep.keeper.multistep_plan import PartsPlan
+from everstep.keeper.recordable import Layouts
+from everstep.plan import multistep_cut
+from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.tensors import stored_form
+from tests.unit.following import opened, run_steps, steps_on_disk
+from tests.unit.serving import Bench, serving
+from tests.unit.test_multistep import over, restored
+from tests.unit.test_multistep_choice import Bench as Steps
+from tests.unit.test_multistep_faults import World, begin
+from tests.unit.world import TIMEOUT_S
+
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[Bench]:
+    with serving(run_folder) as made:
+        yield made
+
+
+# --- What happens between windows -------------------------------------------------------
+
+
+def replace_storage(world: World) -> None:
+    """A parameter and a moment get other memory, with other values."""
+    weight = world.model[3].weight
+    weight.data = weight.data * 1.5
+    world.optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.25)
+
+
+def regroup(world: World) -> None:
+    """The same parameters in another order, so that a record's names are of others."""
+    (group,) = world.optimizer.param_groups
+    group["params"].reverse()
+
+
+def freeze(world: World) -> None:
+    world.model[0].weight.requires_grad_(False)
+
+
+@BOTH
+@pytest.mark.parametrize("planned", ["ahead", "for the base before"])
+@pytest.mark.parametrize("change", [None, replace_storage, regroup, freeze])
+def test_what_changes_after_it_was_planned_is_planned_anew(
+    change: Any, planned: str, overlap: bool, served: Bench
+) -> None:
+    world = World()
+    with opened(served.run, world, method=over(3, overlap=overlap), every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        multistep: Any = ckpt._multistep
+        assert multistep._planner.is_ahead
+        if planned == "for the base before":
+            begin(ckpt)
+            run_steps(ckpt, world, 3)
+            ckpt.wait(TIMEOUT_S)
+            multistep._planner.is_ahead = True  # and nothing is planned behind it
+        if change is not None:
+            ckpt.before_update()
+            change(world)
+            ckpt.after_update()
+        first = ckpt.stats().step
+        begin(ckpt)
+        states = run_steps(ckpt, world, 3)
+        ckpt.wait(TIMEOUT_S)
+        report = ckpt.stats().multistep
+        assert report is not None
+    last = first + 2
+    assert last in steps_on_disk(served.run)
+    fresh = World(seed=9)
+    if change is regroup:
+        change(fresh)
+    assert report.abandoned == 0
+    assert restored(served.run, fresh, last) == states[last]
+
+
+# --- Planned ahead ----------------------------------------------------------------------
+
+
+@BOTH
+def test_the_first_window_plans_nothing(
+    overlap: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            planned.append(name)
+            return before(*args, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(planner_module, "units_of")
+    noted(PartsPlan, "_plan")
+    noted(SpotCheck, "some")
+    noted(Choice, "cut")
+    monkeypatch.setattr("everstep.keeper.recordable.plan_shards", plan_shards)
+    noted_layouts: list[int] = []
+
+    def counted(entries: Any, **options: Any) -> tuple[ShardLayout, ...]:
+        noted_layouts.append(len(entries))
+        return plan_shards(entries, **options)
+
+    monkeypatch.setattr("everstep.keeper.recordable.plan_shards", counted)
+    world = World()
+    with opened(served.run, world, method=over(3, overlap=overlap), every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 3)  # the state of the optimizer is there behind the first
+        assert {"units_of", "_plan", "some", "cut"} == set(planned)
+        assert noted_layouts
+        planned.clear()
+        noted_layouts.clear()
+        begin(ckpt)
+        run_steps(ckpt, world, 2)
+        assert planned == ["cut"]  # asked once more, for the same one
+        assert noted_layouts == []
+        ckpt.wait(TIMEOUT_S)
+    assert steps_on_disk(served.run)[-1] == 5
+
+
+def test_an_idle_step_plans_nothing_twice(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    before = Choice.cut
+    monkeypatch.setattr(Choice, "cut", lambda *a, **o: (asked.append(1), before(*a, **o))[1])
+    world = World()
+    with opened(served.run, world, method=over(3), every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 6)
+        assert len(asked) == 1
+        begin(ckpt)
+        run_steps(ckpt, world, 2)
+        assert len(asked) == 2
+        run_steps(ckpt, world, 1)  # the last copies belong to the base
+        assert len(asked) == 2
+        run_steps(ckpt, world, 4)
+        assert len(asked) == 3
+
+
+def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[int] = []
+
+    def counted(pipeline: Any, parts: int, held_steps: int | None) -> Any:
+        searched.append(parts)
+        return multistep_cut.best_cut(pipeline, parts, held_steps)
+
+    monkeypatch.setattr("everstep.keeper.multistep_choice.best_cut", counted)
+    monkeypatch.setattr("everstep.keeper.multistep_cut.best_cut", counted)
+    bench = Steps(link=48e6 / 4)
+    first = bench.parts(48_000_000, 4_800_000)
+    assert sorted(set(searched)) == list(range(1, 25))
+    searched.clear()
+    assert bench.stats.link_bytes_per_s is not None
+    bench.stats.link_bytes_per_s *= 1.01
+    assert bench.parts(48_000_000, 4_800_000) == first
+    assert searched == []
+    bench.stats.link_bytes_per_s *= 1.02  # a little more, and a little more again
+    bench.parts(48_000_000, 4_800_000)
+    assert searched
+    bench.stats.link_bytes_per_s /= 8
+    assert bench.parts(48_000_000, 4_800_000) != first
+
+
+# --- Elements that are looked at --------------------------------------------------------
+
+
+def layout_of(live: dict[str, torch.Tensor]) -> ShardLayout:
+    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    return layout
+
+
+def test_some_of_a_spot_check_is_that_of_some() -> None:
+    odd = torch.arange(1, 202, dtype=torch.uint8)[1:].view(torch.uint8)
+    live = {
+        "a": torch.randn(100),
+        "b": torch.randn(7, 9),
+        "c": torch.arange(50, dtype=torch.int16),
+        "d": torch.randn(40, dtype=torch.complex64),
+        "e": odd,
+        "f": torch.randn(3, 4).t(),  # left out
+        "g": torch.empty(0),
+    }
+    layout = layout_of(live)
+    block = torch.zeros(layout.size_bytes + 64, dtype=torch.uint8)
+    for batch in plan_batches(layout, live, live.keys(), offset=64):
+        run_batch(batch, block)
+    whole = SpotCheck([(layout, 64)], live, live.keys())
+    for names in ({"a"}, {"b", "d"}, {"c", "e", "g"}, {"f"}, set(live), set[str]()):
+        some, alone = whole.some(names), SpotCheck([(layout, 64)], live, names)
+        assert some.packed(some.take()) == alone.packed(alone.take())
+        assert some.differing(some.take(), block) is None
+    sample = whole.some({"b", "e"}).take()
+    live["b"][0, 0] += 1
+    for batch in plan_batches(layout, live, live.keys(), offset=64):
+        run_batch(batch, block)
+    assert whole.some({"b", "e"}).differing(sample, block) == "b"
+
+
+def test_places_are_those_of_the_layout() -> None:
+    """Not of another that lies where it did."""
+    places, layouts = GradientPlaces(), Layouts()
+    one = [(f"g{n}", torch.randn(size)) for n, size in enumerate((9, 50))]
+    other = [(f"g{n}", torch.randn(size)) for n, size in enumerate((50, 9))]
+    first, second = layouts.of(dict(one)), layouts.of(dict(other))
+    wrong = places.of(one, first, 0)
+    places._found[id(second), 0] = places._found[id(first), 0]
+    found = places.of(other, second, 0)
+    assert found[1][4].counts.tolist() == wrong[1][4].counts.tolist()[::-1]
+    assert places.of(other, second, 0)[1] is found[1]
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int8])
+def test_a_gradient_that_arrives_torn_is_named(kind: torch.dtype) -> None:
+    places, layouts = GradientPlaces(), Layouts()
+    for turn in range(3):
+        named = {f"gradient/{n}": torch.full((n + 1, 3), n + 1).to(kind) for n in range(70)}
+        layout = layouts.of(named)
+        check = GradientCheck(named, layout, turn, places)
+        block = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+        for batch in plan_batches(layout, named, named.keys()):
+            run_batch(batch, block)
+        assert check.torn(block) is None
+        (looked,) = check._places.values()
+        assert len(looked.which) in (23, 24)
+        name = looked.names[5]
+        named[name].fill_(99)
+        for batch in plan_batches(layout, named, named.keys()):
+            run_batch(batch, block)
+        assert check.torn(block) == name.removeprefix("gradient/")
+
+
+# --- Chunks -----------------------------------------------------------------------------
+
+
+def test_chunks_are_cut_by_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    cutting: list[int] = []
+    before = Chunks.__iter__
+
+    def seen(chunks: Chunks) -> Iterator[Batch]:
+        cutting.append(threading.get_ident())
+        return before(chunks)
+
+    monkeypatch.setattr(Chunks, "__iter__", seen)
+    source = torch.arange(100, dtype=torch.uint8)
+    chunks = Chunks([Batch(0, 100, (source,))], 16)
+    assert chunks
+    assert (chunks.end, chunks.cut_in(16)) == (100, chunks)
+    assert not Chunks([], 16)
+    assert cutting == []
+    block, lane = torch.zeros(100, dtype=torch.uint8), DeviceLane(CpuLane())
+    try:
+        assert lane.submit(chunks, block, lambda end: None).wait(TIMEOUT_S)
+    finally:
+        lane.close()
+    assert block.equal(source)
+    assert len(cutting) == 1
+    assert cutting[0] != threading.get_ident()
+    assert (len(chunks), chunks[-1].end, chunks.cut_in(50)[0].end) == (7, 100, 50)
