@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
@@ -54,13 +55,23 @@ def regroup(world: World) -> None:
     group["params"].reverse()
 
 
+def swap(world: World) -> None:
+    """Another parameter has the name of one before."""
+    (group,), old = world.optimizer.param_groups, world.model[3].weight
+    new = nn.Parameter(old.detach() * 1.5)
+    world.model[3].weight = new
+    group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+    moments = world.optimizer.state.pop(old)
+    world.optimizer.state[new] = {name: value.clone() for name, value in moments.items()}
+
+
 def freeze(world: World) -> None:
     world.model[0].weight.requires_grad_(False)
 
 
 @BOTH
 @pytest.mark.parametrize("planned", ["ahead", "for the base before"])
-@pytest.mark.parametrize("change", [None, replace_storage, regroup, freeze])
+@pytest.mark.parametrize("change", [None, replace_storage, regroup, swap, freeze])
 def test_what_changes_after_it_was_planned_is_planned_anew(
     change: Any, planned: str, overlap: bool, served: Bench
 ) -> None:
@@ -222,8 +233,8 @@ def test_some_of_a_spot_check_is_that_of_some() -> None:
 def test_places_are_those_of_the_layout() -> None:
     """Not of another that lies where it did."""
     places, layouts = GradientPlaces(), Layouts()
-    one = [(f"g{n}", torch.randn(size)) for n, size in enumerate((9, 50))]
-    other = [(f"g{n}", torch.randn(size)) for n, size in enumerate((50, 9))]
+    one = [(f"g{n}", torch.randn(size)) for n, size in enumerate((3, 50))]
+    other = [(f"g{n}", torch.randn(size)) for n, size in enumerate((50, 3))]
     first, second = layouts.of(dict(one)), layouts.of(dict(other))
     wrong = places.of(one, first, 0)
     places._found[id(second), 0] = places._found[id(first), 0]
