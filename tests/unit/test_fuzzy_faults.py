@@ -327,7 +327,7 @@ def test_memory_of_gradients_is_given_back_with_that_of_their_base(served: Bench
         save.durable.result(TIMEOUT_S)
         ckpt.wait()
         used.append(pool.used_bytes)
-    plan = ckpt._multistep._plan  # type: ignore[union-attr]
+    plan = ckpt._multistep._planner._plan  # type: ignore[union-attr]
     assert plan is not None
     assert used[0] == used[1] == used[2]
     assert used[0] >= plan.prepared.size_bytes + redo_bytes(plan.cut), "it is held with them"

@@ -469,8 +469,9 @@ def test_rarer_failures_and_dearer_writes_lengthen_both_intervals(
     except InfeasibleError:
         assume(False)
         return
-    assert after.interval_steps >= before.interval_steps
-    assert after.batch_steps >= before.batch_steps
+    # Whole numbers next to an optimum that is flat: of thousands the last digits say nothing.
+    assert after.interval_steps >= before.interval_steps * (1 - 1e-3)
+    assert after.batch_steps >= before.batch_steps * (1 - 1e-3)
     if field == "mtbf_s":
         assert after.waste.total < before.waste.total
     else:
