@@ -157,7 +157,7 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_ranks_with_disks_peers_and_copies(tmp_path: Path) -> None:
     """Real keepers: every tier is filled, nothing is above what was announced, nothing stays."""
     display = Silent()
-    options = TiersOptions(steps=STEPS, every=2, keep=1, params=100_000, batch=1, folder=tmp_path)
+    options = TiersOptions(steps=STEPS, every=2, keep=2, params=100_000, batch=1, folder=tmp_path)
     report = run.run_tiers(options, display)
     assert display.done == 2 * STEPS
     assert not list(tmp_path.iterdir())

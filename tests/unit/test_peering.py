@@ -16,6 +16,7 @@ from everstep.keeper.peering import (
     nodes_said,
     peer_announcement,
     peer_bytes,
+    refuse_one_base,
 )
 from everstep.keeper.seat import Seat
 from everstep.seams.machine import machine_name
@@ -123,6 +124,17 @@ def test_half_of_the_memory_is_for_copies_unless_it_is_said() -> None:
         peer_bytes(PeerOptions(), info, 1000, 600)
     with pytest.raises(OutOfSpaceError, match="1100"):
         peer_bytes(PeerOptions(host_bytes=700), info, 1000, 400)
+
+
+def test_one_base_is_too_few_on_every_rank() -> None:
+    names = ("a", "b", "b")  # rank 2 holds nothing for others, and refuses as they do
+    for rank in range(3):
+        info = RankInfo(rank, 3, nodes=names)
+        refuse_one_base(PeerOptions(), info, 2)
+        refuse_one_base(None, info, 1)
+        with pytest.raises(OptionError, match="leaves no base that all ranks can read"):
+            refuse_one_base(PeerOptions(), info, 1)
+    refuse_one_base(PeerOptions(if_there=True), RankInfo(0, 2, nodes=("a", "a")), 1)
 
 
 def test_who_holds_nothing_keeps_its_memory() -> None:

@@ -32,6 +32,7 @@ from everstep.keeper.peering import (
     peer_announcement,
     peer_bytes,
     peer_log_bytes,
+    refuse_one_base,
 )
 from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
@@ -126,6 +127,8 @@ def assemble(
         UnsupportedStateError, OptionError: updates that no log can repeat.
         StorageError: the folder cannot be used.
     """
+    if not options.method.in_memory:
+        refuse_one_base(peers, state.ranks, options.keep)
     shape = state.survey().shape
     tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
     gradients = gradients_of(state.optimizers.values())

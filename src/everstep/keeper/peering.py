@@ -24,6 +24,7 @@ __all__ = [
     "peer_bytes",
     "peer_log_bytes",
     "refuse_lonely",
+    "refuse_one_base",
 ]
 
 _EMULATED = "emulated "
@@ -68,6 +69,22 @@ def nodes_said(
             hint='leave "peer" out; tests emulate nodes: PeerOptions(emulated_node="a")',
         )
     return nodes
+
+
+def refuse_one_base(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
+    """Of bases that are on disks, and of which ``keep`` are kept.
+
+    Raises:
+        OptionError: nothing might be left. A node that is lost while the newest base is on its
+            way to its peer has it nowhere else, and what its peer has whole, the others would
+            have deleted.
+    """
+    if peers is not None and len(set(info.nodes)) > 1 and keep < 2:  # all ranks, or none
+        raise OptionError(
+            "keep=1 with a peer: a node that is lost before its peer has the newest base leaves no "
+            "base that all ranks can read",
+            hint="keep=2, or more",
+        )
 
 
 def refuse_lonely(peers: PeerOptions | None) -> None:

@@ -44,8 +44,8 @@ class TiersOptions:
         check_training(self.params, 1, self.seed)
         if not 1 <= self.ranks <= _RANKS_MAX:
             raise OptionError(f"ranks={self.ranks}: between 1 and {_RANKS_MAX}")
-        if min(self.every, self.keep, self.batch) < 1:
-            raise OptionError("every, keep and batch must be at least 1")
+        if min(self.every, self.batch) < 1 or self.keep < 2:
+            raise OptionError("every and batch must be at least 1, keep 2")
         if not (self.keep + 2) * self.every <= self.steps <= _STEPS_MAX:
             raise OptionError(
                 f"steps={self.steps}: nothing is deleted before base {self.keep + 1}",
