@@ -350,6 +350,7 @@ def _work(
         exact=recovery.exact,
         evidence=recovery.evidence,
         replayed=recovery.replayed,
+        skipped=[str(one) for one in recovery.skipped],
     )
     for step in range(recovery.step + 1, STEPS + 1):
         if kill is not None and kill[1] == step:

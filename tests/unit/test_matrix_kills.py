@@ -154,7 +154,7 @@ def killed(run: Path, runner: Runner, loop: str, case: str | None, times: int) -
         first, *lines = said
         if reached:
             # Steps that were over are never lost; what is in flight may be there all the same.
-            assert first["resumed"] in (reached, reached + 1), first
+            assert first["resumed"] in (reached, reached + 1), (first["skipped"], first)
             assert differing(first["parts"], wanted[first["resumed"]]) == []
             assert first["exact"], first["evidence"]
         for line in lines:
