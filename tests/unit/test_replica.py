@@ -117,10 +117,10 @@ def check_bases(
         ckpt = opened(bench.run, world)
         for step in range(1, STEPS + 1):
             run_steps(ckpt, world, 1)
-            if step == 1:
-                ckpt.wait()
             if step in steps:
                 ckpt.save()
+            if step == 1 or step in steps:
+                ckpt.wait()
         ckpt.close()
         assert taken_here(ckpt) == own
     assert set(steps_on_disk(bench.run)) >= {1, STEPS, *steps}
