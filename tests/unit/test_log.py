@@ -15,6 +15,7 @@ import everstep
 from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
 from everstep.keeper.pool import CapturePool
 from everstep.options import LogOptions
+from everstep.seams.failpoints import arm
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import forget
 
@@ -327,17 +328,62 @@ def test_a_rewind_undoes_gradients_that_were_not_finite(run_folder: Path) -> Non
 def test_a_step_does_not_wait_for_memory_of_bases(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stepped, in_time = threading.Event(), []
+    """But for the first base, which is waited for: nothing else leads to its step."""
+    stepped, in_time, threads = threading.Event(), [], []
 
     def warm(pool: CapturePool, size_bytes: int) -> None:
+        threads.append(threading.current_thread())
         in_time.append(stepped.wait(5))
 
     monkeypatch.setattr(CapturePool, "warm", warm)
     world = World()
     with opened(run_folder, world) as ckpt:
         ckpt.resume()
+        stepped.set()
+        run_steps(ckpt, world, 3)
+        ckpt.wait()
+        stepped.clear()
+        in_time.clear()
         run_steps(ckpt, world, 1)
         stepped.set()
         ckpt.wait()
     assert in_time
     assert all(in_time)
+    assert threading.current_thread() not in threads
+
+
+def unfreeze(world: World) -> None:
+    world.optimizer.add_param_group({"params": world.state["head"].parameters()})
+
+
+def forget_momenta(world: World) -> None:
+    world.optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "waits"),
+    [
+        pytest.param(0, None, True, id="the first"),
+        pytest.param(3, None, False, id="periodic"),
+        pytest.param(3, unfreeze, True, id="another parameter"),
+        pytest.param(3, forget_momenta, True, id="without state"),
+    ],
+)
+def test_a_base_that_nothing_else_leads_to_is_waited_for(
+    run_folder: Path, first: int, then: Callable[[World], None] | None, waits: bool
+) -> None:
+    """Or the step that is over is lost with the one in flight."""
+    stepped, before = threading.Event(), []
+    world = World()
+    world.state["head"] = nn.Linear(3, 3)
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, first)
+        ckpt.wait()
+        arm("capture.before_captured", lambda name: before.append(not stepped.wait(0.5)))
+        if then is not None:
+            then(world)
+        run_steps(ckpt, world, 1)
+        stepped.set()
+        ckpt.wait()
+    assert before == [waits]

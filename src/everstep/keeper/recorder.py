@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,6 +142,7 @@ class Recorder:
         self._entries: Any = None
         self._digest = ""
         self.base_due: str | None = "no base yet"
+        self._leads_here = False  # a base that is whole, and what was recorded since
         self.stats = RecorderStats()
 
     @property
@@ -173,6 +174,7 @@ class Recorder:
         self.untold.start(self._state.survey() if recorded else None, step)
         self._followed, self._last_lsn = None, -1
         self.base_due = self.base_due or "a new timeline"
+        self._leads_here = False
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """The gradients of an optimizer are what it is going to consume: begins to copy them.
@@ -261,8 +263,16 @@ class Recorder:
             raise
 
     def base_taken(self, save: Save) -> None:
-        """A base of this very step is being captured."""
+        """A base of this very step is being captured.
+
+        Where the log does not lead to this step, nothing but the base does: then this waits until
+        the keeper has all of it, or more than the step in flight could be lost.
+        """
         why, self.base_due = self.base_due, None
+        leads_here, self._leads_here = self._leads_here, True
+        if not leads_here and self.rooms.into is not None:
+            with self._timed():  # whatever fails is told by whoever copies
+                wait([save.staged], self._options.progress_timeout_s)
         self.untold.follows_base = True
         self.base_step = save.step
         self.rooms.half_full = False
@@ -283,6 +293,9 @@ class Recorder:
         """The state was restored, from a base of this step; None: there was nothing."""
         self.base_step = base_step or 0
         self.untold.follows_base = base_step is not None
+        if base_step is not None and self._exact and self.rooms.into is not None:
+            shape = self._state.survey().shape
+            self._digest, self._leads_here = digest_of(shape, self._consumption.regroup()), True
 
     def peered(self, step: int) -> None:
         """A base of ``step`` is whole with all peers; in any thread."""
@@ -299,7 +312,8 @@ class Recorder:
         regrouped = not self._consumption.grouped_as_before()
         if shape.entries is not self._entries or regrouped:
             changed, self._entries = self._entries is not None, shape.entries
-            self._digest = digest_of(shape, self._consumption.regroup())
+            before, self._digest = self._digest, digest_of(shape, self._consumption.regroup())
+            self._leads_here = self._leads_here and self._digest == before
             if changed:
                 self.base_due = "what the state consists of has changed"
         if regrouped:  # and an update of this step may have been recorded before that
@@ -466,7 +480,7 @@ class Recorder:
 
     def _hole(self, why: str) -> None:
         self.stats.holes += 1
-        self.base_due = self.base_due or why
+        self.base_due, self._leads_here = self.base_due or why, False
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
