@@ -319,6 +319,8 @@ class Checkpointer:
         elif self._multistep is not None:
             save = self._multistep.take(self._identity(), survey, sharp=show)
         else:
+            if standby is not None:
+                standby.settle(self._options.progress_timeout_s)
             how = {"show": show, "in_memory": in_memory}
             save = self._saver.take(self._identity(), survey=survey, **how)
             if standby is not None:

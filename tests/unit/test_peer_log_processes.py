@@ -94,12 +94,11 @@ def test_a_node_that_is_gone_in_mid_training_costs_what_its_peer_had_not_heard_o
     said = [lines_of(one) for one in nodes.start()]
     step = said[0][0]["resumed"]
     assert last["step"] == 6
-    assert (last["held"] or 0) <= step <= 6, "no less than it was told that the peer holds"
-    assert step or last["held"] is None, "a fresh start, as the peer had not got a base yet"
+    assert max(last["held"] or 0, 1) <= step <= 6, "no less than it was told that the peer holds"
     for lines, wanted in zip(said, expected, strict=True):
         assert (lines[0]["resumed"], lines[0]["exact"]) == (step, True)
-        assert step == 0 or lines[0]["digest"] == wanted[step]
+        assert lines[0]["digest"] == wanted[step]
         found = {one["step"]: one["digest"] for one in lines if "step" in one}
         assert found == {at: wanted[at] for at in range(step + 1, STEPS + 1)}
-    if 0 < step < 6:
+    if step < 6:
         assert f"rank {node} gets no further" in said[0][0]["skipped"]

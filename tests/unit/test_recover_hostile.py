@@ -53,7 +53,7 @@ def resume_into(run: Path) -> tuple[int, Any]:
 
 
 @contextmanager
-def little_memory(limit_bytes: int = 96 << 20) -> Iterator[None]:
+def little_memory(limit_bytes: int = 64 << 20) -> Iterator[None]:
     """Fails if Python allocates more than the chunks that are read into, and some: torch allocates
     nothing that a test would not see."""
     tracemalloc.start()

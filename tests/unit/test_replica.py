@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from everstep.options import KeeperOptions
+from everstep.seams.failpoints import arm
 from tests.unit.following import (
     base_of,
     opened,
@@ -117,10 +119,10 @@ def check_bases(
         ckpt = opened(bench.run, world)
         for step in range(1, STEPS + 1):
             run_steps(ckpt, world, 1)
+            if step == 1:
+                ckpt.wait()
             if step in steps:
                 ckpt.save()
-            if step == 1 or step in steps:
-                ckpt.wait()
         ckpt.close()
         assert taken_here(ckpt) == own
     assert set(steps_on_disk(bench.run)) >= {1, STEPS, *steps}
@@ -165,6 +167,26 @@ def test_whatever_the_optimizer(tmp_path: Path, case: str) -> None:
 def test_every_row_of_the_matrix(tmp_path: Path, case: str) -> None:
     make = lambda: MatrixWorld(CASES[case], LOOPS["all"])  # noqa: E731
     check_bases(tmp_path, make, own=own_bases(case, "all"))
+
+
+def test_a_base_that_was_asked_for_is_made_before_the_state_changes(tmp_path: Path) -> None:
+    """By the replica, which a base of the training process's own begins anew: that waits."""
+    stepped, before = threading.Event(), []
+    world = MatrixWorld(CASES["AdamW-foreach"], LOOPS["plain"])
+    head = world.state["head"] = nn.Linear(3, 3)
+    with serving(tmp_path / "run") as bench, opened(bench.run, world) as ckpt:
+        run_steps(ckpt, world, 1)
+        ckpt.wait()
+        arm("replica.before_apply", lambda name: before.append(not stepped.wait(0.5)))
+        run_steps(ckpt, world, 1)
+        asked = ckpt.save()
+        world.optimizer.add_param_group({"params": head.parameters()})
+        run_steps(ckpt, world, 1)
+        stepped.set()
+        ckpt.wait()
+    assert before == [True]
+    assert asked.durable.exception() is None
+    assert {2, 3} <= set(steps_on_disk(bench.run))
 
 
 def test_parameters_of_all_kinds_and_two_optimizers(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, StateError
 from everstep.keeper.save import Save, done, failed
 
 __all__ = ["Asked"]
@@ -21,7 +21,7 @@ class Asked:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._numbers = 0
-        self._saves: dict[int, Save] = {}
+        self._saves: dict[int, tuple[Save, bool]] = {}
         self._retaining: dict[int, int] = {}  # steps of those whose retention is not over
 
     @property
@@ -29,17 +29,21 @@ class Asked:
         """Whether there is anything to wait for."""
         return bool(self._saves or self._retaining)
 
-    def add(self, save: Save) -> int:
-        """One is asked for; returns the number that names it."""
+    def add(self, save: Save, *, exact: bool) -> int:
+        """One is asked for, of its very step if ``exact``; returns the number that names it."""
         with self._changed:
             self._numbers += 1
-            self._saves[self._numbers] = save
+            self._saves[self._numbers] = save, exact
             return self._numbers
 
     def persisted(self, numbers: Sequence[int], step: int, size_bytes: int) -> None:
         """They are durable, in a base of ``step``."""
-        for save in self._pop(numbers, step):
-            done(save.durable, size_bytes)
+        for save, exact in self._pop(numbers, step):
+            if exact and save.step != step:
+                why = f"the replica went on with a base of step {step} before it had made this one"
+                failed(save.durable, StateError(why, step=save.step))
+            else:
+                done(save.durable, size_bytes)
 
     def refused(self, numbers: Sequence[int], error: EverstepError, step: int | None) -> None:
         """There will be no such bases.
@@ -47,7 +51,7 @@ class Asked:
         Args:
             step: of the base that has failed; the keeper has still to clean up behind it.
         """
-        for save in self._pop(numbers, step):
+        for save, _ in self._pop(numbers, step):
             failed(save.durable, error)
 
     def retained(self, step: int) -> None:
@@ -62,7 +66,7 @@ class Asked:
             self._retaining.clear()
         self.refused(list(self._saves), error, None)
 
-    def _pop(self, numbers: Sequence[int], step: int | None) -> list[Save]:
+    def _pop(self, numbers: Sequence[int], step: int | None) -> list[tuple[Save, bool]]:
         with self._changed:
             found = [self._saves.pop(number, None) for number in numbers]
             if step is not None:

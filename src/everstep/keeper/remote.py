@@ -300,7 +300,7 @@ class RemoteKeeper:
             if self.lost is not None:
                 failed(save.durable, self.lost)
                 return
-            number = self._asked.add(save)
+            number = self._asked.add(save, exact=exact)
         self._send(
             {
                 "kind": "ask",

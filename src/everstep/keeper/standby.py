@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 import torch
 
@@ -37,6 +38,7 @@ class Standby:
         self._expected = False
         self._off = False
         self._last: Save | None = None
+        self._exact: list[Save] = []  # asked for, of no later step
         self._prepared: Prepared | None = None
         self._live: tuple[torch.Tensor, ...] = ()
         self._check: SpotCheck | None = None
@@ -81,12 +83,20 @@ class Standby:
         assert keeper is not None
         base = (identity.timeline, identity.step)
         if last is not None and (last.timeline, last.step) == base and not _failed(last):
-            return last
+            if not exact or last in self._exact:
+                return last
         save = self._last = Save(identity.step, identity.timeline)
+        if exact:
+            self._exact = [one for one in self._exact if not one.durable.done()] + [save]
         done(save.staged, None)  # the keeper has all of it
         samples = self._samples(self._saver.asked(survey, identity), survey)
         keeper.ask(save, samples, exact=exact)
         return save
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits for bases of no later step that were asked for: a base of the training process's
+        own takes the place of the replica that they are to be made of."""
+        wait([save.durable for save in self._exact], timeout_s)
 
     def relieved_to(self) -> int | None:
         """Number up to which records have gone into the replica; None: none follows."""

@@ -26,6 +26,7 @@ from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
 from everstep.recover.targets import Looks, Targets
 from everstep.recover.versions import unclear
+from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
@@ -164,10 +165,13 @@ def load_ranks(
 def _read_ahead(
     opened: Sequence[OpenBase], ring: ChunkRing, timeout_s: float
 ) -> contextlib.AbstractContextManager[ReadsAhead | None]:
-    """The first file of a base of one rank, which is read as a whole in any case."""
+    """The first file of a base of one rank, which is read as a whole in any case; nothing of one
+    that claims more than this machine holds, before it has been looked at."""
     if opened[0].marker.world != 1 or not opened[0].shards:
         return contextlib.nullcontext()
     file, record, header, path = opened[0].shards[0]
+    if record.length > memory_available_bytes():
+        return contextlib.nullcontext()
     reads = ReadsAhead(file, header, record, path, ring, timeout_s=timeout_s)
     reads.start()
     return reads
