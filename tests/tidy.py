@@ -32,6 +32,8 @@ __all__ = [
 ORDER = (
     "version",
     "errors",
+    "given",
+    "intervals",
     "method",
     "options",
     "seams",

@@ -3,7 +3,8 @@
 What lives where, in the order in which data flows; imports go down this list, never up:
 
 ======================  ====================================================================
-``errors``, ``options``  the exception tree; what a user can choose
+``errors``, ``given``   the exception tree; how what a user gave is checked
+``intervals``, ``method``, ``options``  what a user can choose
 ``seams``               file system, clock, failpoints, progress: everything that tests replace
 ``state``               WHAT is saved: providers, entries, objects, layout
 ``capture``             device to host: lanes, base captures, hooks on updates

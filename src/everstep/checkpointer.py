@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import weakref
@@ -13,14 +12,17 @@ from types import TracebackType
 from typing import Any
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError, OptionError, StateError
+from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
+from everstep.given import named
 from everstep.keeper.copies import seams_with_copies
 from everstep.keeper.job import job_of, open_together, refuse_unsupported
 from everstep.keeper.joint import Joint
 from everstep.keeper.lifetime import (
     AtExit,
     check_platform,
+    check_resume,
+    check_timeout,
     check_usable,
     close_earlier,
     is_lost,
@@ -49,7 +51,6 @@ from everstep.options import (
     Method,
     Options,
     Preemption,
-    refuse_unknown,
     validate_options,
 )
 from everstep.recover.folder import run_path
@@ -109,12 +110,7 @@ class Checkpointer:
         StorageError: when the folder cannot be used.
     """
 
-    def __new__(cls, *args: Any, **options: Any) -> Checkpointer:
-        """Refuses unknown options with the nearest known one, before Python refuses them."""
-        known = list(inspect.signature(cls.__init__).parameters)[1:]
-        refuse_unknown("Checkpointer", options, known)
-        return super().__new__(cls)
-
+    @named("Checkpointer")
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -130,7 +126,7 @@ class Checkpointer:
         log: LogOptions | None = None,
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
-        tiers: Sequence[str | TierOptions | PeerOptions] = (),
+        tiers: Sequence[str | PurePath | TierOptions | PeerOptions] = (),
         preempt: bool | Preemption = False,
         seams: Seams | None = None,
     ) -> None:
@@ -147,7 +143,7 @@ class Checkpointer:
             log=log,
         )
         self._run = run_path(path)
-        self._seams = seams or Seams()
+        self._seams = Seams.parse(seams)
         wanted = Preemption.parse(preempt)
         self._preempting = Preempting(wanted, self._seams.clock, asks_ranks())
         named, peers = split_peers(tiers, self._options.method.tiers)
@@ -183,6 +179,7 @@ class Checkpointer:
         self._open = True
         _live[self._live_key] = self
 
+    @named("resume")
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over.
 
@@ -199,8 +196,7 @@ class Checkpointer:
             MismatchError: the base is of another model; nothing has been touched.
         """
         self._check_open()
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-            raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
+        check_resume(step, strict=strict)
         if self._multistep is not None:
             self._multistep.drop("training goes back")
         self._saver.finish_captures()
@@ -224,6 +220,7 @@ class Checkpointer:
             self._saver.warm()  # behind the first step, at the end of which a base may be due
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
+    @named("rewind")
     def rewind(self, step: int) -> Recovery:
         """Goes back to an earlier step, in this very process: after a NaN, or a loss spike.
 
@@ -290,6 +287,7 @@ class Checkpointer:
             self.save()
         self.wait(timeout_s)
 
+    @named("save")
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
 
@@ -359,6 +357,7 @@ class Checkpointer:
         self._check_open()
         self._watched.check_changing()
 
+    @named("wait")
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
 
@@ -367,6 +366,7 @@ class Checkpointer:
             EverstepError: what failed, by the policy.
         """
         self._check_open()
+        check_timeout(timeout_s)
         self._saver.finish_captures()
         if self._keeper is not None:
             self._keeper.wait(timeout_s)
@@ -489,7 +489,7 @@ class Checkpointer:
         self._at_exit.watch(self._saver, keeper, stay=self._keeper_stays)
 
     def _check_open(self) -> None:
-        check_usable(self._open, self._pid, getattr(self, "_run", None))
+        check_usable(self._open, self._pid, self._run, _live.get(self._live_key, self) is not self)
 
     def _release(self, *, stay: bool = False) -> None:
         self._open = False

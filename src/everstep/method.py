@@ -6,14 +6,14 @@ is refused, by name and with what would.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from everstep.errors import OptionError
+from everstep.given import checked, is_int, one_of
 
-__all__ = ["Method", "is_int", "nearest", "one_of", "presets", "refuse_unknown"]
+__all__ = ["Method", "presets"]
 
 _PARTS_MAX = 24
 _CHUNK_BYTES_MIN = 4096
@@ -21,52 +21,7 @@ _TIERS = (("disk",), ("memory", "peer", "disk"))
 _BASES = ("sync", "async", "lazy", "checkfreq", "multistep", "scheduled")
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
-def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses an argument that ``who`` does not have, before Python does in words of its own.
-
-    Raises:
-        OptionError: with the nearest known one.
-    """
-    names = list(known)
-    for name in given:
-        if name not in names:
-            guess = nearest(name, names)
-            raise OptionError(
-                f"{who} has no option {name!r}; there are: {', '.join(names)}",
-                hint=f"did you mean {guess!r}?" if guess else None,
-            )
-
-
-def one_of(what: str, value: object, known: Iterable[str]) -> None:
-    """Refuses a value that is none of some names.
-
-    Args:
-        what: the value is, in words.
-
-    Raises:
-        OptionError: with the nearest known one.
-    """
-    names = list(known)
-    if isinstance(value, str) and value in names:
-        return
-    guess = nearest(value, names) if isinstance(value, str) else None
-    raise OptionError(
-        f"no {what} {value!r}; there are: {', '.join(names)}",
-        hint=f"did you mean {guess!r}?" if guess else None,
-    )
-
-
-def is_int(value: object) -> bool:
-    """Whether a value is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
+@checked
 @dataclass(frozen=True, slots=True)
 class Method:
     """How state leaves the training process.
@@ -126,6 +81,8 @@ class Method:
         one_of("log", self.log, ("none", "dense", "topk", "adaptive"))
         one_of("apply", self.apply, ("recovery", "replica"))
         one_of("rebuild", self.rebuild, ("keeper", "recovery"))
+        if isinstance(self.tiers, list):
+            object.__setattr__(self, "tiers", tuple(self.tiers))
         for tier in self.tiers:
             one_of("tier", tier, ("memory", "peer", "disk"))
         if self.log != "none" and self.base == "sync":

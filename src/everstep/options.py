@@ -6,15 +6,14 @@ tiers); a preset is a name for such a point.
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from everstep.errors import EverstepError, OptionError
-from everstep.method import Method, is_int, nearest, one_of, presets, refuse_unknown
+from everstep.given import checked, is_int, is_number, nearest, one_of
+from everstep.intervals import Every, History, bytes_hint
+from everstep.method import Method, presets
 
 __all__ = [
     "Budget",
@@ -26,40 +25,19 @@ __all__ = [
     "Method",
     "Options",
     "Preemption",
-    "nearest",
     "presets",
-    "refuse_unknown",
     "validate_options",
 ]
 
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
-_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_UNITS_BYTES = {
-    **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
-    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
-}
-_UNIT_WORDS = {
-    **{unit: unit for unit in _UNITS_S},
-    "secs": "s",
-    "second": "s",
-    "seconds": "s",
-    "mins": "min",
-    "minute": "min",
-    "minutes": "min",
-    "hr": "h",
-    "hrs": "h",
-    "hour": "h",
-    "hours": "h",
-    "day": "d",
-    "days": "d",
-}
 _TIMEOUT_S_MAX = 365 * 86400.0
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _GRACE_S_MAX = 86400.0
 _RATIO = 0.01
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Upper bounds that are kept (I10); None means the default, which is printed at start.
@@ -81,10 +59,12 @@ class Budget:
             value = getattr(self, name)
             if value is not None and (not is_int(value) or value <= 0):
                 raise OptionError(
-                    f"Budget.{name} must be a positive number of bytes, not {value!r}"
+                    f"Budget.{name} must be a positive number of bytes, not {value!r}",
+                    hint=bytes_hint(value),
                 )
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
     """The process beside the trainer that makes captured bases durable.
@@ -103,9 +83,11 @@ class KeeperOptions:
     linger_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.cores, (list, range, set, frozenset)):  # as os.sched_getaffinity() gives
+            object.__setattr__(self, "cores", tuple(sorted(self.cores)))
         if not is_int(self.threads) or not 1 <= self.threads <= 64:
             raise OptionError(f"KeeperOptions.threads must be 1 to 64, not {self.threads!r}")
-        if not isinstance(self.linger_s, (int, float)) or not 0 <= self.linger_s <= _TIMEOUT_S_MAX:
+        if not is_number(self.linger_s) or not 0 <= self.linger_s <= _TIMEOUT_S_MAX:
             raise OptionError(
                 f"KeeperOptions.linger_s must be seconds, at most a year, not {self.linger_s!r}"
             )
@@ -115,44 +97,7 @@ class KeeperOptions:
             raise OptionError(f"KeeperOptions.cores must be core numbers, not {self.cores!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """How much of the log stays, beyond what the bases need that are kept.
-
-    Attributes:
-        age_s: segments that are no older; infinite: all of them.
-        size_bytes: the newest segments, up to so many bytes.
-    """
-
-    age_s: float = 0.0
-    size_bytes: int = 0
-
-    @property
-    def is_more(self) -> bool:
-        """Whether anything stays for the sake of the log alone."""
-        return self.age_s > 0 or self.size_bytes > 0
-
-    @classmethod
-    def parse(cls, text: str) -> History:
-        """What ``"last"``, ``"all"``, ``"2h"``, ``"50GB"`` mean.
-
-        Raises:
-            OptionError: for anything else.
-        """
-        if text in ("last", "all"):
-            return cls(age_s=math.inf if text == "all" else 0.0)
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(text))
-        amount = float(match[1]) if match else 0.0
-        if match and amount and match[2] in _UNITS_S:
-            return cls(age_s=amount * _UNITS_S[match[2]])
-        if match and amount and match[2] in _UNITS_BYTES:
-            return cls(size_bytes=round(amount * _UNITS_BYTES[match[2]]))
-        raise OptionError(
-            f"history={text!r} says not how much of the log stays",
-            hint='"last", "all", a time as "30min", "2h", "7d", or a size as "50GB", "20GiB"',
-        )
-
-
+@checked
 @dataclass(frozen=True, slots=True)
 class LogOptions:
     """Where the gradient log is kept, and how it is written.
@@ -189,15 +134,18 @@ class LogOptions:
 
     def __post_init__(self) -> None:
         one_of("place for the log", self.to, ("memory", "disk"))
-        History.parse(self.history)
+        if History.parse(self.history).is_more and self.to != "disk":
+            raise OptionError(
+                f"LogOptions.history={self.history!r} is of a log on disk; in memory it goes back "
+                "to the newest base",
+                hint=f'LogOptions(to="disk", history={self.history!r})',
+            )
         if not is_int(self.batch_steps) or not 1 <= self.batch_steps <= 100_000:
             raise OptionError(
                 f"LogOptions.batch_steps must be 1 to 100000, not {self.batch_steps!r}"
             )
-        if not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise OptionError(f"LogOptions.ratio must be in (0, 1], not {self.ratio!r}")
-        if self.audit not in (None, True, False):
-            raise OptionError(f"LogOptions.audit must be True, False or None, not {self.audit!r}")
         if self.lag_steps is not None:
             if not is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
                 raise OptionError(
@@ -216,6 +164,7 @@ class LogOptions:
         return self.to == "disk"
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Preemption:
     """How a job is told that it is going to be killed.
@@ -235,6 +184,7 @@ class Preemption:
     def __post_init__(self) -> None:
         if not isinstance(self.signals, (tuple, list)) or not self.signals:
             raise OptionError(f"Preemption.signals must be names of signals, not {self.signals!r}")
+        object.__setattr__(self, "signals", tuple(self.signals))
         for name in self.signals:
             if name not in _SIGNALS:
                 guess = nearest(str(name).upper(), _SIGNALS)
@@ -243,8 +193,7 @@ class Preemption:
                     f"{', '.join(_SIGNALS)}",
                     hint=f"did you mean {guess!r}?" if guess else None,
                 )
-        seconds = isinstance(self.grace_s, (int, float)) and self.grace_s
-        if not 0 < seconds <= _GRACE_S_MAX:
+        if not is_number(self.grace_s) or not 0 < self.grace_s <= _GRACE_S_MAX:
             raise OptionError(
                 f"Preemption.grace_s must be seconds, more than 0 and at most a day, not "
                 f"{self.grace_s!r}"
@@ -265,80 +214,6 @@ class Preemption:
         if not isinstance(value, cls):
             raise OptionError(f"preempt must be True, False or a Preemption, not {value!r}")
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """When a base is taken: every so many steps or seconds, as measured costs say, or only on
-    demand.
-
-    Attributes:
-        steps, seconds: from base to base.
-        auto: as often as wastes the least time, re-estimated while training goes on.
-        mtbf_s: for ``auto``: seconds of training between two failures. None: one in a day, until
-            those of the run say otherwise.
-    """
-
-    steps: int | None = None
-    seconds: float | None = None
-    auto: bool = False
-    mtbf_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.steps is not None) + (self.seconds is not None) + self.auto > 1:
-            raise OptionError("Every: steps, seconds and auto exclude each other")
-        if self.steps is not None and (not is_int(self.steps) or self.steps < 1):
-            raise OptionError(f"every={self.steps!r}: bases are at least one step apart")
-        if self.seconds is not None and not 0 < self.seconds < 1e12:
-            raise OptionError(f"Every.seconds must be more than 0, not {self.seconds!r}")
-        if self.mtbf_s is not None and (
-            not self.auto or not isinstance(self.mtbf_s, (int, float)) or not 0 < self.mtbf_s < 1e12
-        ):
-            raise OptionError(
-                f"Every.mtbf_s must be seconds, and is for auto=True only, not {self.mtbf_s!r}"
-            )
-
-    @classmethod
-    def parse(cls, value: int | str | Every | None) -> Every:
-        """Reads ``100``, ``"10min"``, ``"auto"`` or None (only :meth:`Checkpointer.save` takes
-        bases).
-
-        Raises:
-            OptionError: for anything else.
-        """
-        if value is None or isinstance(value, Every):
-            return value or cls()
-        if is_int(value) and not isinstance(value, str):
-            return cls(steps=value)
-        if isinstance(value, str):
-            if value.strip() == "auto":
-                return cls(auto=True)
-            match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", value)
-            if match and match[2] in _UNITS_S and float(match[1]) > 0:
-                return cls(seconds=float(match[1]) * _UNITS_S[match[2]])
-        raise OptionError(f"every={value!r} is not an interval", hint=_interval_hint(value))
-
-    def due(self, step: int, since_last_s: float) -> bool:
-        """Whether a base is due at the end of ``step``; not for ``auto``."""
-        if self.steps is not None:
-            return step % self.steps == 0
-        return self.seconds is not None and since_last_s >= self.seconds
-
-
-def _interval_hint(value: object) -> str:
-    """What was probably meant by what is no interval, and what would be one."""
-    known = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
-    if not isinstance(value, str):
-        return known
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)?\s*([A-Za-z]+)\.?\s*", value)
-    if match is None:
-        return known
-    words = ["auto"] if match[1] is None else list(_UNIT_WORDS)
-    found = difflib.get_close_matches(match[2].lower(), words, n=1, cutoff=0.75)
-    if not found:
-        return known
-    guess = "auto" if match[1] is None else match[1] + _UNIT_WORDS[found[0]]
-    return f'did you mean "{guess}"? {known}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,15 +330,22 @@ def validate_options(
     if not is_int(keep) or keep < 1:
         raise OptionError(f"keep={keep!r}: at least one base must be kept")
     if not callable(on_failure):
-        one_of("on_failure", on_failure, ("raise", "warn"))
-    if not isinstance(budget, (Budget, type(None))):
-        raise OptionError(f"budget must be an everstep.Budget, not {budget!r}")
-    if not isinstance(keeper, (KeeperOptions, type(None))):
-        raise OptionError(f"keeper must be everstep.KeeperOptions, not {keeper!r}")
-    if not isinstance(log, (LogOptions, type(None))):
-        raise OptionError(f"log must be everstep.LogOptions, not {log!r}")
-    seconds = isinstance(progress_timeout_s, (int, float)) and progress_timeout_s
-    if not 0 < seconds <= _TIMEOUT_S_MAX:
+        one_of("on_failure", on_failure, ("raise", "warn"), beside="; or a function of the error")
+    parts = (
+        ("budget", budget, Budget),
+        ("keeper", keeper, KeeperOptions),
+        ("log", log, LogOptions),
+    )
+    for what, given, kind in parts:
+        if not isinstance(given, (kind, type(None))):
+            raise OptionError(f"{what} must be an everstep.{kind.__name__}, not {given!r}")
+    if log is not None and method.log == "none":
+        shown = "a Method with log='none'" if name == "custom" else f"method={name!r}"
+        raise OptionError(
+            f"log= is of methods that keep a gradient log, and {shown} keeps none",
+            hint="method='logged' keeps one; or leave log= out",
+        )
+    if not is_number(progress_timeout_s) or not 0 < progress_timeout_s <= _TIMEOUT_S_MAX:
         raise OptionError(
             f"progress_timeout_s={progress_timeout_s!r} must be a number of seconds, at most "
             f"{_TIMEOUT_S_MAX:g}"

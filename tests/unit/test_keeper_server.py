@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
 from everstep.keeper.messages import PROTOCOL
+from everstep.keeper.seat import Seat
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
-from everstep.seams import ManualClock, failpoints
+from everstep.recover.resume import open_timeline
+from everstep.recover.scan import scan_run
+from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
 from everstep.seams.sockets import close_descriptors, connect_stream
 from tests.unit.serving import OBJECT, Bench, Hand, bench, contents_of, oracle
 from tests.unit.world import Gate, HookedFileSystem
@@ -785,3 +788,30 @@ def test_trainers_that_come_and_go_leave_nothing_behind(b: Bench, rounds: int) -
         if number == 4:
             before = footprint()
     assert footprint() == before
+
+
+# --- Several ranks ----------------------------------------------------------------------
+
+
+def test_who_comes_back_to_a_keeper_finds_its_port_free(b: Bench) -> None:
+    """A training process that lost the connection, and not the keeper, asks for the mailbox where
+    the other ranks know it; there the keeper itself still listened."""
+    host, port = "127.0.0.1", 0
+    for again in (False, True):
+        one = b.trainer()
+        one.say("settle")
+        one.await_("settled")
+        one.say("listen", host=host, port=port)
+        found = one.await_("listening")
+        assert found["error"] is None
+        assert port in (0, found["port"])
+        port = found["port"]
+        others = ((host, port), (host, 1))
+        seat = Seat("session", 0, ("a", "a"), others, again=again).to_wire()
+        inventory = scan_run(PosixFileSystem(), b.run)
+        one.timeline = open_timeline(Seams(), b.run, inventory, parent=None, exact=True)
+        one.say("serve", timeline=one.timeline, keep=3, verified=None, seat=seat)
+        b.turn(2)
+        one.die()
+    b.until(lambda: b.server._trainer is None)
+    b.server._duties.settle()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.errors import EverstepError, OptionError
-from everstep.options import Every, Method, Options, nearest, presets, validate_options
+from everstep.given import nearest
+from everstep.options import Every, Method, Options, presets, validate_options
 
 
 def options(**changes: Any) -> Options:
@@ -140,7 +141,7 @@ def test_background_audits(changes: dict[str, Any], log: dict[str, Any], why: st
     wanted = everstep.LogOptions(**log, audit=True)
     if why is None:
         assert options(**changes, log=wanted).audits
-        assert not options(**{**changes, "method": "lazy"}, log=wanted).audits
+        assert not options(**{**changes, "method": "lazy"}).audits
         return
     with pytest.raises(OptionError, match=why):
         options(**changes, log=wanted)

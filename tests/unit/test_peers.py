@@ -8,11 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from everstep.seams import peers
-from everstep.seams.peers import PeerMailbox
+from everstep.keeper.keepers import Keepers
+from everstep.options import validate_options
+from everstep.seams import Seams, peers
+from everstep.seams.peers import HeldPort, PeerMailbox
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -96,6 +100,47 @@ def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]
         boxes[0].send(1, b"two")  # what is on its way when a connection ends is lost
         found = again.receive(0.2)
     assert found == b"two"
+
+
+def test_a_port_that_is_held_is_nobody_elses(boxes: list[PeerMailbox]) -> None:
+    """A keeper opens its mailbox there, dies, and its successor finds the port free. Otherwise
+    whoever asks for any port may be given it meanwhile, by accident."""
+    held = HeldPort(HOST)
+    for _ in range(2):
+        PeerMailbox(HOST, held.number).close()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind((HOST, held.number))
+    held.close()
+    held.close()
+    with socket.socket() as stranger:
+        stranger.bind((HOST, held.number))
+
+
+def test_a_keepers_port_is_held_until_it_is_let_go(tmp_path: Path) -> None:
+    """Between a keeper that is gone and its successor, too: the address is known to the others."""
+
+    class Remote:
+        def listen(self, host: str, port: int, timeout_s: float) -> int:
+            PeerMailbox(host, port).close()  # its keeper is gone at once
+            return port
+
+        def close(self) -> None: ...
+
+    given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
+    options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
+    about: Any = options, Seams(), tmp_path, "run", None, None, 4096
+    keepers = Keepers(*about)
+    keepers._remote = Remote()  # type: ignore[assignment]
+    host, first = keepers.listen(HOST)
+    assert keepers.listen(HOST, first) == (host, first), "its successor"
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind((HOST, first))
+    second = keepers.listen(HOST)[1]  # of another start
+    with socket.socket() as stranger:
+        stranger.bind((HOST, first))
+    keepers.close()
+    with socket.socket() as stranger:
+        stranger.bind((HOST, second))
 
 
 def test_whoever_never_says_the_session_is_let_go(

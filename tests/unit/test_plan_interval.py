@@ -469,9 +469,12 @@ def test_rarer_failures_and_dearer_writes_lengthen_both_intervals(
     except InfeasibleError:
         assume(False)
         return
-    # Whole numbers next to an optimum that is flat: of thousands the last digits say nothing.
-    assert after.interval_steps >= before.interval_steps * (1 - 1e-3)
-    assert after.batch_steps >= before.batch_steps * (1 - 1e-3)
+    interval = max(before.interval_steps, after.interval_steps)
+    batch = max(before.batch_steps, after.batch_steps)
+    if (interval, batch) != (after.interval_steps, after.batch_steps):
+        # Two neighbours whose waste differs by less than rounding: either is the best.
+        same = waste(more, interval * more.step_s, batch * more.step_s).total
+        assert same == pytest.approx(after.waste.total, rel=1e-11)
     if field == "mtbf_s":
         assert after.waste.total < before.waste.total
     else:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from everstep.errors import OptionError
-from everstep.options import nearest
+from everstep.given import nearest
 
 __all__ = ["parse_bytes", "parse_bytes_per_s", "parse_seconds", "seconds_in_words"]
 

@@ -37,7 +37,7 @@ from everstep.cli._log import (
 )
 from everstep.cli.ls import STATUS_WORDS, would_resume
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
-from everstep.options import nearest
+from everstep.given import nearest
 
 if TYPE_CHECKING:
     from everstep.format.header import ShardHeader

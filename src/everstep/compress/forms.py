@@ -12,7 +12,7 @@ from everstep.compress.floats import kept_count
 from everstep.compress.quantized import Int8, int8
 from everstep.compress.sparse import Sparse, sampled_threshold, topk
 from everstep.errors import OptionError
-from everstep.options import nearest
+from everstep.given import nearest
 
 __all__ = ["INT8_BELOW", "KINDS", "Form", "adaptive", "compression"]
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from everstep.errors import OptionError
-from everstep.method import nearest
+from everstep.given import nearest
 
 __all__ = ["ARMS", "DEFAULT_ARMS", "Arm", "parse_arms"]
 

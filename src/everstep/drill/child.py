@@ -133,7 +133,7 @@ def _checkpointer(
             keeper=everstep.KeeperOptions(
                 process=arm["keeper"] == "process", threads=_KEEPER_THREADS, linger_s=_LINGER_S
             ),
-            log=LogOptions(**arm["log"]),
+            log=LogOptions(**arm["log"]) if arm["log"] else None,
             tiers=[_place(tier, rank) for tier in arm["tiers"]],
             progress_timeout_s=order["timeout_s"],
         )

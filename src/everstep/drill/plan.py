@@ -10,7 +10,7 @@ from typing import Literal, cast
 from everstep.bench.workloads import GPTConfig, gpt_of
 from everstep.drill.arms import parse_arms
 from everstep.errors import OptionError
-from everstep.method import one_of
+from everstep.given import one_of
 from everstep.seams.failpoints import FAILPOINTS
 
 __all__ = [

@@ -105,7 +105,8 @@ class Duties:
             self._seams.clock,
             progress_timeout_s=self.timeout_s,
         )
-        seat = message.get("seat")
+        told = message.get("seat")
+        seat = None if told is None else Seat.from_wire(told)
         self.keeper = LocalKeeper(
             self._seams,
             self._run,
@@ -118,19 +119,16 @@ class Duties:
             timeout_s=self.timeout_s,
             history=message.get("history", "last"),
             on_done=lambda capture: self._on_done(trainer, channel, capture),
-            seat=None if seat is None else Seat.from_wire(seat),
+            seat=seat,
             mailbox=mailbox,
         )
-        self.timeline, self._arena = message["timeline"], trainer.arena
-        self._bases_durable = 0
+        self.timeline, self._bases_durable, self._arena = message["timeline"], 0, trainer.arena
         self.keeper.sweep_behind()
         self.logs.serve(trainer, channel, message, self.timeout_s)
         assert self.logs.current is not None
+        about = message.get("peers"), seat, self.keeper.commits, self._seams.clock
         self.peers.serve(
-            message.get("peers"),
-            None if seat is None else Seat.from_wire(seat),
-            self.keeper.commits,
-            self._seams.clock,
+            *about,
             lambda notice: _report(trainer, notice, "notice"),
             timeout_s=self.timeout_s,
             timeline=self.timeline,
@@ -153,7 +151,7 @@ class Duties:
                 message["tiers"],
                 channel.post,
                 timeout_s=self.timeout_s,
-                seat=None if seat is None else Seat.from_wire(seat),
+                seat=seat,
                 commits=self.keeper.commits,
             )
             self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
@@ -175,6 +173,8 @@ class Duties:
         reply: dict[str, Any] = {"kind": "listening", "port": 0, "error": None}
         if self.mailbox is not None:
             self.mailbox.close()
+        if self.keeper is not None:  # perhaps its trainer had lost it, and comes back
+            self.keeper.leave(message["port"])
         try:
             self.mailbox = PeerMailbox(message["host"], message["port"])
             reply["port"] = self.mailbox.address[1]

@@ -29,7 +29,7 @@ from everstep.options import Options
 from everstep.recover.held import Recalled
 from everstep.recover.scan import newest_timeline
 from everstep.seams import PosixFileSystem, Seams, SystemClock
-from everstep.seams.peers import PeerMailbox
+from everstep.seams.peers import HeldPort, PeerMailbox
 from everstep.seams.processes import available_cores
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
@@ -84,6 +84,7 @@ class Keepers:
         self._info = info
         self._seat: Seat | None = None
         self._mailbox: PeerMailbox | None = None
+        self._port: HeldPort | None = None  # of the keeper process's mailbox
         self._remote: RemoteKeeper | None = None
         self._before = KeeperStats()  # of keepers that are no longer in service
         self._why_not: EverstepError | None = None
@@ -223,19 +224,33 @@ class Keepers:
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Opens the keeper's mailbox for those of other ranks; returns its address.
 
+        Args:
+            port: 0: any that is free. A keeper process has one that this process holds, as other
+                ranks will look for its successor there: between the two, the system would give
+                it to anybody.
+
         Raises:
             KeeperError: it cannot.
         """
-        if self._remote is not None:
-            timeout_s = self._options.progress_timeout_s
-            return host, self._remote.listen(host, port, timeout_s)
-        if self._mailbox is not None:
-            self._mailbox.close()
         try:
+            if self._remote is not None:
+                if not port:
+                    self._hold(HeldPort(host))
+                    assert self._port is not None
+                    port = self._port.number
+                return host, self._remote.listen(host, port, self._options.progress_timeout_s)
+            if self._mailbox is not None:
+                self._mailbox.close()
             self._mailbox = PeerMailbox(host, port)
         except OSError as error:
             raise no_mailbox(host, port, error) from error
         return self._mailbox.address
+
+    def _hold(self, port: HeldPort | None) -> None:
+        """In the place of the one that was held."""
+        before, self._port = self._port, port
+        if before is not None:
+            before.close()
 
     def serve(
         self, timeline: int, verified: BaseId | None = None, seat: Seat | None = None
@@ -415,6 +430,7 @@ class Keepers:
             self._remote.close()
         if self._mailbox is not None:
             self._mailbox.close()
+        self._hold(None)
         self.current = self._remote = self._mailbox = None
 
     def _attach(self) -> RemoteKeeper:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 from everstep.errors import (
     DeadlineError,
     EverstepError,
+    OptionError,
     StateError,
     UnavailableError,
 )
+from everstep.given import is_int, is_number
 from everstep.keeper.keepers import let_go
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
@@ -30,6 +32,8 @@ __all__ = [
     "AtExit",
     "Closing",
     "check_platform",
+    "check_resume",
+    "check_timeout",
     "check_usable",
     "close_earlier",
     "finish_at_exit",
@@ -61,20 +65,27 @@ def check_platform() -> None:
         )
 
 
-def check_usable(is_open: bool, pid: int, run: PurePath | None) -> None:
+def check_usable(is_open: bool, pid: int, run: PurePath, replaced: bool) -> None:
     """Refuses calls of a Checkpointer that is closed, or of another process.
 
     Args:
         pid: of the process that made it.
+        replaced: another one of this process has the run.
 
     Raises:
         StateError: with the reason.
     """
+    if not is_open and replaced:
+        raise StateError(
+            "this Checkpointer is closed: a later one of this process has replaced it",
+            path=run,
+            hint="use the later one; two that live side by side need a run folder each",
+        )
     if not is_open:
         raise StateError(
             "this Checkpointer is closed",
             path=run,
-            hint="a second Checkpointer on the same run closes the first",
+            hint="make a new one on the same run, and call its resume(), to go on",
         )
     if os.getpid() != pid:
         raise StateError(
@@ -82,6 +93,28 @@ def check_usable(is_open: bool, pid: int, run: PurePath | None) -> None:
             path=run,
             hint="make a Checkpointer (on a run folder of its own) in this process",
         )
+
+
+def check_resume(step: int | None, *, strict: bool) -> None:
+    """Refuses what :meth:`Checkpointer.resume` cannot mean.
+
+    Raises:
+        OptionError
+    """
+    if step is not None and (not is_int(step) or step < 0):
+        raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
+    if not isinstance(strict, bool):
+        raise OptionError(f"resume(strict={strict!r}): it is True or False")
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuses what :meth:`Checkpointer.wait` cannot mean.
+
+    Raises:
+        OptionError
+    """
+    if timeout_s is not None and not (is_number(timeout_s) and timeout_s >= 0):
+        raise OptionError(f"wait(timeout_s={timeout_s!r}): seconds from 0, or None")
 
 
 class AtExit:

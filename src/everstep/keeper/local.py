@@ -160,11 +160,13 @@ class LocalKeeper:
         if verified is not None:
             self._retention.verified.add(verified)
         self._commits: RankCommits | None = None
+        self._port = 0  # of the mailbox
         if seat is not None:
             assert mailbox is not None
             from everstep.keeper.commits import RankCommits
 
             mailbox.open(seat.session, seat.rank, seat.peers)
+            self._port = seat.peers[seat.rank][1]
             self._commits = RankCommits(
                 seams,
                 run,
@@ -338,6 +340,11 @@ class LocalKeeper:
                 if timeout_s is not None and waited_s > timeout_s:
                     raise not_durable_yet(len(self._waiting), waited_s)
         self._channel.check()
+
+    def leave(self, port: int) -> None:
+        """Makes room for who takes its place with a mailbox at ``port``, if that is its own."""
+        if self._commits is not None and self._port == port:
+            self._commits.close()
 
     def close(self) -> None:
         """Ends the thread; what is queued is persisted first."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.errors import OptionError
-from everstep.options import nearest
+from everstep.given import nearest
 from everstep.plan.steps import Operator, StepTrace
 
 __all__ = ["DEVICES", "Device", "device", "seconds_of", "times_of"]

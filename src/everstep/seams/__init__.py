@@ -18,10 +18,13 @@ sources for it, another watches a save at run time. That is what makes crashes
 enumerable: replace the seam, and every operation can fail, tear or be lost.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.errors import OptionError
 from everstep.seams.clock import Clock, ManualClock, SystemClock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
@@ -57,3 +60,14 @@ class Seams:
     clock: Clock = field(default_factory=SystemClock)
     lane: Callable[[], Any] | None = None
     group: Callable[[float], Any] | None = None
+
+    @classmethod
+    def parse(cls, value: Seams | None) -> Seams:
+        """Reads what a caller gave; None: the world as it is.
+
+        Raises:
+            OptionError: for anything else.
+        """
+        if not isinstance(value, (cls, type(None))):
+            raise OptionError(f"seams must be everstep.seams.Seams, not {value!r}")
+        return value or cls()

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["PeerMailbox"]
+__all__ = ["HeldPort", "PeerMailbox"]
 
 _LENGTH_BYTES = 4
 _MESSAGE_BYTES_MAX = 64 << 20
@@ -30,6 +30,28 @@ _CONNECT_S = 5.0
 _LOOK_AGAIN_S = 0.02
 _STRANGERS_MAX = 64  # connections that have not said their session yet
 _STRANGER_S = 10.0  # within which they have to
+
+
+class HeldPort:
+    """A free port that nobody else is given while this exists, whether a mailbox is open there or
+    not: who goes on at an address where others look for it finds it free. (Linux: a mailbox may
+    be opened beside it. What asks the system for any port, or connects to somewhere, is given
+    another one.)
+
+    Raises:
+        OSError: the address is not this machine's.
+
+    Attributes:
+        number: of the port.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = _bound(host, 0)
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Lets it go. Idempotent."""
+        self._socket.close()
 
 
 class PeerMailbox:
@@ -45,12 +67,8 @@ class PeerMailbox:
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._family = family
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener = _bound(host, port)
         try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind((host, port))
             self._listener.listen(128)
             self._listener.setblocking(False)
         except OSError:
@@ -318,6 +336,18 @@ class _Out:
 
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 _mailboxes: weakref.WeakSet[PeerMailbox] = weakref.WeakSet()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at an address of this machine; port 0: any that is free."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except OSError:
+        found.close()
+        raise
+    return found
 
 
 def _frame(message: bytes) -> bytes:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from everstep.errors import OptionError
+from everstep.given import checked, is_int, is_number
 
 __all__ = ["PeerOptions", "TierOptions", "split_peers", "validate_tiers"]
 
 _YEAR_S = 366 * 86_400.0
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """A place that keeps copies of committed bases.
@@ -30,14 +33,15 @@ class TierOptions:
     objects_per_hour: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.where, PurePath):
+            object.__setattr__(self, "where", str(self.where))
         if not isinstance(self.where, str) or not self.where:
             raise OptionError(f"a tier is a URL or a directory, not {self.where!r}")
-        if not isinstance(self.every_s, (int, float)) or not 0 <= self.every_s <= _YEAR_S:
+        if not is_number(self.every_s) or not 0 <= self.every_s <= _YEAR_S:
             raise OptionError(f"TierOptions.every_s must be seconds, not {self.every_s!r}")
         for name in ("keep", "objects_per_hour"):
             value = getattr(self, name)
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and (not is_int or value < 1):
+            if value is not None and (not is_int(value) or value < 1):
                 raise OptionError(f"TierOptions.{name} must be at least 1, not {value!r}")
 
     def of_rank(self, world: int) -> TierOptions:
@@ -48,6 +52,7 @@ class TierOptions:
         return replace(self, objects_per_hour=max(1, self.objects_per_hour // world))
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
     """The memory of another node as a tier; ``"peer"`` means ``PeerOptions()``.
@@ -70,8 +75,7 @@ class PeerOptions:
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "host_bytes"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and (not is_number or not value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 raise OptionError(f"PeerOptions.{name} must be above 0, not {value!r}")
         node = self.emulated_node
         if node is not None and (not isinstance(node, str) or not node):
@@ -79,7 +83,7 @@ class PeerOptions:
 
 
 def split_peers(
-    tiers: Sequence[str | TierOptions | PeerOptions], method_tiers: Sequence[str] = ()
+    tiers: Sequence[str | PurePath | TierOptions | PeerOptions], method_tiers: Sequence[str] = ()
 ) -> tuple[list[str | TierOptions], PeerOptions | None]:
     """The places that keep copies, and what was said of peers; None: they keep none.
 
@@ -87,11 +91,14 @@ def split_peers(
         method_tiers: where bases live: in peers' memory, if there are any, if nothing is said.
 
     Raises:
-        OptionError: peers were named twice.
+        OptionError: peers were named twice, or it is no list.
     """
-    if isinstance(tiers, str):
-        raise OptionError(f"tiers={tiers!r} must be a list of places", hint=f"tiers=[{tiers!r}]")
-    named = [PeerOptions() if one == "peer" else one for one in tiers]
+    if not isinstance(tiers, (list, tuple)):
+        places = isinstance(tiers, (str, PurePath, TierOptions, PeerOptions))
+        hint = f"tiers=[{tiers!r}]" if places else 'for example tiers=["s3://bucket/prefix"]'
+        raise OptionError(f"tiers={tiers!r} must be a list of places", hint=hint)
+    plain = [str(one) if isinstance(one, PurePath) else one for one in tiers]
+    named = [PeerOptions() if one == "peer" else one for one in plain]
     peers = [one for one in named if isinstance(one, PeerOptions)]
     if len(peers) > 1:
         raise OptionError("tiers= names peers twice: each rank has one peer")
@@ -109,8 +116,6 @@ def validate_tiers(tiers: Sequence[str | TierOptions], keep: int) -> tuple[TierO
     Raises:
         OptionError
     """
-    if isinstance(tiers, str):
-        raise OptionError(f"tiers={tiers!r} must be a list of places", hint=f"tiers=[{tiers!r}]")
     found = [one if isinstance(one, TierOptions) else TierOptions(one) for one in tiers]
     return tuple(
         TierOptions(one.where, float(one.every_s), one.keep or keep, one.objects_per_hour)

@@ -45,7 +45,7 @@ class KilledOurs(Ours):
         self._link_bytes_per_s = link_bytes_per_s
         self._log_on_disk = log_on_disk
 
-    def log(self) -> LogOptions:
+    def log(self) -> LogOptions | None:
         """On disk, or in memory."""
         if self.setting.arm != "logged" or not self._log_on_disk:
             return super().log()

@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace, training: Training, journal: JournalWriter) -> int:
     steps: int = options.steps
+    logs = everstep.presets[options.method].log != "none"
     journal.write("built", params=training.model.config.params, batches=training.loader.batches)
     with everstep.Checkpointer(
         options.run,
@@ -63,7 +64,7 @@ def _train(options: argparse.Namespace, training: Training, journal: JournalWrit
         every=options.every or None,
         keep=options.keep,
         keeper=everstep.KeeperOptions(process=options.keeper == "process", linger_s=_LINGER_S),
-        log=LogOptions(to="disk", batch_steps=1, lag_steps=0),  # of use only to methods with a log
+        log=LogOptions(to="disk", batch_steps=1, lag_steps=0) if logs else None,
     ) as checkpointer:
         recovery = checkpointer.resume()
         if training.progress["steps"] != recovery.step:

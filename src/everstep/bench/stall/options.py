@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.errors import OptionError
-from everstep.options import nearest
+from everstep.given import nearest
 
 __all__ = [
     "ABLATIONS",

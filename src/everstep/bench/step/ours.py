@@ -86,10 +86,10 @@ class Ours(StepArm):
             seams=self.seams(),
         )
 
-    def log(self) -> LogOptions:
+    def log(self) -> LogOptions | None:
         """Where its log is, if it has one."""
         if self._compressor is None:
-            return LogOptions()
+            return None
         return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
 
     def seams(self) -> Seams:

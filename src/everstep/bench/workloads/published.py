@@ -23,7 +23,7 @@ from everstep.bench.workloads.convolutional import (
     ResNet18,
 )
 from everstep.errors import OptionError
-from everstep.options import nearest
+from everstep.given import nearest
 
 __all__ = ["PUBLISHED", "Published", "published", "sentences"]
 
