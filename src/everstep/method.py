@@ -83,7 +83,7 @@ class Method:
         one_of("rebuild", self.rebuild, ("keeper", "recovery"))
         if isinstance(self.tiers, list):
             object.__setattr__(self, "tiers", tuple(self.tiers))
-        for tier in self.tiers:
+        for tier in self.tiers if isinstance(self.tiers, tuple) else ():
             one_of("tier", tier, ("memory", "peer", "disk"))
         if self.log != "none" and self.base == "sync":
             raise OptionError(

@@ -7,6 +7,7 @@ each in a process of its own, which says a line for each thing that it has done.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -293,6 +294,10 @@ def workers(errors: Path) -> Iterator[Any]:
 
 
 def _serve() -> None:
+    import torch._dynamo  # noqa: F401, what optimizers load when they are first made: once for all
+
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()

@@ -8,7 +8,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import Envelope, Message, PeerMessage, decode_message, encode_message
+from everstep.commit.messages import (
+    Envelope,
+    Message,
+    PeerLogPart,
+    PeerMessage,
+    PeerPart,
+    decode_message,
+    encode_message,
+)
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
@@ -23,7 +31,7 @@ from everstep.seams import ManualClock
 from everstep.state.body import Seen
 from everstep.state.entries import Entry
 
-__all__ = ["BOUND_BYTES", "Ring", "bytes_of", "copy_of", "piece", "record_of"]
+__all__ = ["BOUND_BYTES", "Ring", "SlowRing", "bytes_of", "copy_of", "piece", "record_of"]
 
 RUN = "0" * 32
 BOUND_BYTES = 64 << 20
@@ -154,3 +162,50 @@ class Ring:
             message = decode_message(data).message
             assert isinstance(message, PeerMessage)
             self.ranks[to].hear(sender, message)
+
+
+class SlowRing(Ring):
+    """One of the keepers is at the end of a slow link, over which messages come in order.
+
+    Attributes:
+        most_on_way_bytes: on that link at once; ``arrived_bytes``: of bases and logs, there.
+    """
+
+    def __init__(
+        self, nodes: str, *, to: int = 1, bytes_per_s: float = 10_000.0, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(nodes, timeout_s=timeout_s)
+        self._slow, self._link_rate = to, bytes_per_s
+        self._free_s = 0.0
+        self._link: deque[tuple[float, tuple[int, int, bytes]]] = deque()
+        self.most_on_way_bytes = self.arrived_bytes = 0
+
+    def stand_still(self, seconds: float) -> None:
+        """Nothing more arrives for so long."""
+        self._free_s += seconds
+        self._link = deque((due_s + seconds, one) for due_s, one in self._link)
+
+    def _send(self, sender: int, to: int, message: Message) -> None:
+        if to != self._slow or sender == to:
+            super()._send(sender, to, message)
+            return
+        data = encode_message(Envelope("s", sender, message))
+        self._free_s = max(self._free_s, self.clock.monotonic_s()) + len(data) / self._link_rate
+        self._link.append((self._free_s, (sender, to, data)))
+        on_way_bytes = sum(len(one[2]) for _, one in self._link)
+        self.most_on_way_bytes = max(self.most_on_way_bytes, on_way_bytes)
+
+    def _deliver(self) -> None:
+        while self._link and self._link[0][0] <= self.clock.monotonic_s():
+            _, one = self._link.popleft()
+            message = decode_message(one[2]).message
+            self.arrived_bytes += (
+                len(message.data) if isinstance(message, PeerPart | PeerLogPart) else 0
+            )
+            self._on_way.append(one)
+        super()._deliver()
+
+    def run(self, seconds: float = 1.0, *, tick_s: float = 0.1) -> None:
+        for _ in range(max(1, round(seconds / tick_s))):
+            self._deliver()
+            super().run(tick_s, tick_s=tick_s)

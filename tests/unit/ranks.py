@@ -1,4 +1,4 @@
-"""A small training of two ranks: as a program, one of its ranks under DDP; as a module, what it
+"""A small training of two ranks: one of its ranks under DDP, for a process of its own; and what it
 trains, so that a test can compute the same in one process.
 
 Every scenario is a few steps of one model, with something in it that ranks disagree about.
@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 import math
-import sys
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ __all__ = [
     "Net",
     "digest_of",
     "loss_of",
+    "main",
     "net_of",
     "optimizer_of",
     "scale_of",
@@ -180,12 +180,9 @@ def _check_form(state: DDPCompression, scenario: str, name: str, parameter: Any)
         assert torch.equal(form.dense(), parameter.grad.reshape(-1)), name
 
 
-def _main(store: str, rank: int) -> None:
+def main(store: str, rank: int) -> None:
+    """Plays all scenarios as one of the ranks, and says what it saw: one JSON document."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     print(json.dumps({scenario: _play(scenario, rank) for scenario in SCENARIOS}), flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))

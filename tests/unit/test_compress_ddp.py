@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch is built without torch.distributed", allow_module_level=True)
 
 from everstep.compress.ddp import DDPCompression, compressed_mean
+from tests.trainers import finish_trainer, start_trainer
 from tests.unit import ranks
 from tests.unit.ranks import DENSE_BELOW, RATIO, SCENARIOS, STEPS, WORLD
 
@@ -34,27 +33,16 @@ TIMEOUT_S = 100.0
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw in each scenario."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, os.path.abspath(ranks.__file__), str(store), str(rank)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, err) in zip(processes, said, strict=True):
-        assert process.returncode == 0, err
-    return [json.loads(out) for out, _ in said]
+    code = "import sys; from tests.unit import ranks; ranks.main(sys.argv[1], int(sys.argv[2]))"
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(start_trainer(code, str(store), str(rank), GLOO_SOCKET_IFNAME="lo"))
+            for rank in range(WORLD)
+        ]
+        said = [finish_trainer(process, TIMEOUT_S) for process in processes]
+    for status, _, err in said:
+        assert status == 0, err
+    return [json.loads(out) for _, out, _ in said]
 
 
 class Reference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,8 +10,9 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ from everstep.bench.demo.plan import (
     keeper_of,
     planned_kills,
 )
-from everstep.bench.demo.process import Child
+from everstep.bench.demo.process import CHILD_COMMAND, Child
 from everstep.bench.demo.report import DemoReport, KillReport
 from everstep.bench.demo.show import Position, as_json, introduce, present
 from everstep.bench.demo.supervisor import DemoError, run_demo
@@ -54,6 +56,7 @@ from everstep.cli import app
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.state.objects import encode
 from tests.leftovers import MARK, processes_marked
+from tests.trainers import Trainer, start_trainer
 
 MakeTraining = Callable[[int], Training]
 
@@ -644,6 +647,43 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     return started
 
 
+# What a child does, in a process that has loaded torch already; its parent is that which it was
+# forked from.
+FORKED = """
+import os, sys
+folder, log, *words = sys.argv[1:]
+os.chdir(folder)
+file = os.open(log, os.O_WRONLY)
+os.dup2(file, 1)
+os.dup2(file, 2)
+from everstep.bench.demo import child
+sys.exit(child.main([*words, "--parent", str(os.getppid())]))
+"""
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """All children from now on are forked; the commands that would have started them."""
+    commands: list[list[str]] = []
+    with contextlib.ExitStack() as stack:
+
+        class Forked(Child):
+            def _start(
+                self,
+                command: Sequence[str],
+                folder: Path,
+                environment: Mapping[str, str],
+                log: BinaryIO,
+            ) -> Trainer:
+                commands.append([*command])
+                words = (str(folder), log.name, *command[len(CHILD_COMMAND) :])
+                trainer = start_trainer(FORKED, *words, new_session=True, **environment)
+                return stack.enter_context(trainer)
+
+        monkeypatch.setattr(supervisor, "Child", Forked)
+        yield commands
+
+
 def all_dead(children: Sequence[Child]) -> bool:
     for started in children:
         started.poll()
@@ -946,9 +986,11 @@ class TestEndToEnd:
     PLAN: DemoPlan = demo_plan(quick=True, seed=11)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="keeper processes are for Linux")
-    def test_killed_and_identical(self, temporary: Path) -> None:
+    def test_killed_and_identical(self, temporary: Path, forked: list[list[str]]) -> None:
         display = Quiet()
         report = run_demo(self.PLAN, display)
+        assert len(forked) == 2 + len(self.PLAN.kills)
+        assert {tuple(command[: len(CHILD_COMMAND)]) for command in forked} == {CHILD_COMMAND}
         assert report.verdict.differences == ()
         assert [row.kill for row in report.kills] == list(self.PLAN.kills)
         *together, captured, moment = report.kills

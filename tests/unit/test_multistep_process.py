@@ -4,17 +4,20 @@ good, at every point of a window."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.trainers import run_trainer, whole_lines
+from tests.unit.following import steps_on_disk
 from tests.unit.test_log import World
 
 STEPS = 10
 
 TRAIN = """
-import hashlib, os, sys
+import hashlib, os, signal, sys
 import everstep
 from tests.unit.test_log import World
 
@@ -33,6 +36,14 @@ for step in range(found.step, steps):
     world.train()
     ckpt.step()
     print("step", step + 1, digest(), flush=True)
+    if f"{step + 1}" == sys.argv[6]:  # a base has ended here, and its keeper dies of it
+        error = ckpt._multistep._last.durable.exception(60)
+        print("lost", type(error).__name__, flush=True)
+    elif f"{step + 1} in a window" == sys.argv[6]:
+        assert ckpt._multistep.open
+        os.kill(ckpt._keeper.pid, signal.SIGKILL)
+        ckpt._keeper._reader.join(60)
+        print("lost", type(ckpt._keeper.lost).__name__, flush=True)
 ckpt.close()
 print("restarts", ckpt.stats().keeper_restarts, flush=True)
 """
@@ -41,10 +52,21 @@ Said = dict[str, list[list[str]]]
 
 
 def train(
-    run: Path, seed: int, *, overlap: bool, failing: str = "", rebuild: str = "keeper"
+    run: Path,
+    seed: int,
+    *,
+    overlap: bool,
+    failing: str = "",
+    rebuild: str = "keeper",
+    loses: str = "",
 ) -> Said:
-    """Trains in a process of its own; what it said, by its first word."""
-    arguments = (str(run), str(STEPS), str(seed), str(overlap), rebuild)
+    """Trains in a process of its own; what it said, by its first word.
+
+    Args:
+        loses: behind which step it waits until it has heard that its keeper is gone: when it
+            hears of it decides which step the next base begins at.
+    """
+    arguments = (str(run), str(STEPS), str(seed), str(overlap), rebuild, loses)
     status, out, err = run_trainer(TRAIN, *arguments, timeout_s=120, EVERSTEP_FAILPOINTS=failing)
     said: Said = {"status": [[str(status)]], "errors": [[err]]}
     for line in whole_lines(out):
@@ -118,11 +140,7 @@ def test_a_trainer_that_is_killed_where_recovery_makes_it_whole(
 def test_a_keeper_that_is_killed_where_recovery_makes_it_whole(
     run_folder: Path, place: str
 ) -> None:
-    said = train(run_folder, 1, overlap=True, failing=f"{place}=kill:1", rebuild="recovery")
-    assert said["status"] == [["0"]], said["errors"]
-    assert dict(said["step"]) == uninterrupted()
-    assert said["restarts"] == [["1"]]
-    check_end(run_folder, overlap=True, at={str(STEPS)}, rebuild="recovery")
+    check_lost_keeper(run_folder, failing=f"{place}=kill:1", rebuild="recovery")
 
 
 @pytest.mark.parametrize(
@@ -134,8 +152,33 @@ def test_a_keeper_that_is_killed_where_recovery_makes_it_whole(
     ],
 )
 def test_a_keeper_that_is_killed_is_replaced_and_a_base_taken(run_folder: Path, place: str) -> None:
-    said = train(run_folder, 1, overlap=True, failing=place)
+    check_lost_keeper(run_folder, failing=place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rebuild", ["keeper", "recovery"])
+def test_a_keeper_that_is_killed_within_a_window(run_folder: Path, rebuild: str) -> None:
+    """The base of steps 6 to 8 is gone with it; another begins at once, and ends where one is due
+    (step 9): it is the newest, as none is due behind it."""
+    loses, newest = "6 in a window", [5, 9]
+    check_lost_keeper(run_folder, rebuild=rebuild, loses=loses, bases=newest)
+
+
+def check_lost_keeper(
+    run: Path,
+    *,
+    failing: str = "",
+    rebuild: str = "keeper",
+    loses: str = "5",
+    bases: Sequence[int] = (8, 10),
+) -> None:
+    """Without the base that was lost with it, of step 5, there are those of steps 8 and 10: one is
+    due at step 6, and at 9 the next, which ends with training."""
+    about: dict[str, Any] = {"overlap": True, "rebuild": rebuild}
+    said = train(run, 1, failing=failing, loses=loses, **about)
     assert said["status"] == [["0"]], said["errors"]
+    assert said["lost"] == [["KeeperError"]]
     assert dict(said["step"]) == uninterrupted()
     assert said["restarts"] == [["1"]]
-    check_end(run_folder, overlap=True, at={str(STEPS)})
+    assert steps_on_disk(run) == list(bases)
+    check_end(run, at={str(bases[-1])}, **about)

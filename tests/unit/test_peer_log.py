@@ -17,7 +17,7 @@ from everstep.keeper import log_sender
 from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.recover.peer_log import packed, unpacked
 from tests.unit.peer_logs import LOG_BYTES, LogRing, heads_of_step, log_of, records_of_steps
-from tests.unit.peering import record_of
+from tests.unit.peering import SlowRing, record_of
 
 
 def heads(*steps: int) -> list[RecordHead]:
@@ -308,6 +308,29 @@ def test_the_pace_is_kept_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert sent_bytes() >= 4000
     ring.run(10.0)
     assert ring.logs(1) == [(0, [1])]
+
+
+def test_a_slow_peer_is_not_buried_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part takes longer than an answer is waited for: nothing is sent twice because of it, and
+    how far the peer is, is said."""
+    monkeypatch.setattr(log_sender, "_PART_BYTES", 30_000)
+
+    class Slow(LogRing, SlowRing):
+        """Three seconds for a part."""
+
+    ring = Slow("ab", size=50_000)
+    for step in range(1, 5):
+        ring.train(step)
+        ring.run(5.0, tick_s=0.25)
+    sender = ring.ranks[0].log
+    assert sender is not None
+    assert (sender.stats.step or 0) < 4, "behind training, which goes on"
+    ring.run(60.0, tick_s=0.25)
+    assert ring.logs(1) == [(0, [1, 2, 3, 4])]
+    assert (sender.stats.step, sender.stats.missed) == (4, 0)
+    assert ring.most_on_way_bytes <= 140_000, "four parts, and questions"
+    assert ring.arrived_bytes <= 1.2 * sender.stats.sent_bytes, "hardly anything is sent twice"
+    assert not ring.notices[0]
 
 
 # --- What a store refuses ------------------------------------------------------------------

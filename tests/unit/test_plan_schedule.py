@@ -190,6 +190,8 @@ def plan() -> tuple[Problem, Schedule]:
         (lambda p: all_at(p, 5), "more than it moves"),
         (lambda p: without_snapshots(p), "after it was written|as it lies"),
         (lambda p: with_late_snapshots(p), "too late"),
+        (lambda p: dataclasses.replace(p, bound_bytes=p.peak_bytes + 1), "said to be its bound"),
+        (lambda p: dataclasses.replace(p, chunk_bytes=0), "larger than stated"),
     ],
 )
 def test_the_validator_finds_what_is_wrong(change: object, complaint: str) -> None:
@@ -347,6 +349,11 @@ def test_nonsense_is_refused() -> None:
         Problem((), (), (), 1.0)
     with pytest.raises(OptionError):
         Problem((1.0,), (1,), (), 0.0)
+    for number in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(OptionError):
+            Problem((1.0,), (1,), (), number)
+        with pytest.raises(OptionError):
+            Problem((number,), (1,), (), 1.0)
     with pytest.raises(OptionError):
         Problem((1.0,), (1,), (Item("w", 1, 2),), 1.0)
 

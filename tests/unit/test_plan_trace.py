@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from everstep.bench.workloads.published import published
 from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.devices import DEVICES, device, seconds_of
 from everstep.plan.groundtruth import missed_writes
+from everstep.plan.recorder import _UNMARKED_WRITES
 from everstep.plan.trace import Operator, StepTrace, trace_training
 from everstep.state.tensors import host_bytes
 
@@ -252,6 +254,71 @@ def test_batch_norm_writes_what_its_schema_does_not_mark(monkeypatch: Any) -> No
     number = writes["1.running_mean"]
     assert number is not None
     assert "batch_norm" in trace.operators[number].name
+
+
+def test_no_operator_of_torch_keeps_its_writes_to_itself() -> None:
+    """Whatever has running statistics and does not mark them is known, or writes nothing."""
+    unmarked = {
+        schema.name
+        for schema in torch._C._jit_get_all_schemas()
+        for argument in schema.arguments
+        if argument.name in ("running_mean", "running_var")
+        and not (argument.alias_info and argument.alias_info.is_write)
+        and schema.name.startswith("aten::")
+    }
+    nothing = ("backward", "_functional", "_no_update", "_no_training")  # ends of their names
+    made_of_others = {
+        f"aten::{n}" for n in ("batch_norm", "instance_norm", "_batch_norm_impl_index")
+    }
+    left = {name for name in unmarked if not name.endswith(nothing)} - made_of_others
+    assert left == set(_UNMARKED_WRITES)
+
+
+def test_statistics_alone() -> None:
+    """Updated, and nothing normalised: that is not marked, either."""
+    model, x = nn.BatchNorm1d(4), torch.rand(6, 4)
+
+    def loss() -> Tensor:
+        y = x @ x.t()
+        torch.batch_norm_update_stats(x, model.running_mean, model.running_var, 0.1)
+        return (model.weight + model.bias).sum() + y.sum()
+
+    trace, missed = missed_writes(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    assert missed == []
+    writes = {tensor.name: tensor.first_write for tensor in trace.state}
+    number = writes["running_mean"]
+    assert number is not None
+    assert trace.operators[number].name == "aten::batch_norm_update_stats"
+    assert writes["running_var"] == number
+    assert writes["num_batches_tracked"] is None
+
+
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "adam fused amsgrad": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True, fused=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, 0.1, fused=True),
+    "rate in a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(0.1), foreach=False),
+    **{
+        f"{kind.__name__} {'foreach' if foreach else 'for-loop'}": functools.partial(
+            kind, lr=0.1, foreach=foreach
+        )
+        for kind in (
+            *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam),
+            *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adafactor),
+        )
+        for foreach in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_no_write_of_any_optimizer_is_missed(how: str) -> None:
+    torch.manual_seed(3)
+    model, loss = mlp()
+    trace, missed = missed_writes(model, OTHERS[how](model.parameters()), loss)
+    assert missed == []
+    assert {t.name for t in trace.state if t.kind == "state" and t.first_write is not None}
 
 
 def on_meta(which: str, how: str) -> StepTrace:

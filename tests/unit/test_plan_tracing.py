@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -123,7 +124,11 @@ def test_copied_modules_are_of_one_world() -> None:
 
 # --- Scaled losses ----------------------------------------------------------------------
 
-FLAGS: dict[str, dict[str, bool]] = {"for-loop": {"foreach": False}, "fused": {"fused": True}}
+FLAGS: dict[str, dict[str, bool]] = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
@@ -397,6 +402,87 @@ def test_an_error_of_the_model_stays_what_it_is() -> None:
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trace_of(wrong, 32, sgd)
+
+
+def test_a_model_that_takes_data_to_be_made() -> None:
+    """As rates of dropout do that are asked of a tensor; and values that leave for NumPy."""
+
+    def made(batch: int) -> Made:
+        rates = [rate.item() for rate in torch.linspace(0.1, 0.2, 2)]
+        model = nn.Sequential(*(nn.Dropout(rate) for rate in rates), nn.Linear(4, 3))
+        x = torch.rand(batch, 4)
+        return model, lambda: model(x).sum()
+
+    def through_numpy(batch: int) -> Made:
+        model, x = nn.Linear(4, 3), torch.rand(batch, 4)
+        return model, lambda: model(torch.from_numpy(x.numpy() * 2)).sum()
+
+    for training, said in (
+        (made, r"cannot be made without data.*item\(\)"),
+        (through_numpy, r"cannot be traced without data.*numpy"),
+    ):
+        trace = trace_of(training, 32, sgd)
+        assert trace.device == "cpu"
+        assert re.search(said, trace.notes[0])
+        assert difference(trace, _real(training, 32)) is None
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        (lambda batch: nn.Linear(4, 4), "gave Linear, not a model and its loss"),
+        (lambda batch: (nn.Linear(4, 4), 3), "not a model and its loss"),
+        (lambda: linear(2), "too many positional arguments"),
+        (lambda batch: (nn.Linear(4, 4), lambda x: x.sum()), "missing a required argument: 'x'"),
+        (lambda batch: (nn.ReLU(), lambda: torch.rand(batch).sum()), "no parameter"),
+        (lambda batch: (nn.Linear(4, 4), lambda: None), "the loss is NoneType"),
+        (lambda batch: (nn.Linear(4, 4), lambda: torch.rand(())), "a number without gradient"),
+        (lambda batch: (m := nn.Linear(4, 4), lambda: m(torch.rand(2, 4))), "a tensor of 8"),
+    ],
+)
+def test_what_is_no_model_with_a_loss(training: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        trace_of(training, 2, sgd)
+
+
+def test_what_is_frozen_is_not_updated_inside_of_backward() -> None:
+    def frozen(batch: int) -> Made:
+        model, loss = linear(batch)
+        model.bias.requires_grad_(False)
+        return model, loss
+
+    inside = trace_of(frozen, 2, sgd, in_backward=True)
+    writes = {tensor.name: tensor.first_write for tensor in inside.state}
+    assert writes["bias"] is None
+    assert writes["weight"] is not None
+    assert inside.state_bytes == trace_of(frozen, 2, sgd).state_bytes
+
+
+def test_what_the_first_operator_writes_is_duplicated_at_the_mark() -> None:
+    """A model that begins with a BatchNorm: its count of batches is written at once."""
+
+    def first(batch: int) -> Made:
+        model, x = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.rand(batch, 8)
+        return model, lambda: model(x).square().mean()
+
+    trace = trace_of(first, 64, sgd)
+    assert next(x for x in trace.state if "num_batches" in x.name).first_write == 0
+    seconds, _ = times_of(trace, device("v100"))
+    problem = problem_of(trace, seconds, 900e9)
+    assert problem.seconds == (0.0, *seconds)
+    assert problem.live_bytes[1:] == tuple(trace.live_bytes())
+    assert problem.live_bytes[0] == sum(x.size_bytes for x in trace.tensors if x.begin < 0)
+    for mode in MODES:
+        found = schedule(problem, mode)
+        assert validate(problem, found) == []
+        assert found.peak_bytes == problem.peak_bytes
+    places = {problem.items[place.chunk.item].name: place for place in found.placements}
+    early = [name for name, place in places.items() if place.snapshot is not None]
+    assert early == ["0.num_batches_tracked"]
+    assert places[early[0]].snapshot == 0
+    # With no operator before it is all as it was.
+    other = problem_of(trace_of(linear, 2, sgd), [1.0] * 5, 1e9)
+    assert len(other.seconds) == 5
 
 
 # --- Steps that are not alike -----------------------------------------------------------

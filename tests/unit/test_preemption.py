@@ -65,6 +65,15 @@ def handlers_are_put_back() -> Iterator[None]:
     assert after == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT does what it does in a program that a person has started: a shell's background jobs
+    ignore it, and so would everything that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # --- Real trainers, real signals ----------------------------------------------------------
 
 
@@ -304,6 +313,7 @@ def test_closed_from_another_thread(run_folder: Path) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_keyboard_interrupt_is_noted_first_and_raised_the_second_time() -> None:
     clock = ManualClock()
     watch = SignalWatch(["SIGINT", "SIGINT"], clock, grace_s=9)
@@ -319,6 +329,7 @@ def test_a_keyboard_interrupt_is_noted_first_and_raised_the_second_time() -> Non
     watch.close()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_where_no_step_ends_a_signal_behind_the_grace_period_does_what_it_did() -> None:
     """In a long evaluation, say."""
     clock = ManualClock()

@@ -13,16 +13,23 @@ from typing import Any
 import pytest
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import Message, PartTold, decode_message
+from everstep.commit.messages import (
+    Envelope,
+    Message,
+    PartTold,
+    PartWanted,
+    decode_message,
+    encode_message,
+)
 from everstep.commit.offers import BaseOffer, Needs, Offer, Piece
 from everstep.errors import DeadlineError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.recover import peers
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import PeerCopy
-from everstep.recover.peers import Fetched, Told, fetch_from_peers, plan_of
+from everstep.recover.peers import Fetched, Told, _Exchange, fetch_from_peers, plan_of
 from everstep.recover.scan import Inventory
-from everstep.seams import SystemClock
+from everstep.seams import ManualClock, SystemClock
 from tests.unit.peering import RUN, bytes_of, copy_of, piece, record_of
 from tests.unit.together import on_all
 
@@ -232,6 +239,49 @@ def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch
 
     ((), (one,)) = fetched([offer(0, B), offer(1)], [[copy_of(piece(1, B))], []], lost)
     assert bytes_of(one.held) == bytes_of(piece(1, B))
+
+
+class SlowHolder:
+    """A mailbox to a rank that sends what it is asked for, in order, over a slow link."""
+
+    def __init__(self, clock: ManualClock, data: bytes, part_s: float) -> None:
+        self._clock, self._data, self._part_s = clock, data, part_s
+        self._link: list[tuple[float, bytes]] = []
+        self._free_s = 0.0
+        self.sent = 0
+
+    def send(self, rank: int, message: bytes) -> None:
+        wanted = decode_message(message).message
+        if isinstance(wanted, PartWanted):
+            self.sent += 1
+            self._free_s = max(self._free_s, self._clock.monotonic_s()) + self._part_s
+            data = self._data[wanted.offset : wanted.offset + wanted.size_bytes]
+            told = PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log)
+            self._link.append((self._free_s, encode_message(Envelope("s", 0, told))))
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        self._clock.advance(timeout_s)
+        if self._link and self._link[0][0] <= self._clock.monotonic_s():
+            return self._link.pop(0)[1]
+        return None
+
+
+@pytest.mark.parametrize("part_s", [0.5, 3.0, 11.0], ids=str)
+def test_a_slow_rank_is_not_asked_for_the_same_again_and_again(
+    part_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question brings its answer, and those would take the time of all that are behind them."""
+    monkeypatch.setattr(peers, "_PART_BYTES", 1000)
+    copy, clock = copy_of(piece(1, A, size_bytes=40_000)), ManualClock()
+    link: Any = SlowHolder(clock, bytes(copy.memory), part_s)
+    wanted: Any = {1: [Told(0, copy.marker, copy.record)]}
+    exchange = _Exchange(Meets("s", 1, link), clock, 1, wanted, {}, 2, 120.0)
+    brought, damaged = exchange.run()
+    assert [bytes_of(one.held) for one in brought.bases] == [bytes(copy.memory)]
+    assert not damaged
+    parts = -(-len(copy.memory) // 1000)
+    assert link.sent <= 2 * parts
+    assert clock.monotonic_s() <= 2 * parts * part_s
 
 
 def test_a_damaged_copy_is_passed_over_for_the_one_before() -> None:

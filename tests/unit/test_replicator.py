@@ -14,7 +14,7 @@ from everstep.keeper.peer_store import PeerStore, memory_bytes
 from everstep.keeper.replicator import Pace
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import check_files, files_over
-from tests.unit.peering import BOUND_BYTES, Ring, bytes_of, piece, record_of
+from tests.unit.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
 
@@ -178,6 +178,41 @@ def test_the_pace_is_kept() -> None:
     assert ring.held(1) == []
     ring.run(5.0)
     assert ring.held(1) == [(0, 10)]
+
+
+@pytest.mark.parametrize("part_s", [0.5, 3.0, 7.0], ids=str)
+def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes bytes, but longer for a part than an answer is waited for. What is on its way to it
+    keeps to what may be unanswered, every byte gets there, and a base that has no time is counted
+    and said; the other direction is as fast as ever."""
+    monkeypatch.setattr(replicator, "_PART_BYTES", 50_000)
+    ring = SlowRing("ab", to=1, bytes_per_s=50_000 / part_s)
+    bases = [BaseId(1, step) for step in (10, 20, 30)]
+    for base in bases:
+        ring.take(base, size_bytes=1_000_000)
+        ring.run(8 * part_s, tick_s=0.25)
+    ring.run(30 * part_s, tick_s=0.25)
+    assert ring.most_on_way_bytes <= 220_000, "four parts, and questions"
+    stats = ring.ranks[0].stats
+    assert ring.held(1) == [(0, 30)]
+    assert (stats.sent, stats.passed_over, stats.failed) == (2, 1, 0)
+    (notice,) = ring.notices[0]
+    assert "still being sent when the next one is there" in str(notice)
+    assert ring.arrived_bytes <= 1.2 * stats.sent_bytes, "hardly anything is sent twice"
+
+
+def test_a_peer_that_stands_still_for_a_while_is_not_buried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicator, "_PART_BYTES", 50_000)
+    ring = SlowRing("ab", to=1, bytes_per_s=25_000.0, timeout_s=120.0)
+    ring.take(A, size_bytes=1_000_000)
+    ring.run(10.0)
+    ring.stand_still(100.0)
+    ring.run(200.0, tick_s=0.25)
+    assert ring.held(1) == [(0, 10)]
+    assert ring.most_on_way_bytes <= 260_000, "four parts, and the questions of 100 seconds"
+    assert not ring.notices[0]
 
 
 def test_without_a_number_it_takes_four_fifths_of_the_interval() -> None:

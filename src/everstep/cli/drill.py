@@ -32,11 +32,42 @@ def drill(
     batch: Annotated[int, typer.Option(help="Sequences of 64 bytes of each rank in a step.")] = 8,
     parallel: Annotated[str, typer.Option(help="ddp, or fsdp2 (every rank its part).")] = "ddp",
     steps: Annotated[int, typer.Option(help="Of the training.")] = 40,
-    every: Annotated[int, typer.Option(help="Steps between two bases.")] = 10,
+    every: Annotated[
+        str,
+        typer.Option(
+            help="Steps between two bases: 10, or of some arms their own: gemini=11,checkfreq=21. "
+            "Those are killed half an interval after a base of their own.",
+        ),
+    ] = "10",
     links: Annotated[
         str, typer.Option(help="auto, namespaces (needs root and iproute2), or groups.")
     ] = "auto",
     link: Annotated[str, typer.Option(help="Rate of each host's link, like 200mbit.")] = "1gbit",
+    store: Annotated[
+        str,
+        typer.Option(
+            help="The durable tier: folder (of this machine, behind no link), or seaweedfs (a real "
+            "object store behind a link of each host; needs namespaces and weed).",
+        ),
+    ] = "folder",
+    store_link: Annotated[
+        str | None,
+        typer.Option(help="Rate of each host's link to it.", show_default="half of --link"),
+    ] = None,
+    restore_steps: Annotated[
+        float | None,
+        typer.Option(
+            help="Set links when the undisturbed run is over, so that a host's state takes so many "
+            "of its steps from the store, and half as many from another host.",
+        ),
+    ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            help="How many times faster than the best of gemini, checkfreq and datastates everstep "
+            "has to recover, like process=3.6,node=1.8,rack=1.3.",
+        ),
+    ] = None,
     cut: Annotated[
         bool,
         typer.Option(
@@ -58,7 +89,8 @@ def drill(
     groups. A trainer, a node with its keeper and its disk, or half of the nodes are killed with
     SIGKILL; the job starts again with empty hosts in their place and resumes. Printed is what that
     costs (TierCheck's Table 3) for each way to be recoverable. Exit status: 0 if every rank ends in
-    the bits of a run that nobody disturbed, 1 if one bit differs, 3 if every arm was refused.
+    the bits of a run that nobody disturbed, 1 if one bit differs or a ratio of --check is not
+    reached, 3 if every arm was refused.
     """
     from everstep.bench.stall.options import parse_params
     from everstep.drill.plan import drill_plan
@@ -82,6 +114,10 @@ def drill(
         link=link,
         cut=cut,
         timeout_s=timeout,
+        store=store,
+        store_link=store_link,
+        restore_steps=restore_steps,
+        check=check,
     )
     try:
         with (
@@ -98,4 +134,4 @@ def drill(
         present(report)
     if not report.ran:
         raise typer.Exit(ExitCode.INFEASIBLE)
-    raise typer.Exit(ExitCode.OK if report.same else ExitCode.DIFFERENT)
+    raise typer.Exit(ExitCode.OK if report.same and report.met else ExitCode.DIFFERENT)

@@ -164,6 +164,7 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
     """The newest base of the current history that verifies, read back now."""
+    import everstep.recover.load  # noqa: F401  # and torch, which is no part of the time of reading
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
     from everstep.recover.decide import candidates

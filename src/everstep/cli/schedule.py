@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +18,7 @@ from rich.console import Console
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words
 from everstep.cli._units import parse_bytes_per_s, seconds_in_words
-from everstep.errors import OptionError, UnavailableError
+from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     from everstep.plan.tracing import Optimizers, Training
 
 __all__ = ["schedule"]
+
+_MODULE = "everstep_planned_model"
+_OURS = str(Path(__file__).parents[1])
 
 
 class _Optimizer(str, Enum):
@@ -116,17 +124,19 @@ def schedule(
         from everstep.bench.stall.timeline import check_picture
 
         check_picture(picture)
+    training, of_a_file = _training(model), ":" in model
     start_s = time.perf_counter()
-    trace = trace_of(
-        _training(model),
-        batch,
-        _optimizer(optimizer),
-        in_backward=in_backward,
-        autocast=_dtype(autocast),
-        scaled=scaler,
-        ranks=ranks,
-        measured_on=gpu if on is None else None,
-    )
+    with _their_words(model) if of_a_file else nullcontext():
+        trace = trace_of(
+            training,
+            batch,
+            _optimizer(optimizer),
+            in_backward=in_backward,
+            autocast=_dtype(autocast),
+            scaled=scaler,
+            ranks=ranks,
+            measured_on=gpu if on is None else None,
+        )
     found = plan_step(
         trace,
         time.perf_counter() - start_s,
@@ -210,11 +220,14 @@ def _training(model: str) -> Training:
         return published(model).training
     if not Path(path).is_file():
         raise OptionError(f"--model {model!r}: there is no file {path}", hint="FILE.py:factory")
-    spec = importlib.util.spec_from_file_location("everstep_planned_model", path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"--model {model!r}: {path} is no Python file", hint="FILE.py:factory")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[_MODULE] = module  # dataclasses look there for what their annotations mean
+    sys.path.insert(0, str(Path(path).absolute().parent))  # as python FILE.py does
+    with _their_words(model):
+        spec.loader.exec_module(module)
     factory: Any = getattr(module, name, None)
     if not callable(factory):
         raise OptionError(
@@ -225,10 +238,32 @@ def _training(model: str) -> Training:
     return made
 
 
+@contextmanager
+def _their_words(model: str) -> Iterator[None]:
+    """What a file of somebody else's raises is said, with its line; what is our fault stays one.
+
+    Raises:
+        OptionError: the file, its model or its loss has raised something.
+    """
+    path = str(Path(model.rpartition(":")[0]).absolute())
+    try:
+        yield
+    except EverstepError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if frame.filename == path]
+        if frames[-1].filename.startswith(_OURS) and isinstance(error, Exception):
+            raise
+        where = f", line {theirs[-1].lineno}" if theirs else ""
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise OptionError(f"--model {model!r}{where}: {said}") from error
+
+
 def _document(
     found: Planned, about: dict[str, Any], mode: str, disk_bytes_per_s: float
 ) -> dict[str, Any]:
-    problem, plan = found.problem, found.schedule
+    problem, plan, needed = found.problem, found.schedule, found.needed_bytes_per_s
     return {
         **about,
         "mode": mode,
@@ -239,8 +274,8 @@ def _document(
         "operators": len(found.trace.operators),
         "step_s": problem.step_s,
         "link_bytes_per_s": problem.link_bytes_per_s,
-        "needed_bytes_per_s": found.needed_bytes_per_s,
-        "margin": problem.link_bytes_per_s / found.needed_bytes_per_s - 1,
+        "needed_bytes_per_s": needed if needed < math.inf else None,
+        "margin": problem.link_bytes_per_s / needed - 1,
         "snapshot_bytes": problem.size_bytes,
         "peak_bytes": {
             "without": problem.peak_bytes,

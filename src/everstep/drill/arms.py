@@ -9,6 +9,10 @@ the hosts' own disks a method needs tiers or peers; without them a lost host cou
 
 The durable tier is a folder that all hosts see, on this machine's disk: no link is in between, in
 no arm. That is kinder to the arms which read all their state from it than the paper's testbed is.
+With a store (:mod:`everstep.drill.store`) it is a real object store behind the same link of each
+host for all arms. What arms would write to a shared folder then goes to the host's disk and on from there;
+of systems that write to the durable tier alone (TierCheck, Table 1: "full remote checkpoint fetch")
+those disks are emptied before a restart, so that they read what they would.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any, Literal
 from everstep.errors import OptionError
 from everstep.given import nearest
 
-__all__ = ["ARMS", "DEFAULT_ARMS", "Arm", "parse_arms"]
+__all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "Arm", "parse_arms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Arm:
         tiers: of the Checkpointer; ``{durable}`` stands for the durable tier, and each host is
             another node to ``"peer"``.
         log: arguments of ``LogOptions``.
+        at_once: what goes to peers is sent as fast as the link goes where links have rates to
+            scale, and not in four fifths of the interval; GEMINI always does.
         words: what it is, for people.
     """
 
@@ -45,6 +51,12 @@ class Arm:
     folder: Literal["shared", "own"] = "shared"
     tiers: tuple[str, ...] = ()
     log: Mapping[str, Any] = field(default_factory=dict)
+    at_once: bool = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether its system has nothing but the durable tier when training is gone."""
+        return self.folder == "shared" and self.keeper == "thread"
 
 
 _SYSTEM = "nothing outlives a training process"
@@ -54,7 +66,13 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         "sync": Arm("sync", "training waits until a base is durable", keeper="thread"),
         "async": Arm("async", "training waits for a copy, which the keeper process persists"),
         "lazy": Arm("lazy", "copied behind the next step, persisted by the keeper process"),
-        "checkfreq": Arm("checkfreq", f"CheckFreq: {_SYSTEM}", keeper="thread"),
+        # base="checkfreq" is for one rank. base="lazy" does what counts here, too: the copy runs
+        # behind the next step and is written behind training, before the next one begins.
+        "checkfreq": Arm(
+            "lazy",
+            f'CheckFreq, on base="lazy": a copy behind the next step, then written; {_SYSTEM}',
+            keeper="thread",
+        ),
         "datastates": Arm("datastates", f"DataStates-LLM: {_SYSTEM}", keeper="thread"),
         "gemini": Arm(
             "gemini",
@@ -67,10 +85,14 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             folder="own",
             tiers=("peer", "{durable}/copies"),
             log={"to": "disk", "batch_steps": 1},
+            at_once=True,
         ),
     }
 )
 """The arms by name."""
+
+OTHERS = ("gemini", "checkfreq", "datastates")
+"""Arms that ``everstep`` is compared with (TierCheck, section 5.1)."""
 
 DEFAULT_ARMS = tuple(ARMS)
 

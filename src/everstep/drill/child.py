@@ -134,7 +134,7 @@ def _checkpointer(
                 process=arm["keeper"] == "process", threads=_KEEPER_THREADS, linger_s=_LINGER_S
             ),
             log=LogOptions(**arm["log"]) if arm["log"] else None,
-            tiers=[_place(tier, rank) for tier in arm["tiers"]],
+            tiers=[_place(tier, rank, arm["peer_bytes_per_s"]) for tier in arm["tiers"]],
             progress_timeout_s=order["timeout_s"],
         )
     except (OptionError, UnavailableError) as error:
@@ -144,9 +144,11 @@ def _checkpointer(
         yield made
 
 
-def _place(tier: str, rank: int) -> Any:
+def _place(tier: str, rank: int, bytes_per_s: float | None) -> Any:
     """A tier as the Checkpointer takes it: to peers, each host of a drill is a node."""
-    return PeerOptions(emulated_node=f"host {rank}") if tier == "peer" else tier
+    if tier != "peer":
+        return tier
+    return PeerOptions(bytes_per_s=bytes_per_s, emulated_node=f"host {rank}")
 
 
 def _train(
@@ -183,7 +185,7 @@ def _train(
         first = recovery.step + 1
         if recovery.step and resumed is not None:
             resumed(training)
-    for step in range(first, order["steps"] + 1):
+    for step in range(first, order["until"] + 1):
         if drill.gone():
             raise RuntimeError("the drill is gone: nobody is left to compare the result")
         # Twice: who dies in the checkpointer has taken the step, and has not finished it.
@@ -191,7 +193,9 @@ def _train(
         if checkpointer is not None:
             checkpointer.step()
         journal.write("step", step=step)
-    journal.write("finished", step=order["steps"], fingerprint=fingerprint(training))
+        if step in order["describe"]:
+            journal.write("described", number=step, fingerprint=fingerprint(training))
+    journal.write("finished", step=order["until"], fingerprint=fingerprint(training))
 
 
 if __name__ == "__main__":

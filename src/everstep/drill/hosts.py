@@ -10,6 +10,7 @@ from pathlib import Path
 from everstep.bench.demo.process import child_environment
 from everstep.drill.network import Network
 from everstep.drill.processes import MARK, DrillError, Marked, end_marked, find_marked, mark_of
+from everstep.drill.store import Store
 from everstep.seams.runtime import RUNTIME_DIR_VARIABLE
 from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX
 
@@ -26,6 +27,7 @@ class Hosts:
         drill: random word, by which their processes are known.
         count: how many.
         end: ends all processes of a host, or of all of them (None).
+        store: the durable tier, behind links; None: a folder, behind none. Closed with the hosts.
 
     Raises:
         DrillError: ``place`` has too long a name for the sockets of keepers.
@@ -38,8 +40,9 @@ class Hosts:
         count: int,
         network: Network,
         end: Callable[[str, int | None], int] = end_marked,
+        store: Store | None = None,
     ) -> None:
-        self.count, self.network = count, network
+        self.count, self.network, self.store = count, network, store
         self._place, self._drill, self._end = place, drill, end
         longest = len(str(self._folder(count) / _KEEPER_SOCKET).encode())
         if longest > SOCKET_PATH_BYTES_MAX:
@@ -52,8 +55,18 @@ class Hosts:
 
     @property
     def durable(self) -> Path:
-        """The durable tier: a folder that all hosts see."""
+        """The durable tier, where there is no store: a folder that all hosts see."""
         return self._place / _SHARED
+
+    def durable_tier(self, name: str) -> str:
+        """The durable tier of a scenario, as a place for copies."""
+        return str(self.durable) if self.store is None else self.store.url(name)
+
+    def drop_runs(self) -> None:
+        """What training has left on the hosts' disks is gone."""
+        for host in range(self.count):
+            shutil.rmtree(self.disk(host))
+            self.disk(host).mkdir()
 
     def disk(self, host: int) -> Path:
         """The disk of a host."""
@@ -80,6 +93,8 @@ class Hosts:
         """
         environment = child_environment(extra.get("EVERSTEP_FAILPOINTS", ""))
         environment.update(self.network.environment())
+        if self.store is not None:
+            environment.update(self.store.environment())
         environment.update(extra)
         environment[MARK] = mark_of(self._drill, host)
         environment[RUNTIME_DIR_VARIABLE] = str(self._folder(host) / "k")
@@ -138,7 +153,11 @@ class Hosts:
         try:
             self._end(self._drill, None)
         finally:
-            self.network.close()
+            try:
+                if self.store is not None:
+                    self.store.close()
+            finally:
+                self.network.close()
 
     def _folder(self, host: int) -> Path:
         return self._place / f"h{host}"

@@ -33,27 +33,57 @@ _CULPRIT_S = 2.0
 
 
 def order_of(
-    plan: DrillPlan, hosts: Hosts, name: str, arm: Arm | None, text: Path, journals: Path
+    plan: DrillPlan,
+    hosts: Hosts,
+    name: str,
+    arm: Arm | None,
+    text: Path,
+    journals: Path,
+    *,
+    scenario: str = "run",
+    every: int | None = None,
+    until: int | None = None,
+    describe: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """What the training processes are told; the same to all ranks."""
-    shared = str(hosts.durable / "run")
-    if arm is None or arm.folder == "shared":
-        runs = [shared] * plan.hosts
+    """What the training processes are told; the same to all ranks.
+
+    Args:
+        name: of this start.
+        scenario: what it is a start of; has a part of the durable tier for itself.
+        every: steps between two bases, if not the plan's.
+        until: last step that is taken, if not the plan's.
+        describe: steps after which the state is described, too.
+    """
+    shared = arm is None or arm.folder == "shared"
+    if shared and hosts.store is None:
+        runs = [hosts.durable / "run"] * plan.hosts
     else:
-        runs = [str(hosts.disk(host) / "run") for host in range(plan.hosts)]
+        runs = [hosts.disk(host) / "run" for host in range(plan.hosts)]
     told = None
     if arm is not None:
-        tiers = [tier.replace("{durable}", str(hosts.durable)) for tier in arm.tiers]
-        told = {"method": arm.method, "keeper": arm.keeper, "log": dict(arm.log), "tiers": tiers}
+        durable = hosts.durable_tier(scenario)
+        # An object store is no folder: what is meant for it is written to the disk first.
+        tiers = (*arm.tiers, "{durable}") if shared and hosts.store is not None else arm.tiers
+        told = {
+            "method": arm.method,
+            "keeper": arm.keeper,
+            "log": dict(arm.log),
+            "tiers": [tier.replace("{durable}", durable) for tier in tiers],
+            "peer_bytes_per_s": (
+                plan.link_bits_per_s / 8 if arm.at_once and hosts.store is not None else None
+            ),
+        }
     return {
         "name": name,
         "journals": str(journals),
         "text": str(text),
         "drill": os.getpid(),
         "arm": told,
-        "runs": runs,
+        "runs": [str(run) for run in runs],
         "steps": plan.steps,
-        "every": plan.every,
+        "until": plan.steps if until is None else until,
+        "describe": list(describe),
+        "every": plan.every if every is None else every,
         "seed": plan.seed,
         "batch": plan.batch,
         "model": asdict(plan.model),

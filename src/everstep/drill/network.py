@@ -4,6 +4,9 @@ With namespaces every host has one, and one more holds a bridge as their switch;
 from each to it, with a token bucket (tc tbf) at both ends. Nothing is added to the network of this
 machine itself, and with the namespaces all is gone. It takes root and iproute2. Without them hosts
 are process groups which share the loopback device, and no rate is limited.
+
+With a store each host has two more devices: one of a stated rate to the store, which is in a
+namespace of its own, and one without limit, for the collectives of training.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from everstep.errors import UnavailableError
 __all__ = ["Groups", "Namespaces", "Network", "choose_network", "why_no_namespaces"]
 
 _TIMEOUT_S = 15.0
-_SUBNET = "10.231.7"
-_DEVICE = "eth0"
-_BURST = "512kb"
+_SUBNET, _STORE_SUBNET, _FREE_SUBNET = "10.231.7", "10.231.8", "10.231.9"
+_DEVICE, _STORE_DEVICE, _FREE_DEVICE = "eth0", "eth1", "eth2"
+_STORE_HOST = 250
+_BURST_BYTES = (32 * 1024, 512 * 1024)  # of slow links, and of fast ones
+_BURST_S = 0.005
 _FIRST_PORT = 29500
 
 Command = Callable[[Sequence[str]], str | None]
@@ -118,6 +123,7 @@ class Namespaces:
         hosts: how many.
         bits_per_s: of each link, each way.
         run: runs a program.
+        store_bits_per_s: of each host's link to a store, each way; None: there is no store.
 
     Raises:
         DrillError: some command failed; what was made is removed.
@@ -126,17 +132,28 @@ class Namespaces:
     name = "network namespaces"
 
     def __init__(
-        self, word: str, hosts: int, bits_per_s: int, run: Command = lambda c: _run(c)
+        self,
+        word: str,
+        hosts: int,
+        bits_per_s: int,
+        run: Command = lambda c: _run(c),
+        store_bits_per_s: int | None = None,
     ) -> None:
         self._hosts, self._rate, self._run = hosts, bits_per_s, run
+        self._store_rate, self._store = store_bits_per_s, f"es-{word}-st"
         self._switch = f"es-{word}-sw"
         self._names = [f"es-{word}-{host}" for host in range(hosts)]
         self._made: list[str] = []
         self._port = _FIRST_PORT
         try:
             self._make(self._switch)
-            self._ip(self._switch, "link add br0 type bridge")
-            self._ip(self._switch, "link set br0 up")
+            for bridge in ("br0",) if store_bits_per_s is None else ("br0", "br1", "br2"):
+                self._ip(self._switch, f"link add {bridge} type bridge")
+                self._ip(self._switch, f"link set {bridge} up")
+            if store_bits_per_s is not None:
+                self._make(self._store)
+                self._wire(self._store, "st", _STORE_DEVICE, "br1", self.store_address)
+                self._ip(self._store, "link set lo up")
             for host in range(hosts):
                 self._join(host)
         except BaseException:
@@ -145,9 +162,15 @@ class Namespaces:
 
     def describe(self) -> str:
         """How many, and how fast."""
-        return (
+        said = (
             f"{self._hosts} network namespaces on one machine, links of {self._rate / 1e6:g} "
             "Mbit/s each way (emulated: tc tbf)"
+        )
+        if self._store_rate is None:
+            return said
+        return (
+            f"{said}; a link of {self._store_rate / 1e6:g} Mbit/s from each to the store, and one "
+            "without limit for the collectives of training"
         )
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
@@ -160,7 +183,23 @@ class Namespaces:
 
     def environment(self) -> dict[str, str]:
         """The device that gloo takes."""
-        return {"GLOO_SOCKET_IFNAME": _DEVICE}
+        return {"GLOO_SOCKET_IFNAME": _DEVICE if self._store_rate is None else _FREE_DEVICE}
+
+    @property
+    def store_address(self) -> str:
+        """Of the store, for all hosts."""
+        return f"{_STORE_SUBNET}.{_STORE_HOST}"
+
+    def at_store(self, command: Sequence[str]) -> list[str]:
+        """What runs ``command`` beside the store; it ends with this process."""
+        prefix = ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self._store]
+        return [*prefix, *command]
+
+    def limit(self, bits_per_s: int, store_bits_per_s: int) -> None:
+        """Other rates from now on; for replaced hosts, too."""
+        self._rate, self._store_rate = bits_per_s, store_bits_per_s
+        for host in range(self._hosts):
+            self._limit(host)
 
     def port(self) -> int:
         """The next one: nobody else is in these namespaces."""
@@ -168,12 +207,14 @@ class Namespaces:
         return self._port
 
     def cut(self, host: int) -> None:
-        """Takes down the switch's end of its link."""
-        self._ip(self._switch, f"link set h{host} down")
+        """Takes down the switch's end of its links."""
+        for end in self._ends(host):
+            self._ip(self._switch, f"link set {end} down")
 
     def replace(self, host: int) -> None:
         """Another namespace, and another link."""
-        self._ip(self._switch, f"link del h{host}")
+        for end in self._ends(host):
+            self._ip(self._switch, f"link del {end}")
         self._delete(self._names[host])
         self._join(host)
 
@@ -192,19 +233,40 @@ class Namespaces:
         if failed:
             raise DrillError("; ".join(failed), hint="ip netns list; ip netns delete NAME")
 
+    def _ends(self, host: int) -> tuple[str, ...]:
+        """The switch's ends of a host's links."""
+        return (f"h{host}",) if self._store_rate is None else (f"h{host}", f"s{host}", f"c{host}")
+
     def _join(self, host: int) -> None:
-        name, end = self._names[host], f"h{host}"
+        name = self._names[host]
         self._make(name)
-        self._ip(self._switch, f"link add {end} type veth peer name {_DEVICE} netns {name}")
-        self._ip(self._switch, f"link set {end} master br0 up")
-        self._ip(name, f"addr add {self.address(host)}/24 dev {_DEVICE}")
-        self._ip(name, f"link set {_DEVICE} up")
+        self._wire(name, f"h{host}", _DEVICE, "br0", self.address(host))
+        if self._store_rate is not None:
+            self._wire(name, f"s{host}", _STORE_DEVICE, "br1", f"{_STORE_SUBNET}.{host + 1}")
+            self._wire(name, f"c{host}", _FREE_DEVICE, "br2", f"{_FREE_SUBNET}.{host + 1}")
         self._ip(name, "link set lo up")
-        for where, device in ((name, _DEVICE), (self._switch, end)):
-            self._do(
-                f"tc -n {where} qdisc add dev {device} root tbf rate {self._rate}bit "
-                f"burst {_BURST} latency 100ms"
-            )
+        self._limit(host)
+
+    def _wire(self, name: str, end: str, device: str, bridge: str, address: str) -> None:
+        """From ``device`` in a namespace to ``end`` at the switch."""
+        self._ip(self._switch, f"link add {end} type veth peer name {device} netns {name}")
+        self._ip(self._switch, f"link set {end} master {bridge} up")
+        self._ip(name, f"addr add {address}/24 dev {device}")
+        self._ip(name, f"link set {device} up")
+
+    def _limit(self, host: int) -> None:
+        """A token bucket at both ends of each link that has a rate. What may pass at once is less
+        where links are slow: else it would be a good part of what is sent."""
+        links = [(_DEVICE, f"h{host}", self._rate)]
+        if self._store_rate is not None:
+            links.append((_STORE_DEVICE, f"s{host}", self._store_rate))
+        for device, end, rate in links:
+            burst = min(max(int(rate / 8 * _BURST_S), _BURST_BYTES[0]), _BURST_BYTES[1])
+            for where, what in ((self._names[host], device), (self._switch, end)):
+                self._do(
+                    f"tc -n {where} qdisc replace dev {what} root tbf rate {rate}bit "
+                    f"burst {burst}b latency 100ms"
+                )
 
     def _make(self, name: str) -> None:
         self._made.append(name)  # before: a command that is interrupted may have made it
@@ -246,26 +308,28 @@ def choose_network(
     hosts: int,
     bits_per_s: int,
     *,
+    store_bits_per_s: int | None = None,
     why_not: Callable[[str], str | None] = why_no_namespaces,
     run: Command | None = None,
 ) -> Network:
     """Namespaces where the machine gives them, else process groups; or what was asked for.
 
     Args:
+        store_bits_per_s: of each host's link to a store, which is in a namespace, too.
         why_not: why there are no namespaces.
 
     Raises:
-        UnavailableError: namespaces were asked for, and there are none.
+        UnavailableError: namespaces were asked for, or are needed, and there are none.
     """
     if links == "groups":
         return Groups("asked for")
     why = why_not(word)
     if why is None:
-        return Namespaces(word, hosts, bits_per_s, run or _run)
-    if links == "namespaces":
+        return Namespaces(word, hosts, bits_per_s, run or _run, store_bits_per_s)
+    if links == "namespaces" or store_bits_per_s is not None:
         raise UnavailableError(
             f"this machine gives no network namespaces: {why}",
-            hint="as root, with iproute2 installed; or --links groups",
+            hint="as root, with iproute2 installed; or --links groups, without --store",
         )
     return Groups(f"no network namespaces: {why}")
 

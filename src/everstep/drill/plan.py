@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, cast
 
 from everstep.bench.workloads import GPTConfig, gpt_of
-from everstep.drill.arms import parse_arms
+from everstep.drill.arms import ARMS, parse_arms
 from everstep.errors import OptionError
 from everstep.given import one_of
 from everstep.seams.failpoints import FAILPOINTS
@@ -21,17 +22,25 @@ __all__ = [
     "Parallel",
     "drill_plan",
     "parse_at",
+    "parse_checks",
+    "parse_every",
     "parse_rate",
 ]
 
 Kill = Literal["process", "node", "rack"]
 Links = Literal["auto", "namespaces", "groups"]
 Parallel = Literal["ddp", "fsdp2"]
+StoreKind = Literal["folder", "seaweedfs"]
 
 KILLS: tuple[Kill, ...] = ("process", "node", "rack")
 _FAILPOINT_GROUPS = ("save", "capture", "keeper", "log", "retain")
 _HOSTS_MAX = 16
 _CONTEXT = 64
+_EVERY = 10
+_WARM_STEPS = 10  # before the base after which an arm with an interval of its own is killed
+_TAIL_STEPS = 3  # that it takes after the step of the kill
+_STATE_BYTES = 12  # of each parameter: itself and two moments, in four bytes each
+_PEER_LINK = 2.0  # times the link to the store: 200 to 100 Gbit/s per node (TierCheck section 5.1)
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -59,6 +68,13 @@ class DrillPlan:
             find out.
         timeout_s: after which a rank is given up by the others, and a start of the job by the
             drill if nothing happens in it.
+        store: the durable tier: a folder of this machine, or a real object store behind links.
+        store_bits_per_s: of each host's link to that, both ways.
+        restore_steps: so many steps of the undisturbed run is what a host reads at a restart on
+            its way from the store; rates are set so when that run is over. None: as they are.
+        intervals: steps between two bases of arms that have their own; each of them is killed half
+            of that after a base of its own, and ends soon after.
+        checks: how many times faster than the best other arm ``everstep`` has to be, by kill.
     """
 
     hosts: int
@@ -77,6 +93,43 @@ class DrillPlan:
     link_bits_per_s: int
     cut: bool
     timeout_s: float
+    store: StoreKind = "folder"
+    store_bits_per_s: int = 10**9
+    restore_steps: float | None = None
+    intervals: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    checks: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def every_of(self, arm: str) -> int:
+        """Steps between two bases of an arm."""
+        return self.intervals.get(arm, self.every)
+
+    def kill_step(self, arm: str) -> int:
+        """The step after which an arm is killed: of those with intervals of their own half an
+        interval, rounded down, after the first base that is not among the first steps."""
+        if arm not in self.intervals:
+            return self.at_step
+        every = self.intervals[arm]
+        return -(-_WARM_STEPS // every) * every + every // 2
+
+    def end_step(self, arm: str) -> int:
+        """The last step of an arm's run."""
+        if arm not in self.intervals:
+            return self.steps
+        return min(self.steps, self.kill_step(arm) + _TAIL_STEPS)
+
+    @property
+    def host_bytes(self) -> int:
+        """What a host reads at a restart, if it reads all that it needs: its part of the state, or
+        all of it."""
+        whole = _STATE_BYTES * self.model.params
+        return whole if self.parallel == "ddp" else whole // self.hosts
+
+    def rates_for(self, step_s: float) -> tuple[int, int]:
+        """Bits in a second between hosts, and of each to the store, with which a host's state takes
+        ``restore_steps`` steps on its way from the store."""
+        assert self.restore_steps is not None
+        store = max(10**6, round(8 * self.host_bytes / (self.restore_steps * step_s)))
+        return round(_PEER_LINK * store), store
 
     def dead_hosts(self, kill: Kill) -> tuple[int, ...]:
         """Hosts that a kill takes with all that is on them; none for a process. A rack is half
@@ -94,7 +147,7 @@ def drill_plan(
     batch: int = 8,
     parallel: str = "ddp",
     steps: int = 40,
-    every: int = 10,
+    every: int | str = _EVERY,
     at: str | None = None,
     victim: int = 1,
     seed: int = 1234,
@@ -102,14 +155,21 @@ def drill_plan(
     link: str = "1gbit",
     cut: bool = False,
     timeout_s: float = 60.0,
+    store: str = "folder",
+    store_link: str | None = None,
+    restore_steps: float | None = None,
+    check: str | None = None,
 ) -> DrillPlan:
     """Fills in what the user left open.
 
     Args:
         kills: names of :data:`KILLS`, with commas.
         arms: names of arms, with commas; None: all.
+        every: see :func:`parse_every`.
         at: see :func:`parse_at`.
         link: like ``"1gbit"``.
+        store_link: the same; None: half of that.
+        check: see :func:`parse_checks`.
 
     Raises:
         OptionError: for what cannot be.
@@ -121,7 +181,10 @@ def drill_plan(
         one_of("kill", word, KILLS)
     one_of("links", links, ("auto", "namespaces", "groups"))
     one_of("parallel", parallel, ("ddp", "fsdp2"))
-    if every < 1 or steps < 3 * every:
+    one_of("store", store, ("folder", "seaweedfs"))
+    every, intervals = parse_every(every)
+    names = parse_arms(arms)
+    if not set(names) <= set(intervals) and (every < 1 or steps < 3 * every):
         raise OptionError(
             f"{steps} steps with a base every {every} leave no room for a kill",
             hint="take at least three times as many steps as there are between bases",
@@ -135,12 +198,22 @@ def drill_plan(
     at_step, at_point = parse_at(at, steps=steps, every=every)
     if at_point is not None and at_point.split(".")[0] == "retain" and at_step < 4 * every:
         raise OptionError(f"{at_point} is not reached before more than three bases are kept")
-    if cut and links == "groups":
-        raise OptionError("--cut is for network namespaces: process groups have no links")
-    return DrillPlan(
+    if links == "groups" and (cut or store != "folder"):
+        raise OptionError(
+            "--cut and --store are for network namespaces: process groups have no links"
+        )
+    if restore_steps is not None and (store == "folder" or not 0.01 <= restore_steps <= 1000):
+        raise OptionError(
+            "--restore-steps must be from 0.01 to 1000, and is of a store behind links",
+            hint="--store seaweedfs",
+        )
+    if at is not None and intervals:
+        raise OptionError("arms with intervals of their own are killed after bases of their own")
+    rate = parse_rate(link)
+    plan = DrillPlan(
         hosts,
         cast(tuple[Kill, ...], tuple(dict.fromkeys(wanted))),
-        parse_arms(arms),
+        names,
         gpt_of(params, context=_CONTEXT),
         batch,
         cast(Parallel, parallel),
@@ -151,10 +224,69 @@ def drill_plan(
         victim,
         seed,
         cast(Links, links),
-        parse_rate(link),
+        rate,
         cut,
         timeout_s,
+        cast(StoreKind, store),
+        rate // 2 if store_link is None else parse_rate(store_link),
+        restore_steps,
+        MappingProxyType(intervals),
+        MappingProxyType(parse_checks(check, wanted)),
     )
+    for arm in plan.arms:
+        if plan.kill_step(arm) + 1 > steps:
+            raise OptionError(
+                f"arm {arm} would be killed after step {plan.kill_step(arm)} of {steps}",
+                hint=f"--steps {plan.kill_step(arm) + _TAIL_STEPS}",
+            )
+    return plan
+
+
+def parse_every(value: int | str) -> tuple[int, dict[str, int]]:
+    """Steps between two bases: ``10``, or ``"gemini=11,checkfreq=21"`` with arms' own.
+
+    Returns:
+        Of all arms that are not named, and of those that are.
+
+    Raises:
+        OptionError: for what is none.
+    """
+    every, found = _EVERY, {}
+    for word in str(value).split(","):
+        name, _, number = word.strip().rpartition("=")
+        if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) < 1:
+            raise OptionError(
+                f"--every {value!r}: {number!r} is no number of steps",
+                hint='like 10, or "gemini=11,checkfreq=21"',
+            )
+        if name:
+            one_of("arm", name, ARMS)
+            found[name] = int(number)
+        else:
+            every = int(number)
+    return every, found
+
+
+def parse_checks(text: str | None, kills: Sequence[str]) -> dict[str, float]:
+    """Ratios that are asked for: ``"process=3.6,node=1.8"``; none for None.
+
+    Args:
+        kills: of the drill.
+
+    Raises:
+        OptionError: for what is none.
+    """
+    found: dict[str, float] = {}
+    for word in (text or "").split(",") if text is not None else ():
+        kill, _, number = word.strip().partition("=")
+        one_of("kill", kill, KILLS)
+        if kill not in kills or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number):
+            raise OptionError(
+                f"--check {text!r}: {word.strip()!r} is no ratio of a kill that is drilled",
+                hint='like "process=3.6,node=1.8"',
+            )
+        found[kill] = float(number)
+    return found
 
 
 def parse_at(text: str | None, *, steps: int, every: int) -> tuple[int, str | None]:

@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.bench.demo.verdict import Difference
+from everstep.drill.arms import OTHERS
 from everstep.drill.plan import DrillPlan, Kill
 
-__all__ = ["DrillReport", "Outcome"]
+__all__ = ["DrillReport", "Outcome", "Ratio"]
+
+_OURS = "everstep"
 
 _DIFFERENCES_KEPT = 50
 
@@ -133,6 +136,45 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times faster ``everstep`` recovered from a kill than the best other arm.
+
+    Attributes:
+        best: that arm.
+        best_s, ours_s: what it cost them, and ``everstep``: rollback and re-run.
+        asked: how many times it has to be; None: nothing is asked.
+    """
+
+    kill: Kill
+    best: str
+    best_s: float
+    ours_s: float
+    asked: float | None = None
+
+    @property
+    def times(self) -> float:
+        """The ratio."""
+        return self.best_s / self.ours_s if self.ours_s else float("inf")
+
+    @property
+    def met(self) -> bool:
+        """Whether it is what is asked."""
+        return self.asked is None or self.times >= self.asked
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "kill": self.kill,
+            "best_other": self.best,
+            "best_other_s": self.best_s,
+            "everstep_s": self.ours_s,
+            "times": self.times,
+            "asked": self.asked,
+            "met": self.met,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class DrillReport:
     """All of a drill.
 
@@ -163,6 +205,36 @@ class DrillReport:
         """Whether all that ran ended with the same bits."""
         return all(outcome.same for outcome in self.outcomes if outcome.ran)
 
+    @property
+    def ratios(self) -> tuple[Ratio, ...]:
+        """For each kill that ``everstep`` and another of TierCheck's systems have gone through."""
+        found = []
+        for kill in self.plan.kills:
+            here = {one.arm: one for one in self.outcomes if one.kill == kill and one.ran}
+            others = [here[name] for name in OTHERS if name in here]
+            if _OURS not in here or not others:
+                continue
+            best = min(others, key=lambda one: one.total_s)
+            asked = self.plan.checks.get(kill)
+            found.append(Ratio(kill, best.arm, best.total_s, here[_OURS].total_s, asked))
+        return tuple(found)
+
+    @property
+    def met(self) -> bool:
+        """Whether all ratios that are asked for are there, and as large."""
+        found = {ratio.kill for ratio in self.ratios if ratio.met}
+        return set(self.plan.checks) <= found
+
+    @property
+    def scale(self) -> tuple[float, float] | None:
+        """Steps of the undisturbed run that a host's state takes over the link to the store, and
+        over that to another host; None: there is no store, or there were no steps."""
+        plan = self.plan
+        if plan.store == "folder" or not self.step_s:
+            return None
+        bits = 8 * plan.host_bytes / self.step_s
+        return bits / plan.store_bits_per_s, bits / plan.link_bits_per_s
+
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
         plan = self.plan
@@ -176,12 +248,21 @@ class DrillReport:
             "batch": plan.batch,
             "steps": plan.steps,
             "every": plan.every,
+            "intervals": {arm: plan.every_of(arm) for arm in plan.arms},
             "kill_after_step": plan.at_step,
+            "kill_after_steps": {arm: plan.kill_step(arm) for arm in plan.arms},
             "failpoint": plan.at_point,
             "victim": plan.victim,
             "link_cut": plan.cut,
             "seed": plan.seed,
             "timeout_s": plan.timeout_s,
+            "store": plan.store,
+            "link_bits_per_s": plan.link_bits_per_s,
+            "store_bits_per_s": None if plan.store == "folder" else plan.store_bits_per_s,
+            "host_bytes": plan.host_bytes,
+            "restore_steps": None if self.scale is None else self.scale[0],
+            "ratios": [ratio.as_json() for ratio in self.ratios],
+            "met": self.met,
             "undisturbed_step_s": self.step_s,
             "loss_first": self.losses[0],
             "loss_last": self.losses[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import secrets
@@ -16,11 +17,12 @@ from everstep.bench.demo.workspace import interruptible, workspace
 from everstep.bench.workloads import stdlib_text
 from everstep.drill.hosts import Hosts
 from everstep.drill.job import CHILD
-from everstep.drill.network import Network, choose_network
+from everstep.drill.network import Namespaces, Network, choose_network
 from everstep.drill.plan import DrillPlan
 from everstep.drill.report import DrillReport, Outcome
 from everstep.drill.scenario import Drill, median_step_s
 from everstep.drill.show import Display, introduce
+from everstep.drill.store import Store, weed
 from everstep.errors import UnavailableError
 from everstep.version import __version__
 
@@ -54,17 +56,27 @@ def run_drill(
     """
     if not Path("/proc/self/environ").exists():
         raise UnavailableError("drills find their processes in /proc, which is not here")
+    if plan.store != "folder":
+        weed()
     begin_s = time.monotonic()
     word = secrets.token_hex(3)
     with interruptible(), workspace(folder, "drill") as place:
+        store_rate = None if plan.store == "folder" else plan.store_bits_per_s
         between = (
-            choose_network(plan.links, word, plan.hosts, plan.link_bits_per_s)
+            choose_network(
+                plan.links, word, plan.hosts, plan.link_bits_per_s, store_bits_per_s=store_rate
+            )
             if network is None
             else network(word)
         )
+        store: Store | None = None
         try:
-            hosts = Hosts(place, word, plan.hosts, between)
+            if store_rate is not None and isinstance(between, Namespaces):
+                store = Store(place / "store", word, between)
+            hosts = Hosts(place, word, plan.hosts, between, store=store)
         except BaseException:
+            if store is not None:
+                store.close()
             between.close()
             raise
         try:
@@ -87,7 +99,15 @@ def _run(
     text.write_bytes(stdlib_text(_TEXT_BYTES))
     drill = Drill(plan, hosts, place, text, display, child)
     alone = drill.undisturbed()
-    display.event(f"undisturbed: {1e3 * median_step_s(alone):.0f} ms a step")
+    step_s = median_step_s(alone)
+    display.event(f"undisturbed: {1e3 * step_s:.0f} ms a step")
+    network = hosts.network
+    if plan.restore_steps is not None and isinstance(network, Namespaces):
+        link, to_store = plan.rates_for(step_s)
+        plan = dataclasses.replace(plan, link_bits_per_s=link, store_bits_per_s=to_store)
+        network.limit(link, to_store)
+        drill.replan(plan)
+        display.event(f"links from now on: {network.describe()}")
     outcomes: list[Outcome] = []
     refused: dict[str, str] = {}
     for kill in plan.kills:
@@ -101,10 +121,10 @@ def _run(
     losses = [float.fromhex(loss) for _, loss in alone.losses(0)]
     return DrillReport(
         plan,
-        hosts.network.describe(),
-        hosts.network.name,
+        network.describe() + ("" if hosts.store is None else f"; {hosts.store.describe()}"),
+        network.name,
         tuple(outcomes),
-        median_step_s(alone),
+        step_s,
         (losses[0], losses[-1]),
         time.monotonic() - begin_s,
         _machine(),

@@ -44,10 +44,14 @@ class Drill:
         self._plan, self._hosts, self._place, self._text = plan, hosts, place, text
         self._display, self._child = display, child
 
+    def replan(self, plan: DrillPlan) -> None:
+        """Goes on with other rates."""
+        self._plan = plan
+
     def undisturbed(self) -> Start:
         """The run that all others are compared with: no kill, and no Checkpointer."""
         self._hosts.reset()
-        alone = self._start("undisturbed", None, {}, CHILD)
+        alone = self._start("undisturbed", None, {}, CHILD, scenario="undisturbed")
         try:
             alone.follow(lambda: alone.all_found("finished"))
         finally:
@@ -62,9 +66,12 @@ class Drill:
         """
         plan = self._plan
         self._hosts.reset()
-        first = self._start(f"{arm}-{kill}-1", arm, self._failpoints(), self._child)
+        scenario = f"{arm}-{kill}"
+        first = self._start(
+            f"{scenario}-1", arm, self._failpoints(arm), self._child, scenario=scenario
+        )
         try:
-            refused = self._train_to_the_kill(first)
+            refused = self._train_to_the_kill(first, arm)
             if refused is not None:
                 return Outcome(arm, kill, refused)
             killed_s = self._kill(first, kill)
@@ -74,20 +81,21 @@ class Drill:
         dead = plan.dead_hosts(kill)
         for host in dead:
             self._hosts.replace(host)
+        if self._hosts.store is not None and ARMS[arm].staged:
+            self._hosts.drop_runs()
         self._display.event(
             f"{arm}, {kill}: killed after step {first.reached}; "
             + (f"host(s) {', '.join(map(str, dead))} replaced, " if dead else "")
             + "starting again"
         )
-        again = self._start(f"{arm}-{kill}-2", arm, {}, self._child)
+        again = self._start(f"{scenario}-2", arm, {}, self._child, scenario=scenario)
         try:
             again.follow(lambda: again.all_found("resumed"))
             again.follow(lambda: again.all_found("finished"))
         finally:
             again.end()
-        outcome = _outcome(
-            arm, kill, dead, first, again, detect_s, compare(plan, alone, (first, again))
-        )
+        differences = compare(plan, alone, (first, again), plan.end_step(arm))
+        outcome = _outcome(arm, kill, dead, first, again, detect_s, differences)
         said = "the same bits" if outcome.same else f"{len(outcome.differences)} DIFFERENCES"
         self._display.event(
             f"{arm}, {kill}: back at step {outcome.recovered} from {outcome.from_words}; at the "
@@ -98,15 +106,26 @@ class Drill:
     # --- Below --------------------------------------------------------------------------
 
     def _start(
-        self, name: str, arm: str | None, failpoints: dict[int, str], child: Sequence[str]
+        self,
+        name: str,
+        arm: str | None,
+        failpoints: dict[int, str],
+        child: Sequence[str],
+        *,
+        scenario: str,
     ) -> Start:
+        plan = self._plan
         order = order_of(
-            self._plan,
+            plan,
             self._hosts,
             name,
             None if arm is None else ARMS[arm],
             self._text,
             self._place,
+            scenario=scenario,
+            every=None if arm is None else plan.every_of(arm),
+            until=None if arm is None else plan.end_step(arm),
+            describe=[] if arm else sorted({plan.end_step(one) for one in plan.arms}),
         )
         return Start(
             self._hosts,
@@ -117,14 +136,14 @@ class Drill:
             progress=self._display.progress,
         )
 
-    def _failpoints(self) -> dict[int, str]:
-        point = self._plan.at_point
+    def _failpoints(self, arm: str) -> dict[int, str]:
+        plan, point = self._plan, self._plan.at_point
         if point is None:
             return {}
-        hit = self._plan.at_step // self._plan.every  # a visit for each base
-        return {self._plan.victim: f"{point}=kill:{hit}"}
+        hit = plan.kill_step(arm) // plan.every_of(arm)  # a visit for each base
+        return {plan.victim: f"{point}=kill:{hit}"}
 
-    def _train_to_the_kill(self, start: Start) -> str | None:
+    def _train_to_the_kill(self, start: Start, arm: str) -> str | None:
         """Returns when the kill is due, or with why the arm is refused."""
         plan, victim = self._plan, self._plan.victim
         start.follow(
@@ -134,7 +153,7 @@ class Drill:
         if refused is not None:
             return str(refused["why"])
         if plan.at_point is None:
-            start.follow(lambda: start.step(victim) >= plan.at_step)
+            start.follow(lambda: start.step(victim) >= plan.kill_step(arm))
             return None
         self._to_the_failpoint(start)
         return None
@@ -194,24 +213,38 @@ class Drill:
         return max(0.0, knew_s - killed_s)
 
 
-def compare(plan: DrillPlan, alone: Start, starts: Sequence[Start]) -> tuple[Difference, ...]:
+def compare(
+    plan: DrillPlan, alone: Start, starts: Sequence[Start], end: int | None = None
+) -> tuple[Difference, ...]:
     """What every rank computed and ended with, against the run that nobody disturbed: each loss of
     each start, and the live state at the end as :mod:`everstep.bench.demo.fingerprint`
-    describes it, which shares no code with what saved and restored it."""
+    describes it, which shares no code with what saved and restored it.
+
+    Args:
+        end: last step of the run that was disturbed, if not that of the plan.
+    """
     found: list[Difference] = []
+    last = plan.steps if end is None else end
     for rank in range(plan.hosts):
-        ends = [start.found(rank, "finished") for start in (alone, starts[-1])]
-        described = [{} if end is None else dict(end["fingerprint"]) for end in ends]
-        if not all(described):
+        ends = [_description(alone, rank, last), _description(starts[-1], rank, last)]
+        if not all(ends):
             found.append(Difference("live state", f"rank {rank}", "has not come to the end"))
+        losses = [item for item in alone.losses(rank) if item[0] <= last]
         here = [
-            *compare_fingerprints(*described),
-            *compare_losses(
-                plan.steps, alone.losses(rank), [start.losses(rank) for start in starts]
-            ),
+            *compare_fingerprints(*ends),
+            *compare_losses(last, losses, [start.losses(rank) for start in starts]),
         ]
         found += [Difference(one.witness, f"rank {rank}: {one.name}", one.detail) for one in here]
     return tuple(found)
+
+
+def _description(start: Start, rank: int, step: int) -> dict[str, str]:
+    """The state of a rank after a step, in words; nothing if it has not come there."""
+    for item in start.events[rank]:
+        named = (item["event"], item.get("number", item.get("step")))
+        if named in (("described", step), ("finished", step)):
+            return dict(item["fingerprint"])
+    return {}
 
 
 def median_step_s(start: Start) -> float:

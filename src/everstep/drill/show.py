@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rich import box
@@ -84,16 +85,24 @@ def progress_display(steps: int) -> Iterator[Display]:
 
 def introduce(plan: DrillPlan, network: str) -> list[str]:
     """What is going to happen, line by line."""
-    when = f"after step {plan.at_step}"
+    when = f"after step {_of_arms(plan, plan.kill_step)}"
     if plan.at_point is not None:
         when = f"at {plan.at_point} in the base of step {plan.at_step}"
     return [
         f"{plan.hosts} hosts: {network}",
         f"a GPT of {plan.model.params:,} parameters under {plan.parallel}, {plan.steps} steps, a "
-        f"base every {plan.every}; killed {when}; seed {plan.seed}",
+        f"base every {_of_arms(plan, plan.every_of)}; killed {when}; seed {plan.seed}",
         f"arms {', '.join(plan.arms)}; kills {', '.join(plan.kills)}; first a run that nobody "
         "disturbs",
     ]
+
+
+def _of_arms(plan: DrillPlan, number: Callable[[str], int]) -> str:
+    """``"10"``, if it is the same for all arms; else ``"11 (gemini), 21 (checkfreq)"``."""
+    found = {arm: number(arm) for arm in plan.arms}
+    if len(set(found.values())) == 1:
+        return str(found.popitem()[1])
+    return ", ".join(f"{value} ({arm})" for arm, value in found.items())
 
 
 def present(report: DrillReport, console: Console | None = None) -> None:
@@ -112,7 +121,7 @@ def present(report: DrillReport, console: Console | None = None) -> None:
         for row in rows:
             if row.refused is not None:
                 console.print(f"{row.arm} refused: {row.refused}", highlight=False, markup=False)
-    for line in _notes(report):
+    for line in (*_notes(report), *_scale(report), *_ratios(report)):
         console.print(line, highlight=False, markup=False)
     _verdict(report, console)
 
@@ -157,6 +166,45 @@ def _notes(report: DrillReport) -> list[str]:
         f"undisturbed: {1e3 * report.step_s:.0f} ms a step, loss {report.losses[0]:.4f} -> "
         f"{report.losses[1]:.4f}; {report.seconds:.0f} s in all",
     ]
+
+
+def _scale(report: DrillReport) -> list[str]:
+    """What links and intervals mean in steps, beside TierCheck's."""
+    if report.scale is None:
+        return []
+    plan, (store, peer) = report.plan, report.scale
+    slower = [
+        f"{arm} {statistics.median(times) / report.step_s:.2f}"
+        for arm in plan.arms
+        if (times := [o.step_s for o in report.outcomes if o.arm == arm and o.ran])
+    ]
+    return [
+        f"scale: a host's state, {plan.host_bytes / 1e6:.1f} MB, takes {store:.2f} undisturbed "
+        f"steps from the store and {peer:.2f} from another host (TierCheck, Table 3, less what "
+        "its local memory takes: 3.3 and 1.5)",
+        f"bases every {_of_arms(plan, plan.every_of)} steps",
+        f"steps before the kill, in undisturbed ones: {', '.join(slower)}",
+    ]
+
+
+def _ratios(report: DrillReport) -> list[str]:
+    """How many times faster everstep was, for each kill; and whether that was asked for."""
+    lines = []
+    for ratio in report.ratios:
+        asked = ""
+        if ratio.asked is not None:
+            asked = f"; asked {ratio.asked:g}: {'met' if ratio.met else 'NOT MET'}"
+        lines.append(
+            f"ratio {ratio.kill}: best other {ratio.best} {ratio.best_s:.2f} s / everstep "
+            f"{ratio.ours_s:.2f} s = {ratio.times:.2f}{asked}"
+        )
+    there = {ratio.kill for ratio in report.ratios}
+    lines += [
+        f"ratio {kill}: asked {asked:g}: NOT MET, there is none"
+        for kill, asked in report.plan.checks.items()
+        if kill not in there
+    ]
+    return lines
 
 
 def _verdict(report: DrillReport, console: Console) -> None:

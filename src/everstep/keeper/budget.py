@@ -249,7 +249,9 @@ def announcement(
     elif every.auto:
         when = "every=auto"
     if parameters:
-        state += f" at the start ({state_bytes / parameters:.3g} bytes per parameter)"
+        each = state_bytes / parameters
+        shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"
+        state += f" at the start ({shown} bytes per parameter)"
     log = "compressed gradients"
     if options.method.log == "dense":
         log = f"{decimal(gradient_bytes)} of gradients"

@@ -42,6 +42,7 @@ from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job
 from everstep.seams.peers import PeerMailbox
+from everstep.seams.processes import configured_cores
 from everstep.state.image import State
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
@@ -381,8 +382,15 @@ def _same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str 
 
 def refuse_unsupported(job: Job | None, options: Options, tiers: Sequence[TierOptions]) -> None:
     """Raises:
-    OptionError: for what several ranks cannot do together.
+    OptionError: for what this machine has not, or what several ranks cannot do together.
     """
+    cores = options.keeper.cores
+    if cores is not None and min(cores) >= configured_cores():
+        raise OptionError(
+            f"KeeperOptions.cores={cores!r}: this machine has none of them, its cores are 0 to "
+            f"{configured_cores() - 1}",
+            hint="cores=None: wherever the training process may run",
+        )
     if job is None:
         return
     every, method = options.every, options.method

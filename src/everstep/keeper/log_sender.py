@@ -161,9 +161,11 @@ class LogSender:
         elif message.state == "lost":  # another keeper has come into service there
             self._ask(one, now_s)
         else:
-            if message.received_bytes > one.acked_bytes or not one.answered:
+            further = message.received_bytes > one.acked_bytes
+            if further or not one.answered:
                 one.progress_s = now_s
-            if not one.answered or message.received_bytes > one.sent_bytes:
+            # As in the replicator: parts behind the one that this answers may be on their way.
+            if message.received_bytes > one.sent_bytes or not (one.answered or further):
                 one.sent_bytes = message.received_bytes
             one.answered, one.heard_s = True, now_s
             one.acked_bytes = message.received_bytes

@@ -421,9 +421,12 @@ class Replicator:
         if message.problem:
             self._fail(one, message.problem)
             return
-        if message.received_bytes > one.acked_bytes or not one.answered:
+        further = message.received_bytes > one.acked_bytes
+        if further or not one.answered:
             one.progress_s = now_s
-        if not one.answered or message.received_bytes > one.sent_bytes:
+        # It answers in order: one that gets further is of a part, and those behind it may be on
+        # their way. What is sent again meanwhile would only make a slow link slower, without end.
+        if message.received_bytes > one.sent_bytes or not (one.answered or further):
             one.sent_bytes = message.received_bytes
         one.answered, one.heard_s = True, now_s
         one.acked_bytes = message.received_bytes

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from everstep.errors import InfeasibleError
+from everstep.errors import InfeasibleError, OptionError
 from everstep.plan.devices import Device, times_of
 from everstep.plan.exact import exact, has_solver
 from everstep.plan.schedule import Mode, Problem, Schedule, problem_of, schedule
@@ -78,10 +78,12 @@ def plan_step(
         network_bytes_per_s: what each rank sends at, for collectives.
 
     Raises:
-        OptionError: a time is known of neither.
+        OptionError: a time is known of neither; or the step takes none.
     """
     seconds, times = times_of(trace, device, network_bytes_per_s)
     problem = problem_of(trace, seconds, link_bytes_per_s)
+    if not problem.step_s:
+        raise OptionError("nothing in this step takes any time: there is nothing to plan")
     start_s = time.perf_counter()
     found: Schedule | None = None
     infeasible: InfeasibleError | None = None

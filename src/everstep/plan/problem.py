@@ -5,6 +5,7 @@ The model is Checkflow's (section III-A), as :mod:`.schedule` says; nothing here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -64,8 +65,10 @@ class Problem:
         count = len(self.seconds)
         if not count or len(self.live_bytes) != count:
             raise OptionError("a problem needs times and memory of at least one operator")
-        if self.link_bytes_per_s <= 0 or any(s < 0 for s in self.seconds):
-            raise OptionError("times and bandwidth must be positive")
+        if not 0 < self.link_bytes_per_s < math.inf:
+            raise OptionError("times and bandwidth must be positive, and finite")
+        if any(not 0 <= s < math.inf for s in self.seconds):
+            raise OptionError("times and bandwidth must be positive, and finite")
         if any(not 0 <= item.update <= count or item.size_bytes < 0 for item in self.items):
             raise OptionError("an item is written by an operator that is not there")
 
@@ -157,15 +160,25 @@ class Schedule:
 def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: float) -> Problem:
     """The problem of a traced step.
 
+    Where the first operator writes to the state, as a model does that begins with a BatchNorm (its
+    count of batches), the step mark stands before it as an operator that takes no time: what is
+    written first is duplicated there, as a running training does. The paper has no place for it
+    (its Eq. 8 skips the first operator).
+
     Args:
         seconds: of each operator (see :func:`everstep.plan.devices.seconds_of`).
     """
-    last = len(trace.operators)
+    marked = any(tensor.first_write == 0 for tensor in trace.state)
+    seconds, live_bytes = list(seconds), trace.live_bytes()
+    if marked:
+        seconds.insert(0, 0.0)
+        live_bytes.insert(0, sum(x.size_bytes for x in trace.tensors if x.begin < 0))
+    writes = [len(trace.operators) if (w := x.first_write) is None else w for x in trace.state]
     items = tuple(
-        Item(tensor.name, tensor.size_bytes, last if (w := tensor.first_write) is None else w)
-        for tensor in trace.state
+        Item(tensor.name, tensor.size_bytes, write + marked)
+        for tensor, write in zip(trace.state, writes, strict=True)
     )
-    return Problem(tuple(seconds), tuple(trace.live_bytes()), items, link_bytes_per_s)
+    return Problem(tuple(seconds), tuple(live_bytes), items, link_bytes_per_s)
 
 
 def validate(problem: Problem, plan: Schedule) -> list[str]:

@@ -30,6 +30,7 @@ _UNMARKED_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
     "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }

@@ -77,7 +77,8 @@ def trace_training(
             the state. Where it leaves the update out, none is traced (:mod:`.scaling`).
 
     Raises:
-        OptionError: a scaler, and updates inside of backward, where gradients are not unscaled yet.
+        OptionError: a scaler, and updates inside of backward, where gradients are not unscaled yet;
+            or ``loss`` gives something else than a number that depends on a parameter.
         UnsupportedStateError: an operator cannot run without data, by name; or a tensor of the
             state is given other memory during the step.
     """
@@ -103,7 +104,7 @@ def trace_training(
         recorder.enter("forward")
         if parallel is not None:
             parallel.forward()
-        result = loss()
+        result = _checked(loss())
         recorder.enter("backward")
         if scaler is not None:
             result = scaler.scale(result)
@@ -120,6 +121,8 @@ def trace_training(
     step_s: float | None = None
     with ExitStack() as stack:
         for parameter in apart:
+            if not parameter.requires_grad:
+                continue  # frozen: no gradient comes
             hook = parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         if parallel is not None:
@@ -133,11 +136,14 @@ def trace_training(
             recorder.begin(state_of(model, optimizers, scaler))
             with recorder:
                 step()
-        except (NotImplementedError, RuntimeError) as error:
+        except EverstepError:
+            raise
+        except (NotImplementedError, RuntimeError, TypeError) as error:  # the last: of numpy()
             if not recorder.dry:
                 raise
+            what = f"operator {recorder.entered}" if recorder.entered else "the step"
             raise UnsupportedStateError(
-                f"operator {recorder.entered} cannot be traced without data: {error}",
+                f"{what} cannot be traced without data: {error}",
                 leaves=((recorder.entered, "an operator that needs data"),),
                 hint="trace a small real batch on the CPU, or register a fake kernel for it",
             ) from error
@@ -153,6 +159,18 @@ def trace_training(
     if not operators:
         raise EverstepError("a step without any operator cannot be planned")
     return StepTrace(operators, tensors, str(recorder.device.type), step_s)
+
+
+def _checked(loss: Any) -> Tensor:
+    """A loss from which gradients come."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    found = type(loss).__name__
+    if isinstance(loss, Tensor):
+        found = f"a tensor of {loss.numel()}" if loss.numel() != 1 else "a number without gradient"
+    raise OptionError(
+        f"the loss is {found}", hint="a tensor of one number that depends on a parameter"
+    )
 
 
 def _update(optimizer: Optimizer, scaler: GradScaler | None) -> None:

@@ -8,6 +8,7 @@ confirms.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from everstep.errors import OptionError, UnsupportedStateError
+from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.plan.parallel import Buckets
 from everstep.plan.scaling import UpdatingScaler
 from everstep.plan.steps import Operator, StepTrace, difference
@@ -63,7 +64,8 @@ def trace_of(
 
     Raises:
         OptionError: autocast to something that is not a 16-bit float; ranks or a scaler, and
-            updates inside of backward, where gradients are neither averaged nor unscaled yet.
+            updates inside of backward, where gradients are neither averaged nor unscaled yet; or
+            ``training`` gives no model with something to train, or no loss.
         UnsupportedStateError: the second step is not like the first, with where they part; or
             sizes are not linear in the batch, where small batches have to do.
     """
@@ -204,10 +206,11 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
         stack.enter_context(_FakeMode() if fake else nullcontext())
         stack.enter_context(torch.device(where))
         try:
-            model, plain = asked.training(batch)
+            model, plain = _made(asked.training, batch, dry=device in (_FAKE, "meta"))
             update: Optimizer | dict[nn.Parameter, Optimizer]
             if asked.in_backward:
-                update = {one: asked.optimizer([one]) for one in model.parameters()}
+                trained = (one for one in model.parameters() if one.requires_grad)
+                update = {one: asked.optimizer([one]) for one in trained}
             else:
                 update = asked.optimizer(model.parameters())
 
@@ -238,6 +241,61 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
                 leaves=(("model", "autocast for a device that is not here"),),
                 hint="plain training, and autocast= (--autocast) here",
             ) from error
+
+
+def _made(training: Training, batch: int, *, dry: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model with something to train, and its loss.
+
+    Raises:
+        OptionError: it is something else.
+        UnsupportedStateError: making it takes data, as ``item()`` does, which are not there.
+    """
+    hint = "def factory(batch): return model, loss; loss() gives a tensor of one number"
+    _check_called(training, (batch,), hint)
+    made: Any
+    try:
+        made = training(batch)
+    except EverstepError:
+        raise
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if not dry:
+            raise
+        raise UnsupportedStateError(
+            f"the model cannot be made without data: {error}",
+            leaves=(("model", "it needs data to be made"),),
+            hint="trace a small real batch on the CPU",
+        ) from error
+    if not (
+        isinstance(made, tuple | list)
+        and len(made) == 2
+        and isinstance(made[0], nn.Module)
+        and callable(made[1])
+    ):
+        raise OptionError(
+            f"what makes the model gave {type(made).__name__}, not a model and its loss", hint=hint
+        )
+    _check_called(made[1], (), hint)
+    if not any(one.requires_grad and one.numel() for one in made[0].parameters()):
+        raise OptionError("the model has no parameter that is trained")
+    model, loss = made
+    return model, loss
+
+
+def _check_called(function: Callable[..., Any], arguments: tuple[Any, ...], hint: str) -> None:
+    """It can be called so.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # it has none
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise OptionError(f"{name}{signature}: {error}", hint=hint) from error
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

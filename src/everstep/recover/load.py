@@ -199,6 +199,7 @@ def _load(
             f"the checkpoint and the live state differ in {len(mismatches)} place(s):\n{listed}",
             mismatches=mismatches,
             step=marker.step,
+            path=next((path.parent for *_, path in opened[0].shards), None),
             hint="build the same model and optimizer, or resume(strict=False) to load the rest; "
             "to begin anew take another folder",
         )

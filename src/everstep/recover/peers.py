@@ -56,7 +56,8 @@ _WIRE = PurePath("copy")
 _PART_BYTES = 1 << 20
 _UNANSWERED_MAX = 8  # parts
 _TICK_S = 0.05
-_AGAIN_S = 2.0
+_AGAIN_S = 2.0  # at first
+_AGAIN_MAX_S = 30.0
 _ALIVE_EVERY_S = 1.0
 
 Say = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
@@ -321,6 +322,7 @@ class _Exchange:
         self._all = range(world)
         self._memory = bytearray()
         self._asked = self._there = 0
+        self._again_s = _AGAIN_S
         self._said_s = float("-inf")
         self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
         self._asked_s = clock.monotonic_s()
@@ -378,12 +380,13 @@ class _Exchange:
         self._asked_s = self._clock.monotonic_s()
 
     def _ask(self) -> None:
-        """For the next parts; anew, where nothing has come for a while."""
+        """For the next parts; anew, where nothing has come for a while, which is longer each time:
+        they may be on their way over a slow link, and are sent as often as they are asked for."""
         if not self._todo:
             return
         now_s, one = self._clock.monotonic_s(), self._todo[0]
-        if self._asked > self._there and now_s - self._asked_s > _AGAIN_S:
-            self._asked = self._there
+        if self._asked > self._there and now_s - self._asked_s > self._again_s:
+            self._asked, self._again_s = self._there, min(2 * self._again_s, _AGAIN_MAX_S)
         while (
             self._asked < len(self._memory)
             and self._asked - self._there < _UNANSWERED_MAX * _PART_BYTES

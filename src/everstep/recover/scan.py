@@ -365,7 +365,7 @@ def _try(
     except DamageError:
         problems.append(f"{path.name} is damaged: its digest does not match")
     except EverstepError as error:
-        problems.append(f"{path.name}: {error.message}")
+        problems.append(f"{path.name}: {error.message.removeprefix(f'{path}: ')}")
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror or error}")
     return None

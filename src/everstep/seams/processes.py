@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 __all__ = [
     "PidWatch",
     "available_cores",
+    "configured_cores",
     "detach_from_parent",
     "has_open",
     "open_pidfd",
@@ -249,6 +250,14 @@ def available_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def configured_cores() -> int:
+    """How many cores this machine may have, those included that are switched off."""
+    try:
+        return max(os.sysconf("SC_NPROCESSORS_CONF"), os.cpu_count() or 1)
+    except (ValueError, OSError):
+        return os.cpu_count() or 1
 
 
 def set_affinity(cores: Iterable[int]) -> list[int]:

@@ -29,6 +29,13 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ATTEMPTS = 8
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_HINTS = {
+    errno.ENOTDIR: "a file is where a directory should be: choose another path, or move the file",
+    errno.ENOENT: "it was deleted or moved while it was in use, or nothing can be made here: "
+    "put it back, or choose another path",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "symbolic links on the way lead in a circle: choose another path",
+}
 
 
 def temporary(path: PurePath) -> PurePath:
@@ -55,8 +62,8 @@ def storage_errors(
             hint = "free some space, or keep fewer bases (keep=, everstep rm)"
         elif error.errno in _NO_PERMISSION:
             kind, hint = PermissionDeniedError, "choose a directory that this user may write"
-        elif error.errno == errno.ENOTDIR:
-            hint = "a file is where a directory should be: choose another path, or move the file"
+        elif error.errno in _HINTS:
+            hint = _HINTS[error.errno]
         reason = error.strerror or str(error)
         raise kind(
             f"could not {what}: {reason}", step=step, rank=rank, tier="disk", path=path, hint=hint

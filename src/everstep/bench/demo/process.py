@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from everstep.bench.demo.journal import Event, JournalReader
 
@@ -59,17 +59,23 @@ class Child:
         journal = folder / f"{name}.jsonl"
         self._reader = JournalReader(journal)
         self.started_s = self.heard_s = time.monotonic()
+        command = [*command, "--journal", str(journal), "--parent", str(os.getpid())]
         with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C reaches the supervisor alone, which ends its children.
-            self._process = subprocess.Popen(
-                [*command, "--journal", str(journal), "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=folder,
-                env=dict(environment),
-                start_new_session=True,
-            )
+            self._process = self._start(command, folder, environment, log)
+
+    def _start(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], log: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C reaches the supervisor alone, which ends its children.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            env=dict(environment),
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -116,7 +122,7 @@ class Child:
     def kill(self) -> None:
         """Sends SIGKILL to this very process and waits until it is gone; harmless if it is."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
+            self._process.kill()
             self._process.wait(timeout=_REAP_TIMEOUT_S)
 
     def log_tail(self) -> str:

@@ -201,7 +201,7 @@ def check_picture(path: Path, option: str = "--picture") -> None:
 
     Raises:
         UnavailableError: matplotlib is missing.
-        OptionError: there is no such folder.
+        OptionError: there is no such folder, or no such kind of picture.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UnavailableError(
@@ -209,6 +209,12 @@ def check_picture(path: Path, option: str = "--picture") -> None:
             hint=f"pip install matplotlib, or leave out {option}",
         )
     check_target(path)
+    canvas: Any = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
+    kinds = canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise OptionError(
+            f"{option}: no picture is drawn as {path.suffix!r}", hint=f"one of {', '.join(kinds)}"
+        )
 
 
 def check_target(path: Path) -> None:

@@ -99,13 +99,14 @@ def _checkpointer(order: dict[str, Any], loop: Any) -> Any:
     from everstep import Budget, Checkpointer, KeeperOptions, LogOptions, Method
 
     gradients_bytes = 4 * loop.training.model.config.params * (order["steps"] + 2)
+    history = "all" if order["to"] == "disk" else "last"
     return Checkpointer(
         Path(order["folder"]),
         loop.training.state(),
         method=Method(base="lazy", log="dense"),
         every=None,
         budget=Budget(host_bytes=2 * loop.size_bytes + 3 * gradients_bytes),  # and no base is due
-        log=LogOptions(to=order["to"], batch_steps=1, history="all"),
+        log=LogOptions(to=order["to"], batch_steps=1, history=history),
         keeper=KeeperOptions(linger_s=60.0),
     )
 

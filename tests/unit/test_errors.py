@@ -1,0 +1,107 @@
+"""What errors tell people: what happened, where, and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path, PurePath
+
+import pytest
+from torch import nn
+
+from everstep import Budget, Checkpointer, KeeperOptions
+from everstep.errors import MismatchError, OptionError, StorageError
+from everstep.tiers.disk import storage_errors
+
+THREAD = KeeperOptions(process=False)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "hint"),
+    [
+        (errno.ENOTDIR, "StorageError", "a file is where a directory should be"),
+        (errno.ENOENT, "StorageError", "it was deleted or moved while it was in use"),
+        (errno.ENAMETOOLONG, "StorageError", "a shorter path"),
+        (errno.ELOOP, "StorageError", "links on the way lead in a circle"),
+        (errno.EIO, "StorageError", "look at the disk"),
+        (errno.ENOSPC, "OutOfSpaceError", "free some space"),
+        (errno.EDQUOT, "OutOfSpaceError", "free some space"),
+        (errno.EROFS, "PermissionDeniedError", "that this user may write"),
+        (errno.EACCES, "PermissionDeniedError", "that this user may write"),
+    ],
+)
+def test_what_the_file_system_says_is_told_with_what_to_do(
+    number: int, kind: str, hint: str
+) -> None:
+    with (
+        pytest.raises(StorageError) as caught,
+        storage_errors("write the base", PurePath("/run/base"), step=5, rank=3),
+    ):
+        raise OSError(number, os.strerror(number))
+    error = caught.value
+    assert type(error).__name__ == kind
+    assert hint in str(error.hint)
+    assert f"[step 5, rank 3, tier disk, {error.path}]" in str(error)
+
+
+def test_a_run_that_is_deleted_under_a_training(run_folder: Path) -> None:
+    ckpt = Checkpointer(run_folder, {"n": 1}, keeper=THREAD, every=1)
+    ckpt.resume()
+    shutil.rmtree(run_folder)
+    with pytest.raises(StorageError) as caught:
+        ckpt.step()
+        ckpt.wait()
+    assert "deleted or moved" in str(caught.value.hint)
+    ckpt.close()
+
+
+@pytest.mark.parametrize(("name", "hint"), [("a" * 300, "a shorter path"), ("loop/x", "circle")])
+def test_paths_that_cannot_be_followed(name: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(StorageError) as caught:
+        Checkpointer(tmp_path / name, {"n": 1}, keeper=THREAD)
+    assert hint in str(caught.value.hint)
+
+
+def test_a_mismatch_says_which_base_it_is_about(run_folder: Path) -> None:
+    with Checkpointer(run_folder, {"m": nn.Linear(3, 2)}, keeper=THREAD, every=1) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    with (
+        Checkpointer(run_folder, {"m": nn.Linear(4, 2)}, keeper=THREAD) as ckpt,
+        pytest.raises(MismatchError) as caught,
+    ):
+        ckpt.resume()
+    base = run_folder / "timeline-00001" / "base" / "000000000001"
+    assert (caught.value.step, caught.value.path) == (1, str(base))
+    assert str(caught.value).startswith(
+        f"the checkpoint and the live state differ in 1 place(s) [step 1, {base}]:\n  m/weight: "
+    )
+
+
+def test_a_damaged_record_is_named_once(run_folder: Path) -> None:
+    with Checkpointer(run_folder, {"n": 1}, keeper=THREAD, every=1) as ckpt:
+        ckpt.step()
+    (run_folder / "run.json").write_text("{")
+    with Checkpointer(run_folder, {"n": 1}, keeper=THREAD) as ckpt:
+        (note,) = ckpt.resume().notes
+    assert note.startswith(f"{run_folder}/run.json: run.json: not a record: ")
+
+
+def test_cores_that_no_machine_has(run_folder: Path) -> None:
+    """A keeper would run anywhere else, and say so where nobody looks."""
+    with pytest.raises(OptionError, match="this machine has none of them") as caught:
+        Checkpointer(run_folder, {"n": 1}, keeper=KeeperOptions(cores=(10**6,)))
+    assert "cores=None" in str(caught.value.hint)
+    assert not run_folder.exists()
+
+
+def test_a_budget_says_what_would_fit(run_folder: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        Checkpointer(run_folder, {"m": nn.Linear(9, 9)}, budget=Budget(disk_bytes=10))
+    said = re.fullmatch(r"Budget\(disk_bytes=(\d+)\)", str(caught.value.hint))
+    assert said is not None
+    budget = Budget(disk_bytes=int(said[1]))
+    Checkpointer(run_folder, {"m": nn.Linear(9, 9)}, budget=budget, keeper=THREAD).close()

@@ -1,0 +1,213 @@
+"""Hosts that do not come back, with real ranks, keepers and kills: two neighbours in the ring of
+nodes at once, and half of all hosts. What is left is enough, nobody claims more, and it is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli.ps import ask_statuses
+from everstep.keeper.place import ROOT
+from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.recover.scan import scan_run
+from everstep.seams import PosixFileSystem
+from everstep.tiers.files import TierFileSystem
+from everstep.tiers.urls import open_tier
+from tests.trainers import Trainer, finish_trainer, start_trainer
+from tests.unit.test_rank_tiers_processes import wait_for
+from tests.unit.world import TIMEOUT_S
+
+pytestmark = pytest.mark.slow
+
+STEPS = 7
+
+TRAINING = """
+import hashlib, json, os, signal, sys, warnings
+import torch, torch.distributed as dist
+import everstep
+from everstep.tiers.options import PeerOptions
+
+run, options, kind = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+rank, meet, world = int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(32, 65), torch.nn.LayerNorm(65), torch.nn.Linear(65, 8))
+if kind == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model)
+else:  # buckets as in the first step: see test_together_processes
+    model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+torch.manual_seed(100 + rank)  # each rank has data of its own
+
+def tensors():
+    for p in model.parameters():
+        yield from (p.detach(), *optimizer.state.get(p, {}).values())
+
+def digest(found):
+    h = hashlib.sha256()
+    for t in found:
+        h.update(t.contiguous().numpy().tobytes())
+    return h.hexdigest()
+
+def say(**what):
+    mine = [t.to_local() if hasattr(t, "to_local") else t for t in tensors()]
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors()]
+    digests = {"digest": digest([*mine, torch.get_rng_state()]), "whole": digest(whole)}
+    os.write(1, (json.dumps({"rank": rank, **digests, **what}) + "\\n").encode())
+
+peers = [PeerOptions(emulated_node=str(rank))] if options.pop("peers", False) else []
+options["tiers"] = [*peers, *options.get("tiers", [])]
+options = {"every": 4, "on_failure": "warn", "progress_timeout_s": 30.0, **options}
+ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **options)
+recovery = ckpt.resume()
+say(resumed=recovery.step, base=recovery.base_step, replayed=recovery.replayed,
+    skipped=str(recovery.skipped), reads=[[one.rank, one.source] for one in recovery.reads])
+for step in range(recovery.step + 1, 8):
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ckpt.step()
+    say(step=step)
+    if os.environ.get("PAUSES") == str(step):
+        ckpt.wait()
+        say(waits=True)
+        signal.pause()
+ckpt.close()
+"""
+
+
+class Hosts:
+    """A job with one rank on each host, which has a disk of its own; all of them see the copies."""
+
+    def __init__(self, folder: Path, world: int, kind: str, **options: Any) -> None:
+        self._folder, self._world, self._kind = folder, world, kind
+        self.store = str(folder / "store")
+        self._options = {"method": "logged", "tiers": [self.store], **options}
+
+    def run(self, host: int) -> str:
+        return str(self._folder / f"host{host}" / "run")
+
+    def start(self, world: int, **environment: str) -> list[Trainer]:
+        meet = str(self._folder / f"meet-{uuid.uuid4().hex}")
+        found = []
+        for rank in range(world):
+            Path(self.run(rank)).parent.mkdir(parents=True, exist_ok=True)
+            words = self.run(rank), json.dumps(self._options), self._kind, str(rank), meet
+            found.append(start_trainer(TRAINING, *words, str(world), **environment))
+        return found
+
+    def to_the_end(self, world: int | None = None) -> list[list[dict[str, Any]]]:
+        said = []
+        for one in self.start(world or self._world):
+            status, out, err = finish_trainer(one, 2 * TIMEOUT_S)
+            assert status == 0, err
+            said.append([json.loads(line) for line in out.splitlines()])
+        return said
+
+    def until_killed(self, step: int, base: int) -> None:
+        """All trainers are killed behind a step, when a base is in the copies, and, where there
+        are peers, it and the log up to that step in the memory of each."""
+        ranks = self.start(self._world, PAUSES=str(step))
+        wait_for(lambda: base in self._copied(), "the copy")
+        if self._options.get("peers"):
+            for host in range(self._world):
+                before = (host - 1) % self._world
+                wait_for(
+                    lambda host=host, before=before: self._holds(host, before, base, step), "it"
+                )
+        for one in ranks:
+            one.kill()
+            assert finish_trainer(one, TIMEOUT_S)[0] == -signal.SIGKILL
+
+    def lose(self, *hosts: int) -> None:
+        """Hosts with all that is on them."""
+        for host in hosts:
+            kill_keeper(self.keepers()[self.run(host)])
+            shutil.rmtree(Path(self.run(host)).parent)
+
+    def keepers(self) -> dict[str, Any]:
+        mine = {self.run(host) for host in range(self._world)}
+        return {info.run: info for info in list_keepers() if info.run in mine}
+
+    def _holds(self, host: int, source: int, base: int, step: int) -> bool:
+        info = self.keepers().get(self.run(host))
+        status = None if info is None else ask_statuses([info])[0]
+        return status is not None and (status.copies, status.logs) == (
+            ((source, base),),
+            ((source, step),),
+        )
+
+    def _copied(self) -> list[int]:
+        files = TierFileSystem(open_tier(self.store, PosixFileSystem()), ROOT)
+        return [one.id.step for one in scan_run(files, ROOT).bases if one.status == "committed"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for info in list_keepers():
+        if info.run is not None and info.run.startswith(str(tmp_path)):
+            kill_keeper(info)
+
+
+@cache
+def undisturbed(folder: Path, world: int, kind: str) -> list[dict[int, dict[str, Any]]]:
+    """What each rank says of each step."""
+    said = Hosts(folder, world, kind, method="sync", tiers=[]).to_the_end()
+    return [{one["step"]: one for one in lines if "step" in one} for lines in said]
+
+
+@pytest.mark.parametrize(
+    ("lost", "step"), [((0, 1), 4), ((1, 2), 4), ((0,), 6)], ids=["0 and 1", "1 and 2", "one"]
+)
+def test_two_neighbours_in_the_ring_are_lost_at_once(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, lost: tuple[int, ...], step: int
+) -> None:
+    """Of the first of the two nobody has the log any more, nor its base: that is in the durable
+    tier. All go back to it, in the same bits; one node alone costs nothing."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / "neighbours", 3, "ddp")
+    job = Hosts(folder, 3, "ddp", peers=True)
+    job.until_killed(6, 4)
+    job.lose(*lost)
+    said = job.to_the_end()
+    for rank, lines in enumerate(said):
+        assert (lines[0]["resumed"], lines[0]["base"]) == (step, 4)
+        assert lines[0]["digest"] == expected[rank][step]["digest"]
+        found = {one["step"]: one["digest"] for one in lines if "step" in one}
+        assert found == {at: expected[rank][at]["digest"] for at in range(step + 1, STEPS + 1)}
+        if len(lost) == 2:
+            assert f"rank {lost[0]} gets no further" in lines[0]["skipped"]
+    reads = dict(said[0][0]["reads"])
+    if len(lost) == 2:
+        assert reads == dict.fromkeys(range(3), "memory") | {lost[0]: "copy", lost[1]: "peer"}
+    else:
+        assert reads == {0: "peer", 1: "memory", 2: "memory"}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_half_of_the_hosts_are_gone(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    """Two of four ranks go on with what all four had. Their logs are of four ranks: none of their
+    steps can be replayed, which is said, and what comes back is the newest base in the copies."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / f"half-{kind}", 4, kind)
+    job = Hosts(folder, 4, kind)
+    job.until_killed(6, 4)
+    job.lose(2, 3)
+    said = job.to_the_end(2)
+    for lines in said:
+        assert (lines[0]["resumed"], lines[0]["base"], lines[0]["replayed"]) == (4, 4, 0)
+        assert lines[0]["whole"] == expected[0][4]["whole"]
+        assert "log: 4 rank(s) wrote it, and 2 start" in lines[0]["skipped"]
+        assert [one["step"] for one in lines if "step" in one] == [5, 6, 7]
+    assert said[0][-1]["whole"] == said[1][-1]["whole"], "they train on together"
