@@ -179,7 +179,7 @@ class Checkpointer:
         self._open = True
         _live[self._live_key] = self
 
-    @named("resume")
+    @named("resume", strict=bool)
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over.
 
@@ -196,7 +196,7 @@ class Checkpointer:
             MismatchError: the base is of another model; nothing has been touched.
         """
         self._check_open()
-        check_resume(step, strict=strict)
+        check_resume(step)
         if self._multistep is not None:
             self._multistep.drop("training goes back")
         self._saver.finish_captures()

@@ -92,12 +92,13 @@ def is_number(value: object) -> bool:
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def named(who: str) -> Callable[[_Function], _Function]:
+def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
     """Makes a function refuse arguments that it does not have, and miss those that it needs, in
     words that help.
 
     Args:
         who: has the arguments, as its caller knows it.
+        kinds: types of some of them, which are refused if they are of another.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -110,10 +111,11 @@ def named(who: str) -> Callable[[_Function], _Function]:
         def call(*args: Any, **options: Any) -> Any:
             refuse_unknown(who, options, known)
             try:
-                signature.bind(*args, **options)
+                bound = signature.bind(*args, **options)
             except TypeError as error:
                 hint = f"by name: {', '.join(by_name)}" if by_name else None
                 raise OptionError(f"{who}: {error}", hint=hint) from None
+            _refuse_misfits(f"{who}({{}}=)", bound.arguments, kinds)
             return function(*args, **options)
 
         return typing.cast("_Function", call)
@@ -150,10 +152,15 @@ def checked(cls: _Class) -> _Class:
 
 
 def _check_fields(made: Any, hints: Mapping[str, Any]) -> None:
+    fields = {name: getattr(made, name) for name in hints}
+    _refuse_misfits(f"{type(made).__name__}.{{}}", fields, hints)
+
+
+def _refuse_misfits(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     for name, hint in hints.items():
-        value = getattr(made, name)
-        if not _fits(value, hint):
-            raise OptionError(f"{type(made).__name__}.{name} must be {_words(hint)}, not {value!r}")
+        if name in values and not _fits(values[name], hint):
+            shown = where.format(name)
+            raise OptionError(f"{shown} must be {_words(hint)}, not {values[name]!r}")
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -176,4 +183,5 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(one) for one in typing.get_args(hint))
     if origin is tuple:
         return f"a tuple, each {_words(typing.get_args(hint)[0])}"
-    return _WORDS.get(hint) or f"a {hint.__name__}"
+    name = hint.__name__
+    return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

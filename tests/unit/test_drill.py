@@ -130,6 +130,55 @@ def test_arms_are_methods_of_the_engine() -> None:
         assert arm.folder == "shared" or arm.tiers, "a lost host must come back from somewhere"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every": "0"},
+        {"every": "gemini"},
+        {"every": "gemini=x"},
+        {"every": "lasy=4"},
+        {"every": "gemini=11", "at": "20"},
+        {"every": "gemini=80"},
+        {"store": "tape"},
+        {"store": "seaweedfs", "links": "groups"},
+        {"restore_steps": 2.0},
+        {"store": "seaweedfs", "restore_steps": 0.0},
+        {"store_link": "slow"},
+        {"check": "process"},
+        {"check": "process=much"},
+        {"check": "node=2", "kills": "rack"},
+    ],
+)
+def test_options_of_stores_intervals_and_checks_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        drill_plan(**wrong)
+
+
+def test_arms_with_intervals_of_their_own() -> None:
+    """Each is killed half an interval, rounded down, after a base of its own."""
+    plan = drill_plan(
+        arms="lazy,gemini,checkfreq", steps=36, every="gemini=11,checkfreq=21,8", kills="node"
+    )
+    found = {arm: (plan.every_of(arm), plan.kill_step(arm)) for arm in plan.arms}
+    assert found == {"lazy": (8, 20), "gemini": (11, 16), "checkfreq": (21, 31)}
+    assert [plan.end_step(arm) for arm in plan.arms] == [36, 19, 34]
+    said = introduce(plan, "wires")[1]
+    assert "a base every 8 (lazy), 11 (gemini), 21 (checkfreq)" in said
+    assert "killed after step 20 (lazy), 16 (gemini), 31 (checkfreq)" in said
+
+
+def test_links_in_the_ratio_of_the_paper() -> None:
+    """A part of the state takes so many steps from the store, half as many from another host."""
+    plan = drill_plan(
+        hosts=4, parallel="fsdp2", params=1_000_000, store="seaweedfs", restore_steps=3.3
+    )
+    assert plan.host_bytes == 3 * plan.model.params
+    link, store = plan.rates_for(0.5)
+    assert 8 * plan.host_bytes / store == pytest.approx(3.3 * 0.5, rel=1e-4)
+    assert link == 2 * store
+    assert drill_plan(hosts=4, params=1_000_000).host_bytes == 12 * plan.model.params, "under DDP"
+
+
 # --- The network ------------------------------------------------------------------------
 
 
@@ -201,6 +250,40 @@ def test_every_host_has_a_link_that_is_limited_at_both_ends() -> None:
     ]
     network.cut(0)
     assert shell.said[-1] == "ip -n es-abc-sw link set h0 down"
+
+
+def test_a_store_has_a_namespace_and_each_host_a_link_to_it() -> None:
+    shell = Shell()
+    network = Namespaces("abc", 2, 10**9, shell, 5 * 10**8)
+    assert shell.names("add") == ["es-abc-sw", "es-abc-st", "es-abc-0", "es-abc-1"]
+    limited = [line.split() for line in shell.said if line.startswith("tc ")]
+    assert [(words[2], words[6], words[9]) for words in limited[:4]] == [
+        ("es-abc-0", "eth0", "1000000000bit"),
+        ("es-abc-sw", "h0", "1000000000bit"),
+        ("es-abc-0", "eth1", "500000000bit"),
+        ("es-abc-sw", "s0", "500000000bit"),
+    ]
+    assert not [words for words in limited if words[6] in ("eth2", "c0", "st")], "without limit"
+    assert network.environment() == {"GLOO_SOCKET_IFNAME": "eth2"}
+    assert "es-abc-st" in network.at_store(["true"])
+    network.limit(2 * 10**7, 10**7)
+    assert sum("rate 20000000bit" in line for line in shell.said) == 4
+    assert sum("rate 10000000bit" in line for line in shell.said) == 4
+    assert "20 Mbit/s" in network.describe()
+    assert "10 Mbit/s from each to the store" in network.describe()
+    before = len(shell.said)
+    network.replace(1)
+    assert sum("link del" in line for line in shell.said[before:]) == 3
+    assert sum("rate 10000000bit" in line for line in shell.said[before:]) == 2
+    network.close()
+    assert set(shell.names("add")) == set(shell.names("delete"))
+
+
+def test_a_store_needs_namespaces() -> None:
+    with pytest.raises(UnavailableError, match="not root"):
+        choose_network(
+            "auto", "abc", 2, 10**9, store_bits_per_s=10**8, why_not=lambda _: "not root"
+        )
 
 
 @pytest.mark.parametrize("fails", ["netns add es-abc-1", "type bridge", "tbf", "addr add"])
@@ -356,6 +439,58 @@ def test_whatever_happens_nothing_is_left(
     assert wire.closed == 1
     assert not place[0].exists()
     assert not pids(word[0])
+
+
+class Shop:
+    """A store that is nowhere."""
+
+    def environment(self) -> dict[str, str]:
+        return {"AWS_REGION": "here"}
+
+    def url(self, name: str) -> str:
+        return f"s3://drill/{name}"
+
+    def close(self) -> None: ...
+
+
+def told(tmp_path: Path, arm: str, store: Any) -> dict[str, Any]:
+    hosts = Hosts(tmp_path, "word", 2, Wire(), lambda drill, host: 0, store=store)
+    plan = drill_plan(hosts=2, link="8mbit", links="auto", store="folder")
+    return order_of(
+        plan, hosts, "a-1", ARMS[arm], tmp_path / "t", tmp_path, scenario=f"{arm}-node", every=7
+    )
+
+
+@pytest.mark.parametrize("arm", ["gemini", "checkfreq", "datastates", "everstep"])
+def test_with_a_store_whatever_is_durable_is_behind_its_link(tmp_path: Path, arm: str) -> None:
+    order = told(tmp_path, arm, Shop())
+    assert order["runs"] == [str(tmp_path / f"h{host}" / "disk" / "run") for host in range(2)]
+    places = [tier for tier in order["arm"]["tiers"] if tier != "peer"]
+    assert [place.partition(f"/{arm}-node")[0] for place in places] == ["s3://drill"]
+    assert order["arm"]["keeper"] == "process", "it makes the copies"
+    assert order["every"] == 7
+    assert ARMS[arm].staged == (arm in ("checkfreq", "datastates"))
+    paced = order["arm"]["peer_bytes_per_s"]
+    assert paced == (1e6 if arm == "everstep" else None), "GEMINI's go as the link does anyway"
+
+
+def test_without_a_store_arms_are_as_they_were(tmp_path: Path) -> None:
+    order = told(tmp_path, "datastates", None)
+    assert order["runs"] == [str(tmp_path / "durable" / "run")] * 2
+    assert (order["arm"]["keeper"], order["arm"]["tiers"]) == ("thread", [])
+    assert told(tmp_path, "everstep", None)["arm"]["peer_bytes_per_s"] is None
+
+
+def test_a_system_without_memory_keeps_nothing_on_disks(tmp_path: Path) -> None:
+    ended: list[int | None] = []
+    hosts = Hosts(tmp_path, "word", 2, Wire(), lambda drill, host: ended.append(host) or 0)  # type: ignore[func-returns-value]
+    hosts.reset()
+    (hosts.disk(1) / "base").touch()
+    (hosts.durable / "base").touch()
+    hosts.drop_runs()
+    assert list(hosts.disk(1).iterdir()) == []
+    assert (hosts.durable / "base").exists()
+    assert ended == [None, None], "keepers, too"
 
 
 # --- A start of the job -----------------------------------------------------------------
@@ -518,6 +653,17 @@ def test_what_differs_is_found(starts: list[Start], witness: str) -> None:
     assert witness in {item.witness for item in found}
 
 
+def test_a_run_that_ends_earlier_is_compared_where_it_ends() -> None:
+    alone = ended([3.0, 2.0, 1.0], "bits")
+    for events, bits in zip(alone.events, ("then", "then"), strict=True):
+        events.append({"event": "described", "number": 2, "fingerprint": {"model/w": bits}})
+    start = ended([3.0, 2.0], "")
+    for events, bits in zip(start.events, ("then", "else"), strict=True):
+        events.append({"event": "finished", "step": 2, "fingerprint": {"model/w": bits}})
+    (found,) = compare(PLAN, alone, [start], 2)
+    assert (found.witness, found.name.split(":")[0]) == ("live state", "rank 1")
+
+
 def test_runs_of_which_neither_has_come_to_the_end() -> None:
     starts = [ended([3.0, 2.0, 1.0], "")]
     found = compare(PLAN, ended([3.0, 2.0, 1.0], ""), starts)
@@ -594,6 +740,48 @@ def test_the_table_says_what_differs() -> None:
     assert "IDENTICAL" not in text
     assert "NOTHING RAN" in shown(report(REFUSED))
     assert "never" in shown(report(outcome(detect_s=None)))
+
+
+def four(**changes: Any) -> DrillReport:
+    plan = drill_plan(
+        kills="node", arms="gemini,datastates,lazy,everstep", store="seaweedfs", **changes
+    )
+    arms = {"gemini": 8.0, "datastates": 6.0, "lazy": 1.0, "everstep": 2.5}
+    found = [
+        outcome(arm=arm, detect_s=0.0, restore_s=total, recovered=25) for arm, total in arms.items()
+    ]
+    return report(*found, REFUSED, plan=plan)
+
+
+@pytest.mark.parametrize(("asked", "met"), [("node=2.4", True), ("node=2.5", False)])
+def test_ratios_to_the_best_of_the_others(asked: str, met: bool) -> None:
+    """Of TierCheck's systems: ``lazy`` is everstep, too."""
+    found = four(check=asked)
+    (ratio,) = found.ratios
+    assert (ratio.best, ratio.times, found.met) == ("datastates", 2.4, met)
+    line = " ".join(shown(found).split())
+    assert "best other datastates 6.00 s / everstep 2.50 s = 2.40; asked" in line
+    assert ("NOT MET" in line) != met
+    assert four().met, "nothing is asked"
+    data = json.loads(json.dumps(found.as_json()))
+    assert (data["met"], data["ratios"][0]["times"]) == (met, 2.4)
+
+
+def test_a_ratio_that_there_is_none_of_is_not_met() -> None:
+    plan = drill_plan(kills="node", arms="gemini", check="node=1")
+    found = report(outcome(arm="gemini"), plan=plan)
+    assert not found.met
+    assert "ratio node: asked 1: NOT MET, there is none" in shown(found)
+
+
+def test_what_links_mean_is_said_in_steps() -> None:
+    found = four(link="40mbit", store_link="20mbit")
+    assert found.scale is not None
+    store, peer = found.scale
+    assert store == pytest.approx(2 * peer)
+    text = " ".join(shown(found).split())
+    assert f"takes {store:.2f} undisturbed steps from the store and {peer:.2f} from" in text
+    assert report(outcome()).scale is None
 
 
 def test_the_report_as_plain_data() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import everstep
 from everstep.errors import OptionError, StateError
@@ -70,7 +71,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "TierOptions.keep": (None, 5, 10**400),
     "TierOptions.objects_per_hour": (None, 5, 10**400),
 }
-ODD = (
+ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 5, -1, 0.5, -0.5, math.nan, math.inf, -math.inf, 10**400),
     *("", "x", "10 min", b"x", Path("x"), object),
     *([], (), {}, [1], (1,), {1}, (True,), [None], {"a": 1}),
@@ -151,6 +152,28 @@ def test_a_named_function_speaks_for_itself() -> None:
     assert caught.value.hint == "by name: twice="
     with pytest.raises(OptionError, match="did you mean 'twice'"):
         send("a", twce=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ration": 0.1}, "did you mean 'ratio'"),
+        ({"ratio": "1%"}, "ratio must be in (0, 1], not '1%'"),
+        ({"ratio": True}, "ratio must be in (0, 1], not True"),
+        ({"ratio": math.nan}, "ratio must be in (0, 1], not nan"),
+        ({"kind": 5}, "Compressor(kind=) must be a string, not 5"),
+        ({"kind": "topkk"}, "did you mean 'topk'"),
+        ({"dense_below": 1.5}, "Compressor(dense_below=) must be a whole number, not 1.5"),
+        ({"dense_below": -1}, "dense_below must be at least 0"),
+        ({"error_feedback": "no"}, "(error_feedback=) must be True or False, not 'no'"),
+        ({"optimizer": None}, "Compressor(optimizer=) must be an Optimizer, not None"),
+    ],
+)
+def test_compression_is_asked_for_in_the_same_way(options: dict[str, Any], said: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(OptionError) as caught:
+        everstep.compress.Compressor(**{"optimizer": optimizer, **options})
+    assert said in str(caught.value)
 
 
 def test_lists_and_sets_do_where_an_order_or_a_choice_is_meant() -> None:
@@ -247,8 +270,8 @@ def test_a_checkpointer_needs_its_first_two_arguments_and_names_for_the_rest(
         (lambda it: it.resume(stp=1), "did you mean 'step'"),
         (lambda it: it.resume(1.0), "whole numbers from 0"),
         (lambda it: it.resume(True), "whole numbers from 0"),
-        (lambda it: it.resume(strict="no"), "strict='no'"),
-        (lambda it: it.resume(strict=0), "strict=0"),
+        (lambda it: it.resume(strict="no"), "resume(strict=) must be True or False, not 'no'"),
+        (lambda it: it.resume(strict=0), "resume(strict=) must be True or False, not 0"),
         (lambda it: it.rewind(), "missing a required argument: 'step'"),
         (lambda it: it.rewind(-1), "whole numbers from 0"),
         (lambda it: it.wait("10s"), "timeout_s='10s'"),

@@ -80,7 +80,7 @@ for step in range(recovery.step + 1, 8):
     say(step=step)
     if os.environ.get("PAUSES") == str(step):
         ckpt.wait()
-        say(waits=True)
+        open(f"{run}.there", "w").close()
         signal.pause()
 ckpt.close()
 """
@@ -118,6 +118,8 @@ class Hosts:
         """All trainers are killed behind a step, when a base is in the copies, and, where there
         are peers, it and the log up to that step in the memory of each."""
         ranks = self.start(self._world, PAUSES=str(step))
+        there = [Path(f"{self.run(host)}.there") for host in range(self._world)]
+        wait_for(lambda: all(one.exists() for one in there), "the step")
         wait_for(lambda: base in self._copied(), "the copy")
         if self._options.get("peers"):
             for host in range(self._world):

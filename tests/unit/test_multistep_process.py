@@ -36,10 +36,10 @@ for step in range(found.step, steps):
     world.train()
     ckpt.step()
     print("step", step + 1, digest(), flush=True)
-    if f"{step + 1}" == sys.argv[6]:  # a base has ended here, and its keeper dies of it
+    if step + 1 == 5 and sys.argv[6]:  # a base has ended here, and its keeper dies of it
         error = ckpt._multistep._last.durable.exception(60)
         print("lost", type(error).__name__, flush=True)
-    elif f"{step + 1} in a window" == sys.argv[6]:
+    elif step + 1 == 6 and sys.argv[6] == "window":
         assert ckpt._multistep.open
         os.kill(ckpt._keeper.pid, signal.SIGKILL)
         ckpt._keeper._reader.join(60)
@@ -63,8 +63,9 @@ def train(
     """Trains in a process of its own; what it said, by its first word.
 
     Args:
-        loses: behind which step it waits until it has heard that its keeper is gone: when it
-            hears of it decides which step the next base begins at.
+        loses: it waits until it has heard what became of its first base (``"base"``), and, if
+            that has not killed its keeper, kills it in the window behind it (``"window"``): when
+            it hears of that decides at which step the next base begins.
     """
     arguments = (str(run), str(STEPS), str(seed), str(overlap), rebuild, loses)
     status, out, err = run_trainer(TRAIN, *arguments, timeout_s=120, EVERSTEP_FAILPOINTS=failing)
@@ -160,8 +161,7 @@ def test_a_keeper_that_is_killed_is_replaced_and_a_base_taken(run_folder: Path, 
 def test_a_keeper_that_is_killed_within_a_window(run_folder: Path, rebuild: str) -> None:
     """The base of steps 6 to 8 is gone with it; another begins at once, and ends where one is due
     (step 9): it is the newest, as none is due behind it."""
-    loses, newest = "6 in a window", [5, 9]
-    check_lost_keeper(run_folder, rebuild=rebuild, loses=loses, bases=newest)
+    check_lost_keeper(run_folder, rebuild=rebuild, loses="window", bases=[5, 9])
 
 
 def check_lost_keeper(
@@ -169,7 +169,7 @@ def check_lost_keeper(
     *,
     failing: str = "",
     rebuild: str = "keeper",
-    loses: str = "5",
+    loses: str = "base",
     bases: Sequence[int] = (8, 10),
 ) -> None:
     """Without the base that was lost with it, of step 5, there are those of steps 8 and 10: one is
@@ -177,7 +177,8 @@ def check_lost_keeper(
     about: dict[str, Any] = {"overlap": True, "rebuild": rebuild}
     said = train(run, 1, failing=failing, loses=loses, **about)
     assert said["status"] == [["0"]], said["errors"]
-    assert said["lost"] == [["KeeperError"]]
+    assert said["lost"][-1] == ["KeeperError"]
+    assert len(said["lost"]) == (2 if loses == "window" else 1)
     assert dict(said["step"]) == uninterrupted()
     assert said["restarts"] == [["1"]]
     assert steps_on_disk(run) == list(bases)

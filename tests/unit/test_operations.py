@@ -20,7 +20,7 @@ from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
 from tests.trainers import Popen, finish_trainer, start_trainer
 from tests.unit.logged import invoke
 from tests.unit.test_preemption import PRELUDE, saved_at
-from tests.unit.test_readme import masked, run, run_command
+from tests.unit.test_readme import masked, run_command, run_program
 from tests.unit.world import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which all programs of the page have run, one behind the other."""
     folder = tmp_path_factory.mktemp("operations")
     before = "import os; os.environ.pop('RUN', None)\n"
-    run([sys.executable, "-c", before + "\n".join(blocks("python"))], folder)
+    run_program(before + "\n".join(blocks("python")), folder)
     return folder
 
 

@@ -87,6 +87,24 @@ def test_nobody_waits_for_a_rank_that_is_gone(boxes: list[PeerMailbox]) -> None:
     assert not boxes[0].is_gone(2)
 
 
+def test_a_rank_that_reads_nothing_holds_nobody_up(boxes: list[PeerMailbox]) -> None:
+    """It is there, and takes no bytes: who sends does not wait, others hear what they are told, and
+    only so much is kept for it."""
+    opened(boxes, "s", "never", "s")
+    boxes[1]._closing = True  # it is connected to, and nobody looks
+    boxes[1]._wakes.send(b"x")
+    assert boxes[1]._thread is not None
+    boxes[1]._thread.join(DEADLINE_S)
+    began_s = time.monotonic()
+    for _ in range(peers._KEPT_MAX + 100):
+        boxes[0].send(1, b"x" * 20_000)
+    boxes[0].send(2, b"and you")
+    assert boxes[2].receive(DEADLINE_S) == b"and you"
+    assert time.monotonic() - began_s < DEADLINE_S / 4
+    assert len(boxes[0]._out[1].waiting) <= peers._KEPT_MAX
+    boxes[0].close(0.0)
+
+
 def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]) -> None:
     opened(boxes, "s", "s")
     boxes[0].send(1, b"one")

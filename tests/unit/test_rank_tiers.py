@@ -177,6 +177,20 @@ def test_a_base_that_retention_deletes_meanwhile_is_not_copied(
     assert usable(tier) == [3]
 
 
+def test_a_part_that_went_with_a_replaced_host_is_no_failure(
+    apart: list[Path], tmp_path: Path
+) -> None:
+    """The start before this one saved it; it was resumed from the memory of another node."""
+    runs = up_to(apart, tmp_path, 3)
+    shutil.rmtree(runs[1] / BASE.format(3))
+    tier = MemoryTier()
+    job = Job(runs, tier, timeline=2)
+    assert job.copy() is None
+    assert "No such file" in job.problems()[0], "rank 0 knows why"
+    assert not usable(tier)
+    assert not job.posted, "nobody who trains hears of it"
+
+
 def test_what_another_rank_is_at_is_not_swept_away(apart: list[Path], tmp_path: Path) -> None:
     tier = MemoryTier()
     Job(up_to(apart, tmp_path, 2), tier).copy()

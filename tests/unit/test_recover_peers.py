@@ -230,7 +230,7 @@ def with_world(one: Offer) -> Offer:
 
 def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_PART_BYTES", 700)
-    monkeypatch.setattr(peers, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(peers, "_AGAIN_S", 0.02)
     seen: list[Message] = []
 
     def lost(message: Message) -> bool:
@@ -260,7 +260,7 @@ class SlowHolder:
             self._link.append((self._free_s, encode_message(Envelope("s", 0, told))))
 
     def receive(self, timeout_s: float) -> bytes | None:
-        self._clock.advance(timeout_s)
+        self._clock.advance(5 * timeout_s)
         if self._link and self._link[0][0] <= self._clock.monotonic_s():
             return self._link.pop(0)[1]
         return None
@@ -270,18 +270,19 @@ class SlowHolder:
 def test_a_slow_rank_is_not_asked_for_the_same_again_and_again(
     part_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each question brings its answer, and those would take the time of all that are behind them."""
+    """Each question brings an answer, and those take the time of all that are behind them."""
     monkeypatch.setattr(peers, "_PART_BYTES", 1000)
     copy, clock = copy_of(piece(1, A, size_bytes=40_000)), ManualClock()
     link: Any = SlowHolder(clock, bytes(copy.memory), part_s)
+    begun_s = clock.monotonic_s()
     wanted: Any = {1: [Told(0, copy.marker, copy.record)]}
     exchange = _Exchange(Meets("s", 1, link), clock, 1, wanted, {}, 2, 120.0)
     brought, damaged = exchange.run()
     assert [bytes_of(one.held) for one in brought.bases] == [bytes(copy.memory)]
     assert not damaged
     parts = -(-len(copy.memory) // 1000)
-    assert link.sent <= 2 * parts
-    assert clock.monotonic_s() <= 2 * parts * part_s
+    assert link.sent <= 1.5 * parts
+    assert clock.monotonic_s() - begun_s <= 2 * parts * part_s
 
 
 def test_a_damaged_copy_is_passed_over_for_the_one_before() -> None:

@@ -180,7 +180,7 @@ def test_the_pace_is_kept() -> None:
     assert ring.held(1) == [(0, 10)]
 
 
-@pytest.mark.parametrize("part_s", [0.5, 3.0, 7.0], ids=str)
+@pytest.mark.parametrize("part_s", [0.5, 5.0], ids=str)
 def test_a_slow_peer_is_not_buried(part_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes bytes, but longer for a part than an answer is waited for. What is on its way to it
     keeps to what may be unanswered, every byte gets there, and a base that has no time is counted

@@ -37,6 +37,7 @@ from everstep.compress.floats import kept_count, largest_magnitudes, narrowed
 from everstep.compress.forms import compression
 from everstep.compress.sparse import CHUNK_NUMEL, Sparse
 from everstep.errors import MismatchError, OptionError, StateError
+from everstep.given import named
 from everstep.state.providers import unwrap
 
 __all__ = ["DDPCompression", "compressed_mean"]
@@ -102,6 +103,7 @@ class DDPCompression:
             int32 indices.
     """
 
+    @named("DDPCompression", model=nn.Module, kind=str, dense_below=int, error_feedback=bool)
     def __init__(
         self,
         model: nn.Module,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from everstep.errors import OptionError
+from everstep.given import is_number
 
 __all__ = [
     "FORMATS",
@@ -79,7 +80,7 @@ def kept_count(numel: int, ratio: float) -> int:
     Raises:
         OptionError: for a ratio outside (0, 1].
     """
-    if not isinstance(ratio, (int, float)) or not 0.0 < ratio <= 1.0:
+    if not is_number(ratio) or not 0.0 < ratio <= 1.0:
         raise OptionError(f"ratio must be in (0, 1], not {ratio!r}")
     return min(numel, max(1, math.ceil(ratio * numel)))
 

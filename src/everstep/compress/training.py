@@ -31,6 +31,7 @@ from everstep.compress.floats import largest_magnitudes
 from everstep.compress.forms import Form, compression
 from everstep.compress.sparse import Sparse
 from everstep.errors import MismatchError, OptionError, StateError
+from everstep.given import named
 
 __all__ = ["Compressor"]
 
@@ -73,6 +74,7 @@ class Compressor:
         OptionError: for options that cannot work, or an optimizer that has a Compressor.
     """
 
+    @named("Compressor", optimizer=Optimizer, kind=str, dense_below=int, error_feedback=bool)
     def __init__(
         self,
         optimizer: Optimizer,

@@ -63,10 +63,11 @@ class Hosts:
         return str(self.durable) if self.store is None else self.store.url(name)
 
     def drop_runs(self) -> None:
-        """What training has left on the hosts' disks is gone."""
+        """What is left of training on all hosts is gone: keepers, and what is on disks."""
+        self._end(self._drill, None)
         for host in range(self.count):
-            shutil.rmtree(self.disk(host))
-            self.disk(host).mkdir()
+            shutil.rmtree(self._folder(host))
+            self._furnish(host)
 
     def disk(self, host: int) -> Path:
         """The disk of a host."""

@@ -66,7 +66,7 @@ def order_of(
         tiers = (*arm.tiers, "{durable}") if shared and hosts.store is not None else arm.tiers
         told = {
             "method": arm.method,
-            "keeper": arm.keeper,
+            "keeper": "process" if hosts.store is not None else arm.keeper,  # it makes the copies
             "log": dict(arm.log),
             "tiers": [tier.replace("{durable}", durable) for tier in tiers],
             "peer_bytes_per_s": (

@@ -95,7 +95,7 @@ def check_usable(is_open: bool, pid: int, run: PurePath, replaced: bool) -> None
         )
 
 
-def check_resume(step: int | None, *, strict: bool) -> None:
+def check_resume(step: int | None) -> None:
     """Refuses what :meth:`Checkpointer.resume` cannot mean.
 
     Raises:
@@ -103,8 +103,6 @@ def check_resume(step: int | None, *, strict: bool) -> None:
     """
     if step is not None and (not is_int(step) or step < 0):
         raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
-    if not isinstance(strict, bool):
-        raise OptionError(f"resume(strict={strict!r}): it is True or False")
 
 
 def check_timeout(timeout_s: float | None) -> None:

@@ -345,6 +345,12 @@ class FollowingMirror(_RankMirror):
         try:
             self.copy_part(manifest)
             self.stats.copied += 1
+        except StorageError as error:
+            problem = error.message
+            if base.timeline == self._timeline:
+                raise
+            # Another start's: on a host that was replaced since its part never was.
+            _log.info("%s is not copied: %s", base, problem)
         except EverstepError as error:
             problem = error.message
             raise

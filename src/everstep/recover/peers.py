@@ -325,7 +325,7 @@ class _Exchange:
         self._again_s = _AGAIN_S
         self._said_s = float("-inf")
         self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
-        self._asked_s = clock.monotonic_s()
+        self._asked_s = self._heard_part_s = clock.monotonic_s()
 
     def run(self) -> tuple[Brought, list[Told | LogTold]]:
         """Returns what has come, and what of it was damaged, when all ranks have what they need.
@@ -377,11 +377,11 @@ class _Exchange:
     def _begin(self) -> None:
         self._memory = bytearray(self._todo[0].size_bytes)
         self._asked = self._there = 0
-        self._asked_s = self._clock.monotonic_s()
+        self._asked_s = self._heard_part_s = self._clock.monotonic_s()
 
     def _ask(self) -> None:
-        """For the next parts; anew, where nothing has come for a while, which is longer each time:
-        they may be on their way over a slow link, and are sent as often as they are asked for."""
+        """For the next parts; anew, where nothing has come for longer than the last two took: they
+        may be on their way over a slow link, and are sent as often as they are asked for."""
         if not self._todo:
             return
         now_s, one = self._clock.monotonic_s(), self._todo[0]
@@ -411,11 +411,15 @@ class _Exchange:
         place = part.base, part.rank, part.log
         ours = (sender, place) == (one.holder, one.place)
         end = part.offset + len(part.data)
-        if not ours or part.offset != self._there or end > len(self._memory):
+        if not ours:
+            return
+        now_s = self._clock.monotonic_s()  # what has come before counts, too: others are behind it
+        self._again_s = max(_AGAIN_S, 2 * (now_s - self._heard_part_s))
+        self._asked_s = self._heard_part_s = now_s
+        if part.offset != self._there or end > len(self._memory):
             return
         self._memory[self._there : end] = part.data
         self._there = end
-        self._asked_s = self._clock.monotonic_s()
         if self._there == len(self._memory):
             self._finish(self._todo.pop(0))
             if self._todo:
