@@ -34,7 +34,7 @@ setup: $(STAMP) ## make the environment (.venv); quick when it is there
 
 $(STAMP): ; @sh scripts/setup.sh "$(PYTHON)" "$(VENV)" "$@" $(TORCH)
 
-demo: setup ## the main job: train, get killed three times, resume, compare every bit
+demo: setup ## the main job: train, get killed four times, resume, compare every bit
 	@$(VENV)/bin/everstep demo $(ARGS)
 
 test: lint ## all quick checks: ruff, mypy, tidy tests, pytest
@@ -47,6 +47,8 @@ lint: setup ## ruff and mypy only
 
 test-slow: setup ## the tests that take longer
 	$(PY) -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(ARGS)
+	EVERSTEP_HYPOTHESIS=more $(PY) -m pytest -m "hypothesis and not slow and not gpu" \
+		-o faulthandler_timeout=1800 $(ARGS) || test $$? = 5  # none of them is among ARGS
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu -o faulthandler_timeout=600 $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import (
@@ -28,28 +28,13 @@ from everstep.keeper.seat import Seat
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock
-from everstep.state.body import Seen
 from everstep.state.entries import Entry
+from everstep.testing.peer_conformance import BodyOfBytes
 
 __all__ = ["BOUND_BYTES", "Ring", "SlowRing", "bytes_of", "copy_of", "piece", "record_of"]
 
 RUN = "0" * 32
 BOUND_BYTES = 64 << 20
-
-
-class _Bytes:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
-        chunk[:] = self._data[begin : begin + chunk.nbytes]
-        seen(chunk)
-
-    def held(self, begin: int, end: int) -> memoryview | None:
-        return None
-
-    def objects_bytes(self) -> Mapping[str, int]:
-        return {}
 
 
 def piece(
@@ -60,7 +45,7 @@ def piece(
     pattern = bytes((at * 7 + rank * 31 + base.step + salt) % 251 for at in range(251))
     data = (pattern * (size_bytes // 251 + 1))[:size_bytes]
     (plan,) = plan_files(identity, [Entry.whole("t", "U8", (size_bytes,))], {}, {})
-    written = digest_shard(plan, identity, _Bytes(data))
+    written = digest_shard(plan, identity, BodyOfBytes(data))
     files = (written.record,)
     marker = Marker(RUN, base.timeline, base.step, base.step, rank, world, True, files)
     whole = memoryview(bytearray(written.header + data))

@@ -456,6 +456,39 @@ def test_interrupted_while_copying(
     check_usable(run_folder, state, 13)
 
 
+def test_interrupted_while_the_keeper_is_told(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for ever for a base that is withdrawn."""
+    state = {"t": torch.zeros(2000)}
+    with opened(run_folder, state, method="async", progress_timeout_s=1) as ckpt:
+        ckpt.step()
+        ckpt.save()
+        ckpt.wait()
+        ckpt.step()
+        keeper = ckpt._keeper
+        with monkeypatch.context() as patched:
+            patched.setattr(keeper, "_jobs", _Interrupting(keeper._jobs))  # type: ignore[union-attr]
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save()
+            ckpt.wait(TIMEOUT_S / 4)
+        ckpt.save()
+    check_usable(run_folder, state, 2)
+
+
+class _Interrupting:
+    """A queue: a Ctrl-C comes with the first that is put."""
+
+    def __init__(self, queue: Any) -> None:
+        self.get, self._put, self._came = queue.get, queue.put, False
+
+    def put(self, job: Any) -> None:
+        if not self._came:
+            self._came = True
+            raise KeyboardInterrupt
+        self._put(job)
+
+
 def test_interrupted_while_resuming(run_folder: Path) -> None:
     """Half-restored state is refused until a resume succeeds."""
     with opened(run_folder, {"t": torch.ones(5000)}) as ckpt:

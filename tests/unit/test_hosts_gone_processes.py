@@ -122,11 +122,7 @@ class Hosts:
         wait_for(lambda: all(one.exists() for one in there), "the step")
         wait_for(lambda: base in self._copied(), "the copy")
         if self._options.get("peers"):
-            for host in range(self._world):
-                before = (host - 1) % self._world
-                wait_for(
-                    lambda host=host, before=before: self._holds(host, before, base, step), "it"
-                )
+            wait_for(lambda: self._peers_hold(base, step), "copies and logs")
         for one in ranks:
             one.kill()
             assert finish_trainer(one, TIMEOUT_S)[0] == -signal.SIGKILL
@@ -141,13 +137,15 @@ class Hosts:
         mine = {self.run(host) for host in range(self._world)}
         return {info.run: info for info in list_keepers() if info.run in mine}
 
-    def _holds(self, host: int, source: int, base: int, step: int) -> bool:
-        info = self.keepers().get(self.run(host))
-        status = None if info is None else ask_statuses([info])[0]
-        return status is not None and (status.copies, status.logs) == (
-            ((source, base),),
-            ((source, step),),
-        )
+    def _peers_hold(self, base: int, step: int) -> bool:
+        found = self.keepers()
+        statuses = {run: ask_statuses([info])[0] for run, info in found.items()}
+        for host in range(self._world):
+            source, status = (host - 1) % self._world, statuses.get(self.run(host))
+            wanted = ((source, base),), ((source, step),)
+            if status is None or (status.copies, status.logs) != wanted:
+                return False
+        return True
 
     def _copied(self) -> list[int]:
         files = TierFileSystem(open_tier(self.store, PosixFileSystem()), ROOT)

@@ -351,6 +351,58 @@ def test_who_has_closed_finds_no_keeper(run_folder: Path) -> None:
         assert waiting == [True]
 
 
+# --- How soon a death is noticed --------------------------------------------------------
+
+NOTICED_S = 1.0
+TRIES = 5  # a machine that has other things to do may be late, and not each time
+
+
+def test_a_trainer_notices_the_death_of_its_keeper_within_a_second(run_folder: Path) -> None:
+    """And has another one at the next step mark."""
+    took_s: list[float] = []
+    world = World()
+    with opened(run_folder, world, on_failure="warn") as ckpt:
+        ckpt.resume()
+        while not took_s or (min(took_s) >= NOTICED_S and len(took_s) < TRIES):
+            remote = ckpt._keepers._remote
+            assert remote is not None
+            os.kill(remote.pid, signal.SIGKILL)
+            start_s = time.monotonic()
+            remote._reader.join(TIMEOUT_S)
+            took_s.append(time.monotonic() - start_s)
+            assert remote.lost is not None
+            world.train()
+            with pytest.warns(RuntimeWarning, match="is gone"):
+                ckpt.step()
+            assert keeper_of(ckpt) != remote.pid
+    assert min(took_s) < NOTICED_S, took_s
+
+
+@pytest.mark.slow
+def test_a_keeper_notices_the_death_of_its_trainer_within_a_second(run_folder: Path) -> None:
+    """One that does not wait for another trainer has ended by then, too."""
+    body = """
+    from everstep.options import KeeperOptions
+    ckpt = everstep.Checkpointer(run, state, every=None, keeper=KeeperOptions(linger_s=0.0))
+    ckpt.resume()
+    say(pid=os.getpid())
+    signal.pause()
+    """
+    took_s: list[float] = []
+    while not took_s or (min(took_s) >= NOTICED_S and len(took_s) < TRIES):
+        process = start(run_folder, body)
+        assert process.stdout is not None
+        trainer = json.loads(process.stdout.readline())["pid"]
+        (keeper,) = list_keepers()
+        with PidWatch(keeper.pid) as watch:
+            os.kill(trainer, signal.SIGKILL)
+            start_s = time.monotonic()
+            assert watch.gone(TIMEOUT_S)
+            took_s.append(time.monotonic() - start_s)
+        process.communicate()
+    assert min(took_s) < NOTICED_S, took_s
+
+
 # --- A keeper that stands still, or is left alone ---------------------------------------
 
 

@@ -178,6 +178,75 @@ def test_save_within_a_window_ends_it_at_this_very_step(served: Bench) -> None:
     assert restored(served.run, World(seed=9), 4) == states[4]
 
 
+@pytest.mark.parametrize("change", ["none", "in place", "unseen"])
+def test_close_within_a_window_of_a_state_with_a_large_buffer(change: str, served: Bench) -> None:
+    """Of what is too large to be remembered, versions and a few elements tell what it was."""
+    world, other = World(), World(seed=9)
+    for one in (world, other):
+        one.model.register_buffer("table", torch.ones(200, 100))
+    ckpt = start(served, world, over(4))
+    states = run_steps(ckpt, world, 1)
+    if change == "in place":
+        world.model.table[7, 7] = 2.0
+    elif change == "unseen":
+        world.model.table.numpy()[...] = 2.0
+    ckpt.close()
+    assert steps_on_disk(served.run) == ([3] if change == "none" else [])
+    assert report_of(ckpt).abandoned == (change != "none")
+    if change == "none":
+        assert restored(served.run, other, 3) == states[3]
+
+
+def test_close_takes_a_base_of_one_step_where_that_of_the_window_is_void(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(4), on_failure=reported.append)
+    with monkeypatch.context() as planted:
+        planted.setattr(SpotCheck, "differing", lambda *_: "model/0.weight")
+        states = run_steps(ckpt, world, 1)
+        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    if not ckpt._multistep.open:  # type: ignore[union-attr]  # the first part was looked at by then
+        ckpt._multistep.again = None  # type: ignore[union-attr]
+        begin(ckpt)
+        ckpt._multistep._window.failed = AuditError("planted")  # type: ignore[union-attr]
+    ckpt.close()
+    assert {type(error) for error in reported} == {AuditError}
+    assert steps_on_disk(served.run) == [3]
+    assert restored(served.run, World(seed=9), 3) == states[3]
+
+
+@pytest.mark.parametrize("place", ["acquire", "fill"])
+def test_no_save_is_answered_with_one_that_was_interrupted(
+    place: str, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C where a base of step 4 begins, at step 2, and where it ends."""
+    world = World()
+    ckpt = opened(served.run, world, method=over(3))
+    ckpt.resume()
+    run_steps(ckpt, world, 2)
+    goes_on, interrupted = getattr(ckpt._saver, place), list[int]()
+
+    def interrupts(*about: Any) -> Any:
+        if not interrupted:
+            interrupted.append(ckpt.stats().step)
+            raise KeyboardInterrupt
+        return goes_on(*about)
+
+    monkeypatch.setattr(ckpt._saver, place, interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        begin(ckpt)
+        run_steps(ckpt, world, 2)
+    run_steps(ckpt, world, 4 - ckpt.stats().step)
+    wanted, save = world.snapshot(), ckpt.save()
+    assert save.durable.result(TIMEOUT_S) > 0
+    ckpt.close()
+    assert interrupted == [2 if place == "acquire" else 4]
+    assert steps_on_disk(served.run) == [4]
+    assert restored(served.run, World(seed=9), 4) == wanted
+
+
 def test_save_is_of_this_very_step_and_takes_no_other(served: Bench) -> None:
     world = World()
     ckpt = opened(served.run, world, method=over(6))
@@ -742,6 +811,34 @@ def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_
     assert ckpt._multistep._updates.waits  # type: ignore[union-attr]
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def test_a_gradient_that_is_torn_in_the_last_step_begins_the_base_anew(
+    held: Gate, served: Bench
+) -> None:
+    """Which is found out when the window is over."""
+    held.open()
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(2, overlap=True), on_failure=reported.append)
+    save = ckpt._multistep._last  # type: ignore[union-attr]
+    assert save is not None
+    world.backward()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    world.optimizer.step()
+    for parameter in world.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.detach().numpy()[...] = 0
+    world.optimizer.zero_grad()
+    ckpt.step()
+    gate.open()
+    assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
+    states = run_steps(ckpt, world, 2)
+    ckpt.close()
+    assert [type(error) for error in reported] == [AuditError]
+    assert steps_on_disk(served.run) == [5]
+    assert restored(served.run, World(seed=9), 5) == states[5]
 
 
 def test_a_change_behind_everybodys_back_is_found(served: Bench) -> None:

@@ -103,6 +103,7 @@ def test_a_rank_that_reads_nothing_holds_nobody_up(boxes: list[PeerMailbox]) -> 
     assert time.monotonic() - began_s < DEADLINE_S / 4
     assert len(boxes[0]._out[1].waiting) <= peers._KEPT_MAX
     boxes[0].close(0.0)
+    boxes[0]._out[1].heard = False  # nor is it waited for once more
 
 
 def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]) -> None:

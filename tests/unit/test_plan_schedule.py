@@ -186,7 +186,10 @@ def plan() -> tuple[Problem, Schedule]:
     [
         (lambda p: dataclasses.replace(p, placements=p.placements[1:]), "leaves not once|not all"),
         (lambda p: dataclasses.replace(p, placements=p.placements * 2), "leaves not once"),
+        (lambda p: dataclasses.replace(p, placements=p.placements[:-1]), "not all of it leaves"),
         (lambda p: dataclasses.replace(p, peak_bytes=p.peak_bytes - 1), "peak"),
+        (lambda p: dataclasses.replace(p, peak_bytes=p.peak_bytes + 1), "peak is not as stated"),
+        (lambda p: all_at(without_snapshots(p), 1), "as it lies"),  # before any was written
         (lambda p: all_at(p, 5), "more than it moves"),
         (lambda p: without_snapshots(p), "after it was written|as it lies"),
         (lambda p: with_late_snapshots(p), "too late"),
@@ -289,6 +292,7 @@ def test_the_validator_and_the_constraints_agree(made: tuple[Problem, Schedule])
         (Placement(Chunk(0, 3, 0), None, 0), "no bytes 3 to 0"),
         (Placement(Chunk(0, 0, 4), None, 0), "no bytes 0 to 4"),
         (Placement(Chunk(0, 0, 3), 4, 5), "too late"),
+        (Placement(Chunk(0, 0, 3), 2, 2), "too late"),
         (Placement(Chunk(0, 0, 3), -1, 5), "too late"),
         (Placement(Chunk(0, 0, 3), None, 5), "after it was written"),
     ],

@@ -20,8 +20,9 @@ from everstep.capture.batches import Batch
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.scheduled import Dispatch
-from everstep.errors import AuditError, OptionError, OutOfSpaceError
+from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.keeper import scheduled
+from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
@@ -534,6 +535,26 @@ def test_save_makes_the_capture_of_this_step_durable(keeper: Bench, run_folder: 
     ckpt.close()
     assert bases(run_folder) == {3}
     assert restored(run_folder, "plain") == snapshots[3]
+
+
+def test_save_without_a_keeper_fails_by_the_policy(keeper: Bench, run_folder: Path) -> None:
+    """It was lost behind the last look whether it is there."""
+    forget(run_folder)
+    loop, reported = Loop(), list[EverstepError]()
+    options: dict[str, Any] = {"every": 100, "on_failure": reported.append}
+    ckpt = everstep.Checkpointer(run_folder, loop.state, method="checkflow", **options)
+    loop.train(1)
+    ckpt.step()
+    ckpt._saver.finish_captures()
+    remote = ckpt._keepers.current
+    assert isinstance(remote, RemoteKeeper)
+    remote._lose(KeeperError("planted"))
+    save = ckpt._saver.take(ckpt._identity(), show=True)
+    assert isinstance(save.durable.exception(TIMEOUT_S), KeeperError)
+    assert [error.message for error in reported] == ["planted"]
+    with pytest.warns(RuntimeWarning, match="planted"):
+        ckpt.close()
+    assert bases(run_folder) == {1}
 
 
 def test_closed_in_the_middle_of_a_step_the_last_mark_is_durable(

@@ -280,27 +280,34 @@ def test_folders_of_different_runs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "hint"),
     [
-        {"method": "lowdiff"},
-        {"method": "lowdiff_plus"},
-        {"method": "logged", "log": everstep.LogOptions(watch=True)},
-        {"method": "logged", "log": everstep.LogOptions(to="disk", history="all")},
-        {"method": "gockpt"},
-        {"method": "checkflow"},
-        {"every": "10min"},
-        {"every": "auto"},
+        ({"method": "lowdiff"}, 'method="logged"'),
+        ({"method": "lowdiff_plus"}, 'method="logged"'),
+        ({"method": "logged", "log": everstep.LogOptions(watch=True)}, "LogOptions(to="),
+        (
+            {"method": "logged", "log": everstep.LogOptions(to="disk", history="all")},
+            "LogOptions(to=",
+        ),
+        ({"method": "gockpt"}, 'method="lazy"'),
+        ({"method": "checkflow"}, 'method="lazy"'),
+        ({"every": "10min"}, "every=100 (steps)"),
+        ({"every": "auto"}, "every=100 (steps)"),
     ],
     ids=str,
 )
 def test_what_several_ranks_cannot_do_is_refused(
-    tmp_path: Path, options: dict[str, object]
+    tmp_path: Path, options: dict[str, object], hint: str
 ) -> None:
     options = {"every": 10, "keeper": None, **options}
-    with pytest.raises(OptionError, match="this job has 2 ranks"), warnings.catch_warnings():
+    with (
+        pytest.raises(OptionError, match="this job has 2 ranks") as caught,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         with trainings(tmp_path / "run", tmp_path / "run", **options):
             pass
+    assert hint in str(caught.value.hint)
     assert not (tmp_path / "run").exists()
 
 

@@ -98,3 +98,41 @@ def test_a_disk_of_its_own_comes_behind_its_memory(tiers: tuple[bool, bool, bool
     choice = restored(*tiers, disk=True)
     assert choice.base == NEW
     assert choice.sources[1][0].tier == ("memory" if tiers[0] else "disk")
+
+
+@pytest.mark.parametrize("lost", list(itertools.combinations(range(4), 2)), ids=str)
+def test_of_two_nodes_lost_at_once_neighbours_take_all_to_the_durable_tier(
+    lost: tuple[int, int],
+) -> None:
+    """A ring of four nodes, each with what is in its memory and in that of the next one: where two
+    neighbours go, one part of the newest base goes with them, and that it is missing is said."""
+    record = replace(record_of(1), world=4)
+    offers, copies = [], []
+    for rank in range(4):
+        bases: dict[BaseId, BaseOffer] = {}
+        for base in (OLD, NEW):
+            there = ("object",) if base == OLD else ()
+            mine = ("memory",) if base == NEW and rank not in lost else ()
+            pieces = {
+                other: Piece(
+                    piece(other, base, world=4).marker, (mine if other == rank else ()) + there
+                )
+                for other in range(4)
+            }
+            pieces = {other: one for other, one in pieces.items() if one.tiers}
+            if pieces:
+                bases[base] = BaseOffer(pieces)
+        offers.append(Offer(rank, str(rank), RUN, 4, {1: record}, bases))
+        if (rank + 1) % 4 not in lost:
+            copies.append(Told((rank + 1) % 4, piece(rank, NEW, world=4).marker, record.encode()))
+    plan = plan_of(offers, copies, lambda rank, manifest: (rank,), None)
+    if abs(lost[0] - lost[1]) == 2:
+        assert {rank: [one.holder for one in found] for rank, found in plan.items()} == {
+            rank: [(rank + 1) % 4] for rank in lost
+        }
+        return
+    assert plan == {}, "nothing is fetched for a base that is no more"
+    choice = choose(offers)
+    assert choice.base == OLD
+    assert dict(choice.skipped)[NEW] == f"the files of rank {lost[0]}, {lost[1]} are missing"
+    assert {sources[0].tier for sources in choice.sources.values()} == {"object"}

@@ -160,14 +160,11 @@ class SpotCheck:
     def packed(self, sample: Sample) -> list[tuple[int, bytes, bytes]]:
         """A sample for another process: of each width the places in the block, in elements, as
         int64, and the values."""
-        return [
-            (
-                kind[0],
-                bytes(host_bytes(self._elements[kind].where)),
-                bytes(host_bytes(values.cpu())),
-            )
-            for kind, values in sample.values.items()
-        ]
+        found = []
+        for kind, values in sample.values.items():
+            where, copy = self._elements[kind].where, values.cpu()  # kept as long as it is read
+            found.append((kind[0], bytes(host_bytes(where)), bytes(host_bytes(copy))))
+        return found
 
     def entry_at(self, kind: _Kind, index: int) -> str:
         """The name of the entry that an element of a sample is of.

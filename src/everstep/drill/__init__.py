@@ -13,6 +13,7 @@ What each arm has to come back from is in :mod:`everstep.drill.arms`.
 ``plan``       what is trained, and what is killed when: validated once
 ``network``    network namespaces with links of a stated rate, or process groups on loopback
 ``processes``  processes that belong to a host: found by a mark, ended by their ids
+``store``      a real object store behind links, as the durable tier
 ``hosts``      a host: disk, memory of its keeper, and its death
 ``child``      the training process (``python -m everstep.drill.child``, under torchrun)
 ``job``        one start of the job: an agent on every host, followed through journals

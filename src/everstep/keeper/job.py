@@ -394,20 +394,22 @@ def refuse_unsupported(job: Job | None, options: Options, tiers: Sequence[TierOp
     if job is None:
         return
     every, method = options.every, options.method
-    why = ""
+    why, hint = "", 'method="lazy", every=100 (steps)'
     if method.base not in ("sync", "async", "lazy"):
         why = f"base={method.base!r} is for one rank; with several: 'sync', 'async' or 'lazy'"
     elif options.logs and (why_not := _why_no_log(options)):
-        why = why_not
+        why, hint = why_not, 'method="logged", with log=LogOptions(to=, batch_steps=, lag_steps=)'
     elif every.auto or every.seconds is not None:
         why = "every= must be a number of steps: ranks would not agree on when a time is over"
+        hint = "every=100 (steps)"
     elif any((tier.objects_per_hour or job.info.world) < job.info.world for tier in tiers):
         why = "TierOptions.objects_per_hour is shared by all ranks, and is less than one for each"
+        hint = f"TierOptions(objects_per_hour={job.info.world}) or more"
     if why:
         raise OptionError(
             f"this job has {job.info.world} ranks: {why}",
             rank=job.info.rank,
-            hint='method="lazy", every=100 (steps)',
+            hint=hint,
         )
 
 

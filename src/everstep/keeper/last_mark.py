@@ -15,9 +15,10 @@ import torch
 
 from everstep.state.survey import Survey
 
-__all__ = ["LastMark"]
+__all__ = ["LastMark", "Tag", "tag_of"]
 
 Tag = tuple[int, int | None]
+"""What :func:`tag_of` gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class LastMark:
             names: of what no optimizer owns, and may change: what the log's marks record.
         """
         tensors = tuple(survey.tensors[name] for name in names)
-        return cls(survey, tensors, tuple(map(_tag, tensors)))
+        return cls(survey, tensors, tuple(map(tag_of, tensors)))
 
     @property
     def is_intact(self) -> bool:
@@ -49,9 +50,10 @@ class LastMark:
         A tensor that was replaced since does not matter: the old one is here. BatchNorm moves its
         statistics unseen, but counts batches where it is seen.
         """
-        return self._tags == tuple(map(_tag, self._tensors))
+        return self._tags == tuple(map(tag_of, self._tensors))
 
 
-def _tag(tensor: torch.Tensor) -> Tag:
+def tag_of(tensor: torch.Tensor) -> Tag:
+    """Where a tensor lies, and how often torch has written to it; None: it does not count."""
     # An inference tensor has no counter, and cannot be written to in place outside that mode.
     return tensor.data_ptr(), None if tensor.is_inference() else tensor._version

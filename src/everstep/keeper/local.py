@@ -266,9 +266,9 @@ class LocalKeeper:
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """All of a capture has arrived: whatever happens to training, it becomes durable."""
-        capture.incoming.arrived(objects)
-        if not capture.stream:
+        if not capture.stream:  # first: behind an interrupt what has arrived cannot be withdrawn
             self._jobs.put(capture)
+        capture.incoming.arrived(objects)
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
         """The rest of a capture will never arrive; nothing of it is left.

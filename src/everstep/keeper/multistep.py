@@ -37,11 +37,11 @@ from everstep.keeper.multistep_planner import Planner
 from everstep.keeper.multistep_stats import MultistepStats, Watch
 from everstep.keeper.multistep_updates import UpdateCopies
 from everstep.keeper.multistep_window import Window
-from everstep.keeper.pool import CapturePool
+from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import digest_of
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.samples import Samples
-from everstep.keeper.save import Save, as_ours, failed
+from everstep.keeper.save import Save, as_ours, failed, telling
 from everstep.keeper.saver import Saver
 from everstep.options import Options
 from everstep.seams import Clock
@@ -129,9 +129,10 @@ class Multistep:
                 return window.save
             with self._counted():
                 self._end_at(window, identity)
+            self.again = None  # what is not in that one is in the one that is taken now
             self._channel.check()
         last = self._last
-        if last is not None and _is_base(last, identity) and not _failed(last):
+        if last is not None and _is_base(last, identity) and not last.is_lost:
             return last
         if sharp or self._void >= _VOID_MAX:
             self._void = 0
@@ -189,6 +190,9 @@ class Multistep:
             self._give_up("the state is no longer that of the last step mark", window.failed)
         else:
             self._end_at(window, window.identity)
+            if window.save.is_lost and window.keeper.lost is None:  # void, and no step follows
+                self.again = None
+                self._saver.take(window.identity, show=False)
 
     def drop(self, why: str) -> None:
         """The base that is under way is of no use any more; that is no reason for another."""
@@ -272,16 +276,14 @@ class Multistep:
             return save
         save = self._last = Save(identity.step + len(plan.parts) - 1, identity.timeline)
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
-        try:
+        room: Room | None = None
+        with telling(save, self._channel.post):
             size_bytes = prepared.plan(identity).size_bytes
             if self._options.leaves_bases_fuzzy:
                 size_bytes += redo_bytes(plan.cut)
             check_disk_budget(self._options, self._run, size_bytes)
             room = self._saver.acquire(prepared.size_bytes)
-        except EverstepError as error:
-            failed(save.staged, error)
-            failed(save.durable, error)
-            self._channel.post(error)
+        if room is None:
             self._channel.check()
             return save
         self._window = window = Window(
@@ -367,23 +369,20 @@ class Multistep:
         def ended(_: object) -> None:
             if window.told:
                 window.release_updates()
-            if not save.durable.cancelled() and save.durable.exception() is None:
+            if not save.is_lost:
                 self._void = 0
-            elif window.told:  # the keeper could not make it whole, or not durable
+            else:  # it is not what its step has, or could not be made whole, or not durable
                 self._void += 1
                 self.again = "the last one has failed"
 
         save.durable.add_done_callback(ended)
         window.watch.state_bytes = prepared.size_bytes
+        plan = prepared.plan(identity)
+        timed = self._choice.timed("part", last.size_bytes)
         self._window = None
         try:
-            plan = prepared.plan(identity)
-            timed = self._choice.timed("part", last.size_bytes)
-            self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
-        except EverstepError as error:  # the keeper is gone
-            failed(save.staged, error)
-            failed(save.durable, error)
-            self._channel.post(error)
+            with telling(save, self._channel.post):  # the keeper is gone, or an interrupt
+                self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
         finally:
             self._lane.run(left)
 
@@ -483,8 +482,3 @@ class Multistep:
 
 def _is_base(save: Save, identity: ShardIdentity) -> bool:
     return (save.timeline, save.step) == (identity.timeline, identity.step)
-
-
-def _failed(save: Save) -> bool:
-    future = save.durable
-    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -9,6 +9,7 @@ training waits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,7 +101,9 @@ class ScheduledSaver(Saver):
         survey: Survey | None = None,
         in_memory: bool = False,
     ) -> Save:
-        again = self._persist_newest(identity)
+        again = None
+        with contextlib.suppress(KeeperError):  # it is gone: what follows says so, by the policy
+            again = self._persist_newest(identity)
         if again is not None:
             self._channel.check()
             return again

@@ -12,9 +12,12 @@ written to it; only what leaves later needs a snapshot, from ``u - 1`` to ``s``.
 such case.
 
 What is put right: nothing can be offloaded at the first operator (Eq. 7 begins at the second), nor
-be snapshotted before it if that is what writes (Eq. 8 skips it); chunks are refined until the peak
-meets the bound of divisible items, or no longer falls (Algorithm 1 can split for ever); not every
-step can be split until it fits: the link may be too slow (its own Table I).
+be snapshotted before it if that is what writes (Eq. 8 skips it; :func:`.problem_of` puts the step
+mark before it); chunks are refined until the peak meets the bound of divisible items, or no longer
+falls (Algorithm 1 can split for ever); not every step can be split until it fits: the link may be
+too slow (its own Table I). Algorithm 1's memory limit is in no equation: the peak is minimised, and
+whoever has a limit compares. What is left as in the paper: making a snapshot takes no time, and a
+plan is one step's, with nothing on its way from the one before.
 """
 
 from __future__ import annotations

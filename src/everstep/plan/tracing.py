@@ -209,8 +209,7 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
             model, plain = _made(asked.training, batch, dry=device in (_FAKE, "meta"))
             update: Optimizer | dict[nn.Parameter, Optimizer]
             if asked.in_backward:
-                trained = (one for one in model.parameters() if one.requires_grad)
-                update = {one: asked.optimizer([one]) for one in trained}
+                update = {one: asked.optimizer([one]) for one in model.parameters()}
             else:
                 update = asked.optimizer(model.parameters())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class State:
                     )
                 provider = PlainProvider(key, values)
             self.providers[key] = provider
+        self._keys = frozenset(self.providers)
         self.providers[RNG_SECTION] = _RngProvider()
         self._values = values
         self._objects = {
@@ -192,14 +194,17 @@ class State:
 
     def _check_unchanged(self) -> None:
         """The dict may get new plain values, but no other keys, and no other objects."""
-        known = set(self.providers) - {RNG_SECTION}
-        changed = sorted(known.symmetric_difference(self._values))
-        changed += [k for k, v in self._objects.items() if self._values.get(k) is not v]
-        if changed:
-            raise StateError(
-                f"the state dict has changed since the Checkpointer was made: {', '.join(changed)}",
-                hint="close it and make a new one for the new state",
-            )
+        values, objects = self._values, self._objects
+        if values.keys() == self._keys and all(
+            map(is_, map(values.get, objects), objects.values())
+        ):
+            return
+        changed = sorted(self._keys.symmetric_difference(values))
+        changed += [k for k, v in objects.items() if values.get(k) is not v]
+        raise StateError(
+            f"the state dict has changed since the Checkpointer was made: {', '.join(changed)}",
+            hint="close it and make a new one for the new state",
+        )
 
     def is_shared(self) -> bool:
         """Whether other ranks have, or write, any of what this rank holds."""
@@ -282,12 +287,13 @@ class _RngProvider(Unproven):
         if not self._blocks or not _is_usual(state):
             return self._look_at(state)
         (kept,) = self._blocks
-        if [len(tensor) for tensor in found] != [len(tensor) for tensor in kept.tensors]:
+        sizes = [tensor.nbytes for tensor in found]  # len() of a tensor is a method in Python
+        if sizes != [tensor.nbytes for tensor in kept.tensors]:
             return self._look_at(state)
         # Into the same tensors, which nobody reads later than at the step mark: they are as they
         # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
-        for tensor, target in zip(found, kept.tensors, strict=True):
-            copy_memory(target.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        for tensor, target, size in zip(found, kept.tensors, sizes, strict=True):
+            copy_memory(target.data_ptr(), tensor.data_ptr(), size)
         first, *others = map(TensorRef, kept.names)
         state["torch"] = first
         if "cuda" in state:

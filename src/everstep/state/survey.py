@@ -218,6 +218,10 @@ def checked_block(
     Raises:
         UnsupportedStateError: listing every leaf that cannot be stored.
     """
+    if not named:  # plain data, mostly: at every save
+        if leaves := unsupported_leaves(tree, section):
+            raise unsupported(leaves)
+        return _EMPTY
     spread = {name: tensor for name, tensor in named.items() if is_dtensor(tensor)}
     leaves = [(name, why) for name, tensor in spread.items() if (why := why_not_told(tensor))]
     if spread and not leaves:

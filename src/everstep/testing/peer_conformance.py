@@ -32,6 +32,7 @@ from everstep.testing.conformance_parts import at_once
 
 __all__ = [
     "CHECKS",
+    "BodyOfBytes",
     "Check",
     "Make",
     "Store",
@@ -106,8 +107,8 @@ class _Files:
         return at
 
 
-class _Bytes:
-    """A body of these bytes."""
+class BodyOfBytes:
+    """A body of these bytes (:class:`~everstep.state.body.Body`)."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -129,7 +130,7 @@ def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: in
     pattern = bytes((at * 7 + source * 31 + base.step + salt) % 251 for at in range(251))
     data = (pattern * (size_bytes // 251 + 1))[:size_bytes]
     (plan,) = plan_files(identity, [Entry.whole("t", "U8", (size_bytes,))], {}, {})
-    written = digest_shard(plan, identity, _Bytes(data))
+    written = digest_shard(plan, identity, BodyOfBytes(data))
     files = (written.record,)
     marker = Marker(_RUN, base.timeline, base.step, base.step, source, 8, True, files)
     record = TimelineRecord(_RUN, base.timeline, None, 0, True, 8, {}, 0.0).encode()

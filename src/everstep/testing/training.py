@@ -35,7 +35,7 @@ def freeze(value: Any) -> Any:
     """Plain, comparable data that is equal only where ``value`` is, bit for bit."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
-        return (str(value.dtype), tuple(value.shape), bytes(flat.view(torch.uint8).tolist()))
+        return (str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
     if isinstance(value, np.ndarray):
         return (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, dict):

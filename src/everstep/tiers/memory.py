@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from everstep.errors import OutOfSpaceError
 from everstep.seams.clock import Clock, SystemClock
 from everstep.seams.filesystem import ReadFile
@@ -12,6 +14,12 @@ from everstep.tiers.contract import Item, Loss, Traits, check_name
 from everstep.tiers.streams import read_whole
 
 __all__ = ["MemoryFile", "MemoryTier"]
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    # NumPy's copy lets other threads run meanwhile, a memoryview's does not: whoever restores a
+    # base from memory would stand still while the next chunks are read.
+    np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)
 
 
 class MemoryFile:
@@ -35,7 +43,7 @@ class MemoryFile:
             start = max(offset + done - first, 0)
             if start < part.nbytes and done < buffer.nbytes:
                 take = min(part.nbytes - start, buffer.nbytes - done)
-                buffer[done : done + take] = part[start : start + take]
+                _copy(buffer[done : done + take], part[start : start + take])
                 done += take
             first += part.nbytes
         return done

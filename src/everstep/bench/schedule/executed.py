@@ -278,6 +278,11 @@ def _schedule_of(checkpointer: Checkpointer) -> ScheduleStats:
     return found
 
 
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    contiguous = tensor.contiguous()  # kept as long as it is read
+    return bytes(host_bytes(contiguous))
+
+
 def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tuple[int, int]:
     """How many captures were compared with the state that they are of, and how many differ."""
     states: dict[int, Mapping[str, bytes]] = {}
@@ -286,7 +291,7 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
         for _ in range(2):  # behind the second the first is copied, if the link is fast enough
             training.step()
             state = {
-                name: bytes(host_bytes(tensor.contiguous()))
+                name: _bytes_of(tensor)
                 for name, tensor in checkpointer._state.survey().tensors.items()
             }
             checkpointer.step()

@@ -88,8 +88,10 @@ class Ours(StepArm):
 
     def log(self) -> LogOptions | None:
         """Where its log is, if it has one."""
-        if self._compressor is None:
+        if everstep.presets[self.setting.arm].log == "none":
             return None
+        if self._compressor is None:
+            return LogOptions()
         return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
 
     def seams(self) -> Seams:
