@@ -47,8 +47,6 @@ lint: setup ## ruff and mypy only
 
 test-slow: setup ## the tests that take longer
 	$(PY) -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(ARGS)
-	EVERSTEP_HYPOTHESIS=more $(PY) -m pytest -m "hypothesis and not slow and not gpu" \
-		-o faulthandler_timeout=1800 $(ARGS) || test $$? = 5  # none of them is among ARGS
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu -o faulthandler_timeout=600 $(ARGS)

@@ -53,19 +53,16 @@ SEED = 20240229
 # Made once for each app: out of all their parameters it takes 60 ms, most verbs take one.
 typer.testing._get_command = functools.cache(typer.main.get_command)  # type: ignore[attr-defined]
 
-# The same examples in every run: some of them in that which is quick, ten times as many in that
-# which is not (`make test-slow`). EVERSTEP_HYPOTHESIS=explore draws new ones each time; what fails
-# is then printed with the line that reproduces it.
+# The same examples in every run. EVERSTEP_HYPOTHESIS=explore draws new ones each time;
+# what fails is then printed with the line that reproduces it.
 settings.register_profile(
     "same",
-    max_examples=40,
     derandomize=True,
     database=None,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("more", settings.get_profile("same"), max_examples=400)
 settings.register_profile(
     "explore", settings.get_profile("same"), derandomize=False, max_examples=1000
 )

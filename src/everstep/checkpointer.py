@@ -470,7 +470,7 @@ class Checkpointer:
         self._overwritten.check()
         if self._keeper is None:
             self._start_timeline(self._starts.fresh(), exact=True)
-        elif self._keepers.revive(self._timeline):
+        elif self._keepers.revive(self._timeline) or self._keeper is not self._keepers.current:
             self._take_over()
             self._base_due = self._info.world == 1
 
@@ -484,8 +484,8 @@ class Checkpointer:
         """A keeper has come into service."""
         keeper = self._keepers.current
         assert keeper is not None
-        self._keeper = keeper
         self._parts.start(keeper, self._timeline, self._exact, self._step)
+        self._keeper = keeper  # last: what an interrupt leaves half done is done again
         self._at_exit.watch(self._saver, keeper, stay=self._keeper_stays)
 
     def _check_open(self) -> None:

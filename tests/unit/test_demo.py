@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ from everstep.cli import app
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.state.objects import encode
 from tests.leftovers import MARK, processes_marked
-from tests.trainers import Trainer, start_trainer
+from tests.trainers import start_trainer
 
 MakeTraining = Callable[[int], Training]
 
@@ -674,7 +674,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
                 folder: Path,
                 environment: Mapping[str, str],
                 log: BinaryIO,
-            ) -> Trainer:
+            ) -> Any:  # a Trainer is used as a Popen is
                 commands.append([*command])
                 words = (str(folder), log.name, *command[len(CHILD_COMMAND) :])
                 trainer = start_trainer(FORKED, *words, new_session=True, **environment)

@@ -247,6 +247,32 @@ def test_no_save_is_answered_with_one_that_was_interrupted(
     assert restored(served.run, World(seed=9), 4) == wanted
 
 
+@pytest.mark.parametrize("method", ["lazy", over(3)], ids=["lazy", "gockpt"])
+def test_interrupted_while_another_keeper_takes_over(
+    method: Any, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call goes on with that: nothing is told to one that is gone."""
+    world = World()
+    ckpt = opened(served.run, world, method=method)
+    run_steps(ckpt, world, 2)
+    lost = ckpt._keepers.current
+    lost._connection._stream.shutdown()  # type: ignore[union-attr]
+    lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
+
+    def interrupts(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ckpt._saver, "start", interrupts)
+        with pytest.warns(RuntimeWarning, match="keeper"), pytest.raises(KeyboardInterrupt):
+            run_steps(ckpt, world, 1)
+    states = run_steps(ckpt, world, 1)
+    assert ckpt.save().durable.result(TIMEOUT_S) > 0
+    ckpt.close()
+    assert steps_on_disk(served.run) == [4]
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
 def test_save_is_of_this_very_step_and_takes_no_other(served: Bench) -> None:
     world = World()
     ckpt = opened(served.run, world, method=over(6))

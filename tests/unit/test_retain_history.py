@@ -7,7 +7,7 @@ import os
 from pathlib import Path, PurePath
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from everstep import LogOptions
@@ -119,6 +119,15 @@ _bases = st.sets(st.builds(BaseId, st.integers(1, 3), st.integers(0, 12)), max_s
     forks=st.tuples(st.integers(0, 8), st.sampled_from([1, 2]), st.integers(0, 8)),
     odd=st.sets(st.tuples(st.integers(1, 3), st.integers(1, 12)), max_size=2),
     floor=st.integers(0, 6),
+)
+@example(  # 2 has logged nothing, and 3 begins before it
+    spans=[(1, 0, 1)],
+    first=set(),
+    later=[{BaseId(1, 0), BaseId(1, 2)}],
+    keep=1,
+    forks=(1, 2, 0),
+    odd=set(),
+    floor=0,
 )
 def test_no_promised_step_is_lost(
     spans: list[tuple[int, int, int]],

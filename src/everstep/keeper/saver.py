@@ -153,15 +153,15 @@ class Saver:
 
     def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
         """From now on bases go to ``keeper``, through the memory of ``pool``."""
-        self._keeper = keeper
+        self._keeper = self._last = None  # of an interrupt, too: never a keeper with another's pool
         if pool is not self._pool:
-            self._pool = pool
             self._prepared = None  # the keeper of this pool knows no layout yet
             self._warm = False
             self._block = None
             if pool is not None:
                 self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
-        self._last = None
+            self._pool = pool
+        self._keeper = keeper
 
     def warm(self) -> None:
         """Once, behind the first step, when the optimizer's state is there: takes the memory
