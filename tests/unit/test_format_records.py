@@ -23,7 +23,6 @@ from everstep.format.records import (
     Marker,
     RunRecord,
     TimelineRecord,
-    _canonical,
     manifest_of,
 )
 
@@ -376,25 +375,6 @@ def test_a_key_that_is_there_twice() -> None:
     bad = data.replace(b' "step": 1200,', b' "step": 1300,\n "step": 1200,')
     with pytest.raises(DamageError):
         Marker.decode(bad, PATH)
-
-
-@given(
-    fields=st.dictionaries(
-        st.text(),
-        st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-        ),
-    )
-)
-def test_layout_is_that_of_json(fields: dict[str, Any]) -> None:
-    try:
-        wanted = json.dumps(fields, sort_keys=True, indent=1, allow_nan=False)
-    except ValueError:  # infinite
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            _canonical(fields)
-    else:
-        assert _canonical(fields).decode() == wanted + "\n"
 
 
 def test_numbers_that_are_not_finite_are_not_written() -> None:

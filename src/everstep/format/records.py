@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import PurePath
 from typing import Any
 
@@ -319,22 +318,7 @@ def _encode(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 
 def _canonical(fields: Mapping[str, Any]) -> bytes:
-    return _laid_out(fields, "\n").encode("ascii") + b"\n"
-
-
-def _laid_out(value: Any, newline: str) -> str:
-    """As ``json.dumps(value, sort_keys=True, indent=1, allow_nan=False)``, whose layout is done in
-    Python for each token and takes several times as long: every look at a run decodes many
-    records."""
-    inner = newline + " "
-    if isinstance(value, dict) and value:
-        items = [f"{_quoted(name)}: {_laid_out(value[name], inner)}" for name in sorted(value)]
-        return "{" + inner + ("," + inner).join(items) + newline + "}"
-    if isinstance(value, list | tuple) and value:
-        return "[" + inner + ("," + inner).join(_laid_out(v, inner) for v in value) + newline + "]"
-    if type(value) is str:
-        return _quoted(value)
-    return json.dumps(value, allow_nan=False)
+    return json.dumps(fields, sort_keys=True, indent=1, allow_nan=False).encode("ascii") + b"\n"
 
 
 def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:

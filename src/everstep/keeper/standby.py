@@ -82,9 +82,9 @@ class Standby:
         keeper, last = self._keeper, self._last
         assert keeper is not None
         base = (identity.timeline, identity.step)
-        if last is not None and (last.timeline, last.step) == base and not _failed(last):
-            if not exact or last in self._exact:
-                return last
+        known = last is not None and (last.timeline, last.step) == base and not _failed(last)
+        if last is not None and known and (last in self._exact or not exact):
+            return last
         save = self._last = Save(identity.step, identity.timeline)
         if exact:
             self._exact = [one for one in self._exact if not one.durable.done()] + [save]
