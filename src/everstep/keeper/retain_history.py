@@ -115,9 +115,7 @@ def _times(filesystem: FileSystem, directories: Iterable[PurePath]) -> dict[Pure
 
 def _leaves(timelines: Mapping[int, TimelineRecord | None], index: LogIndex) -> list[int]:
     """Timelines but for those that a younger one goes on with, behind all that they have logged."""
-    # What has logged nothing ends where it began: one that begins before that goes on from an
-    # ancestor, and leaves the steps between to this one.
-    last = {number: record.fork_step for number, record in timelines.items() if record is not None}
+    last: dict[int, int] = {}
     for timeline, step in index.marks:
         last[timeline] = max(step, last.get(timeline, 0))
     gone_on = {
