@@ -121,12 +121,14 @@ class Untold:
         """An optimizer is going to update: why the log cannot go on; None if it can."""
         self._step = step
         watched = self._watched.get(key)
-        return None if watched is None else self._found(watched.written(), step)
+        if watched is None or torch.compiler.is_compiling():  # refused by whoever copies
+            return None
+        return self._found(watched.written(), step)
 
     def applied(self, key: str) -> None:
         """Its update is over."""
         watched = self._watched.get(key)
-        if watched is not None:
+        if watched is not None and not torch.compiler.is_compiling():
             watched.settle(self._looks)
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
