@@ -66,6 +66,7 @@ state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 options = {"on_failure": "warn", "progress_timeout_s": 30.0, **options}
 ckpt = everstep.Checkpointer(run, state, **options)
 recovery = ckpt.resume()
+os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, shared=digest(),
     digest=digest(torch.get_rng_state()), base=recovery.base_step, skipped=str(recovery.skipped))
 for step in range(recovery.step + 1, 8):

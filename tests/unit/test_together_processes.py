@@ -26,9 +26,10 @@ WORLD, STEPS = 2, 7
 _LAUNCHER_S = 9 * TIMEOUT_S  # it loads torch five times
 
 TRAINING = """
-import hashlib, json, os, signal, sys, warnings
+import hashlib, json, os, signal, sys, time, warnings
 import torch, torch.distributed as dist
 import everstep
+from everstep.keeper.registry import list_keepers
 
 run, options = sys.argv[1], json.loads(sys.argv[2])
 options = {"every": 2, "on_failure": "warn", "progress_timeout_s": 30.0, **options}
@@ -74,6 +75,8 @@ def say(**what):
 
 ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **options)
 recovery = ckpt.resume()
+deadly = os.environ.pop("EVERSTEP_FAILPOINTS", "")  # keepers that are started later live on
+armed = {info.pid for info in list_keepers() if (info.run, info.rank) == (run, rank)}
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
     shared=shared(), notes=recovery.notes, source=recovery.source,
     reads=[[one.rank, one.source, one.size_bytes] for one in recovery.reads])
@@ -84,6 +87,10 @@ for step in range(recovery.step + 1, 8):
     ckpt.step()
     say(step=step, digest=digest(), shared=shared())
     if first and os.environ.get("DIES") == f"{rank} {step}":
+        deadline_s = time.monotonic() + 60
+        while deadly and armed & {info.pid for info in list_keepers()}:  # first it, then this
+            assert time.monotonic() < deadline_s, "the keeper lives on"
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 ckpt.close()
 say(committed=ckpt.stats().committed)
