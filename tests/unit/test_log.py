@@ -387,3 +387,23 @@ def test_a_base_that_nothing_else_leads_to_is_waited_for(
         stepped.set()
         ckpt.wait()
     assert before == [waits]
+
+
+def test_after_a_base_that_has_failed_the_next_is_waited_for(run_folder: Path) -> None:
+    stepped, before = threading.Event(), []
+    world = World()
+
+    def one_that_fails() -> None:
+        run_steps(ckpt, world, 1)
+        ckpt.wait()
+
+    with opened(run_folder, world, on_failure="warn") as ckpt:
+        ckpt.resume()
+        arm("capture.before_captured", "raise")
+        with pytest.warns(RuntimeWarning, match="while the state was copied"):
+            one_that_fails()
+        arm("capture.before_captured", lambda name: before.append(not stepped.wait(0.5)))
+        run_steps(ckpt, world, 1)
+        stepped.set()
+        ckpt.wait()
+    assert before == [True]

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from everstep.errors import OptionError
-from everstep.given import nearest
+from everstep.given import one_of
 
 __all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "Arm", "parse_arms"]
 
@@ -107,12 +107,7 @@ def parse_arms(text: str | None) -> tuple[str, ...]:
         return DEFAULT_ARMS
     names: Sequence[str] = [word.strip() for word in text.split(",") if word.strip()]
     for name in names:
-        if name not in ARMS:
-            guess = nearest(name, ARMS)
-            raise OptionError(
-                f"no arm {name!r}; there are: {', '.join(ARMS)}",
-                hint=f"did you mean {guess!r}?" if guess else None,
-            )
+        one_of("arm", name, ARMS)
     if not names:
         raise OptionError(f"no arms; there are: {', '.join(ARMS)}")
     return tuple(dict.fromkeys(names))

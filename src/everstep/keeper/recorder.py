@@ -269,10 +269,12 @@ class Recorder:
         the keeper has all of it, or more than the step in flight could be lost.
         """
         why, self.base_due = self.base_due, None
-        leads_here, self._leads_here = self._leads_here, True
-        if not leads_here and self.rooms.into is not None:
-            with self._timed():  # whatever fails is told by whoever copies
+        if not self._leads_here and self.rooms.into is not None:
+            with self._timed():  # whatever fails, or hangs, is told by whoever copies
                 wait([save.staged], self._options.progress_timeout_s)
+            staged = save.staged
+            there = staged.done() and not staged.cancelled() and staged.exception() is None
+            self._leads_here = there
         self.untold.follows_base = True
         self.base_step = save.step
         self.rooms.half_full = False
@@ -285,6 +287,8 @@ class Recorder:
                 return
             if fine:
                 self.rooms.base_durable(save.step)
+            else:  # the keeper has nothing of it any more
+                self._leads_here = False
             self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)
