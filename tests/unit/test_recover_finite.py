@@ -51,19 +51,65 @@ def test_what_was_seen_as_it_came_is_not_looked_at_again(
     came: list[int] = []
     again: list[int] = []
 
-    def seen(tensor: torch.Tensor) -> bool:
-        came.append(tensor.numel())
+    def seen(data: memoryview, dtype: str) -> bool:
+        assert dtype == "F32"
+        came.append(data.nbytes // 4)
         return True
 
     def looked(tensor: torch.Tensor) -> bool:
         again.append(tensor.numel())
         return True
 
-    monkeypatch.setattr(targets, "is_finite", seen)
+    monkeypatch.setattr(targets, "are_finite", seen)
     monkeypatch.setattr(nonfinite, "is_finite", looked)
     with opened(run_folder, parts()) as ckpt:
         assert ckpt.resume().step == 1
-    assert (sorted(came), again) == ([WIDTH, WIDTH * WIDTH], [])
+    assert (sum(came), again) == (WIDTH + WIDTH * WIDTH, [])
+
+
+def test_what_was_seen_to_be_no_number_is_looked_at_again(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(run_folder, float("nan"), 32_768, torch.float32)
+    again: list[int] = []
+
+    def looked(tensor: torch.Tensor) -> bool:
+        again.append(tensor.numel())
+        return True
+
+    monkeypatch.setattr(nonfinite, "is_finite", looked)
+    with opened(run_folder, parts()) as ckpt:
+        assert ckpt.resume().step == 1
+    assert again == [WIDTH * WIDTH]
+
+
+_CODES = {
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+@pytest.mark.parametrize("dtype", _CODES, ids=str)
+def test_bytes_are_judged_as_torch_judges_the_tensor(dtype: torch.dtype) -> None:
+    real = torch.float32 if dtype.is_complex else dtype
+    info = torch.finfo(real)
+    for value in (info.max, info.min, info.tiny, -0.0, 1.0, *map(float, ("nan", "inf", "-inf"))):
+        tensor = torch.zeros(70, dtype=real)
+        tensor[33] = value
+        data = memoryview(bytearray(tensor.view(torch.uint8).tolist()))
+        if dtype.is_complex:
+            tensor = tensor.view(dtype)
+        assert nonfinite.are_finite(data, _CODES[dtype]) == bool(torch.isfinite(tensor).all())
+        assert nonfinite.are_finite(data, _CODES[dtype]) == nonfinite.is_finite(tensor)
+    assert nonfinite.are_finite(memoryview(b""), _CODES[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["BOOL", "U8", "I64", "F8_E5M2"])
+def test_what_cannot_be_infinite_or_is_never_looked_at_is_finite(dtype: str) -> None:
+    assert nonfinite.are_finite(memoryview(b"\xff" * 16), dtype)
 
 
 def test_a_model_that_does_not_fit_leaves_no_chunk_taken(run_folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -285,7 +286,7 @@ def _read(
     of one rank as a whole, so that the digests of its files are compared, too."""
     entries, rank_bytes = 0, dict[int, int]()
     for number, (file, record, header, path) in enumerate(saved.files):
-        reads = PieceReads(header, wanted.get(number, ()))
+        reads = PieceReads(header, wanted.get(number, ()), partial(looks.came, number))
         whole = saved.world == 1
 
         def entry_done(index: int, number: int = number, reads: PieceReads = reads) -> None:

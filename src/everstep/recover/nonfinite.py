@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import numpy as np
 import torch
 
 from everstep.state.dtensors import local_of
 from everstep.state.image import State
 from everstep.state.optimizers import OptimizerProvider
 
-__all__ = ["is_finite", "nonfinite_parameter", "optimized"]
+__all__ = ["are_finite", "is_finite", "nonfinite_parameter", "optimized"]
 
 # What torch looks at in the calling thread: its others would spin on behind each look, on cores
 # that reading needs.
 _ELEMENTS = 32_768
+
+_FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "C64": np.float32}
+_BF16_EXPONENT = np.uint16(0x7F80)
 
 
 def nonfinite_parameter(state: State, but: Collection[str] = ()) -> str | None:
@@ -40,6 +44,17 @@ def optimized(state: State) -> Iterator[tuple[str, torch.Tensor]]:
         names = [name for group in provider.groups() for name in group]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         yield from zip(names, parameters, strict=True)
+
+
+def are_finite(data: memoryview, dtype: str) -> bool:
+    """Whether all elements of type ``dtype`` (safetensors code), of which ``data`` are whole ones,
+    are numbers. For bytes that lie in the cache already: three times faster than torch's look at
+    as few, and in this thread alone."""
+    if dtype == "BF16":  # NumPy has no such numbers: all bits of the exponent are set, or they are
+        exponents = np.frombuffer(data, np.uint16) & _BF16_EXPONENT
+        return not exponents.size or bool(exponents.max() < _BF16_EXPONENT)
+    number = _FLOATS.get(dtype)
+    return number is None or bool(np.isfinite(np.frombuffer(data, number)).all())
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

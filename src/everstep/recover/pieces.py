@@ -7,7 +7,7 @@ is not needed of it is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,10 +81,17 @@ class PieceReads:
 
     Args:
         fills: of pieces of this file.
+        came: is shown what came of a wanted entry, by its index, while it lies in the cache.
     """
 
-    def __init__(self, header: ShardHeader, fills: Sequence[Fill]) -> None:
+    def __init__(
+        self,
+        header: ShardHeader,
+        fills: Sequence[Fill],
+        came: Callable[[int, memoryview], None] = lambda index, data: None,
+    ) -> None:
         self._placed = header.placed
+        self._came = came
         self._fills: dict[int, list[Fill]] = {}
         for fill in fills:
             self._fills.setdefault(fill.piece.index, []).append(fill)
@@ -102,6 +109,7 @@ class PieceReads:
             index = self._index[place.begin]
             data = piece[start - begin : stop - begin]
             self._put(index, start - place.begin, data, place.end - place.begin)
+            self._came(index, data)
 
     def entry_done(self, index: int) -> None:
         """All of an entry has come, and it is good."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.errors import FormatError
-from everstep.recover.nonfinite import is_finite, optimized
+from everstep.recover.nonfinite import are_finite, optimized
 from everstep.recover.reshard import View
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import box_of, like, local_of
@@ -92,33 +92,41 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """Looks at parameters as soon as they have come, while more is being read: that is time in
-    which this thread would only wait.
+    """Looks at the bytes of parameters as they come, while they lie in the cache.
 
     Attributes:
-        live: by the number of the file and the index of the only piece that fills it: its name,
-            and the parameter as it lies.
+        live: by the number of the file and the index of the only piece that fills a parameter,
+            which lies in the target's memory: its name, and the dtype of what comes.
         finite: names of those that hold nothing but numbers.
+        nonfinite: those of which something came that is none.
     """
 
-    live: Mapping[tuple[int, int], tuple[str, torch.Tensor]]
+    live: Mapping[tuple[int, int], tuple[str, str]]
     finite: set[str] = field(default_factory=set)
+    nonfinite: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, state: State, targets: Targets, view: View) -> Looks:
-        live: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        live: dict[tuple[int, int], tuple[str, str]] = {}
         held = ((name, local_of(parameter)) for name, parameter in optimized(state))
         names = {here.data_ptr(): (name, here.numel()) for name, here in held}
         for entry, (memory, _) in targets.memory.items():
             pieces = view.pieces[entry]
             name, size = names.get(memory.data_ptr(), ("", 0))
-            if size == memory.numel() and len(pieces) == 1:  # it lies in the parameter
-                live[pieces[0].file, pieces[0].index] = name, memory.detach()
+            if size == memory.numel() and len(pieces) == 1:  # all of it comes from there
+                live[pieces[0].file, pieces[0].index] = name, pieces[0].entry.dtype
         return cls(live)
 
+    def came(self, file: int, index: int, data: memoryview) -> None:
+        """Some whole elements of an entry."""
+        name, dtype = self.live.get((file, index), ("", ""))
+        if name and name not in self.nonfinite and not are_finite(data, dtype):
+            self.nonfinite.add(name)
+
     def entry_done(self, file: int, index: int) -> None:
-        name, parameter = self.live.get((file, index), ("", None))
-        if parameter is not None and is_finite(parameter):
+        """All of an entry has come, and it is good."""
+        name, _ = self.live.get((file, index), ("", ""))
+        if name and name not in self.nonfinite:
             self.finite.add(name)
 
 
