@@ -211,13 +211,13 @@ class Checkpointer:
         self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._cadence.began(resumed, again=self._timeline > 0)
         self._start_timeline(resumed.timeline, resumed.exact, verified)
+        self._base_due = only_in_memory  # what could not be written is on no disk yet
+        survey = None if self._recorder is None else self._state.survey()
         if self._recorder is not None:
-            self._recorder.restored(None if resumed.base is None else resumed.base.step)
-        # What came from memory and could not be written is on no disk yet.
-        self._base_due = only_in_memory
-        self._watched.marked(None if self._recorder is None else self._state.survey())
+            self._recorder.restored(None if resumed.base is None else resumed.base.step, survey)
+        self._watched.marked(survey)
         if resumed.base is not None:
-            self._saver.warm()  # behind the first step, at the end of which a base may be due
+            self._saver.warm(survey)  # behind the first step, at the end of which one may be due
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
     @named("rewind")

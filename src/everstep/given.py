@@ -11,6 +11,8 @@ import difflib
 import functools
 import inspect
 import math
+import numbers
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +27,7 @@ __all__ = [
     "named",
     "nearest",
     "one_of",
+    "plain",
     "refuse_unknown",
 ]
 
@@ -92,9 +95,18 @@ def is_number(value: object) -> bool:
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
+def plain(value: object) -> Any:
+    """A whole number of another kind (of NumPy, in which intervals and budgets are often worked
+    out) as Python's own, which records and messages can take; all else as it is. Truth values,
+    arrays and tensors are no whole numbers, though some of them say so."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):
+        return operator.index(value)
+    return value
+
+
 def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
     """Makes a function refuse arguments that it does not have, and miss those that it needs, in
-    words that help.
+    words that help. Whole numbers come to it as Python's own (:func:`plain`).
 
     Args:
         who: has the arguments, as its caller knows it.
@@ -109,6 +121,8 @@ def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
+            args = tuple(map(plain, args))
+            options = {name: plain(value) for name, value in options.items()}
             refuse_unknown(who, options, known)
             try:
                 bound = signature.bind(*args, **options)

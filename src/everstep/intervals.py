@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from everstep.errors import OptionError
-from everstep.given import checked, is_int, is_number
+from everstep.given import checked, is_int, is_number, plain
 
 __all__ = ["Every", "History", "bytes_hint"]
 
@@ -77,8 +77,9 @@ class Every:
         """
         if value is None or isinstance(value, Every):
             return value or cls()
-        if is_int(value) and not isinstance(value, str):
-            return cls(steps=value)
+        number = plain(value)
+        if is_int(number):
+            return cls(steps=number)
         if isinstance(value, str):
             if value.strip() == "auto":
                 return cls(auto=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from everstep.errors import EverstepError, OptionError
-from everstep.given import checked, is_int, is_number, nearest, one_of
+from everstep.given import checked, is_int, is_number, nearest, one_of, plain
 from everstep.intervals import Every, History, bytes_hint
 from everstep.method import Method, presets
 
@@ -43,7 +43,9 @@ class Budget:
     """Upper bounds that are kept (I10); None means the default, which is printed at start.
 
     Attributes:
-        host_bytes: host memory for captured state (default: half of what is available).
+        host_bytes: host memory for captured state (default: half of what is available, and no
+            more than two bases on their way to the disk, or 64 MiB of them; what is given here is
+            used for as many as fit).
         disk_bytes: disk for the run folder (default: what is free).
         write_bytes_per_day: what bases and a log on disk write in a day (default: unlimited). A
             log that would exceed it stays in memory; ``every="auto"`` stretches the interval
@@ -72,7 +74,7 @@ class KeeperOptions:
     Attributes:
         process: a process of its own, which survives the trainer; False: a thread of the
             trainer, which shares its interpreter lock and its fate.
-        cores: processor cores it may use; None: those that the trainer may use.
+        cores: processor cores it may use; None: those that the trainer may use. Of a process only.
         threads: threads that write.
         linger_s: it ends by itself after so long without a trainer.
     """
@@ -85,6 +87,8 @@ class KeeperOptions:
     def __post_init__(self) -> None:
         if isinstance(self.cores, (list, range, set, frozenset)):  # as os.sched_getaffinity() gives
             object.__setattr__(self, "cores", tuple(sorted(self.cores)))
+        if isinstance(self.cores, tuple):
+            object.__setattr__(self, "cores", tuple(map(plain, self.cores)))
         if not is_int(self.threads) or not 1 <= self.threads <= 64:
             raise OptionError(f"KeeperOptions.threads must be 1 to 64, not {self.threads!r}")
         if not is_number(self.linger_s) or not 0 <= self.linger_s <= _TIMEOUT_S_MAX:
@@ -95,6 +99,12 @@ class KeeperOptions:
             not self.cores or not all(is_int(core) and core >= 0 for core in self.cores)
         ):
             raise OptionError(f"KeeperOptions.cores must be core numbers, not {self.cores!r}")
+        if self.cores is not None and self.process is False:
+            raise OptionError(
+                f"KeeperOptions.cores={self.cores!r} are of a keeper that is a process: a thread "
+                "(process=False) runs where the training process may",
+                hint="leave cores= out; or process=True",
+            )
 
 
 @checked

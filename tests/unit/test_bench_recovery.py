@@ -86,3 +86,9 @@ def test_what_was_killed_is_back(to: str, tmp_path: Path) -> None:
     assert found.resume_s > 0
     assert found.training_s > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_fused_training_is_replayed_by_its_kernel(tmp_path: Path) -> None:
+    found = measure_recovery(tmp_path, params=TINY, steps=3, seed=7, fused=True)
+    assert (found.variant, found.exact, found.identical) == ("fused", True, True)

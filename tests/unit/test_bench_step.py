@@ -267,10 +267,11 @@ def replay_of(mine_s: float, theirs_s: float) -> ReplayFigures:
     return ReplayFigures(1_000_000, 5, seconds, {1: 1e9})
 
 
-def recovery_of(replay_s: float) -> RecoveryFigures:
+def recovery_of(replay_s: float, fused: bool = False) -> RecoveryFigures:
     return RecoveryFigures(
         to="memory", params=10, state_bytes=1, log_bytes=1, steps=5, resume_s=2.0, load_s=1.0,
         replay_s=replay_s, training_s=5.0, source="memory", exact=True, identical=True,
+        fused=fused,
     )  # fmt: skip
 
 
@@ -281,6 +282,9 @@ def test_replay_targets() -> None:
     for replay_s, met in ((0.4, True), (0.6, False)):
         report = report_of(recoveries=[recovery_of(replay_s)])
         assert found(report, "reading it from memory")[0] is met
+    report = report_of(recoveries=[recovery_of(0.6), recovery_of(0.4, fused=True)])
+    assert found(report, "included, for-loop AdamW")[0] is False
+    assert found(report, "included, fused AdamW")[0] is True
 
 
 def test_a_target_that_was_not_measured_is_not_met() -> None:
@@ -315,13 +319,14 @@ def test_every_row_and_every_label_is_shown() -> None:
         kills=[kill("lazy", different=3)],
         free_core=False,
         replay=replay_of(1.0, 1.0),
-        recoveries=[recovery_of(0.1)],
+        recoveries=[recovery_of(0.1), recovery_of(0.05, fused=True)],
         rate=ReplicaRate(10**7, 20, 1.0, 2.0, kept_up=False),
     )
     text = shown(report, show.present)
     for words in (
         "42.9 %", "2.000", "1.000", "40.0", "no, 3 of 225 differ", "ONE CORE",
         "this version has none", "differ by 9.5 %", "keeps up with 100 million", "\nmet ",
+        "memory  for-loop", "memory     fused",
     ):  # fmt: skip
         assert words in text, (words, text)
     assert text.count("[ONE CORE]") == 5  # no table is read without it

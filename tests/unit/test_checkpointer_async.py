@@ -148,6 +148,34 @@ def test_full_host_memory_pushes_back(run_folder: Path) -> None:
         assert ckpt.stats().committed == 3
 
 
+@pytest.mark.parametrize("method", ["async", "lazy"])
+@pytest.mark.parametrize("room", [None, 3])
+def test_two_bases_at_most_wait_for_a_slow_disk(
+    room: int | None, method: str, run_folder: Path
+) -> None:
+    """Though half of the machine's memory would hold hundreds: the third save waits for the
+    first. Where memory was set apart for more, more wait."""
+    state = {"t": torch.zeros(6_000_000)}
+    size_bytes = 24_000_000  # three are more than a queue of small ones may be
+    budget = everstep.Budget(host_bytes=room and room * (size_bytes + 65_536))
+    gate, fs = Gate(), HookedFileSystem()
+    fs.hook = raising(gate.wait_at, "create", "*.safetensors.tmp")
+    options = {"method": method, "budget": budget, "progress_timeout_s": 0.5, "keep": 9}
+    with opened(run_folder, state, fs=fs, **options) as ckpt:
+        for _ in range(room or 2):
+            ckpt.step()
+            ckpt.save()
+        ckpt.step()
+        with pytest.raises(DeadlineError, match="no host memory was released"):
+            ckpt.save()
+        pool = ckpt._keepers.pool
+        assert pool is not None
+        assert pool.used_bytes // size_bytes == (room or 2)
+        gate.open()
+        ckpt.wait()
+        assert ckpt.stats().committed == (room or 2)
+
+
 def test_pushing_back_ends_in_an_error_when_nothing_moves(run_folder: Path) -> None:
     state = {"t": torch.zeros(4000)}
     budget = budget_for(run_folder, state, 1)

@@ -17,6 +17,7 @@ from everstep.commit.messages import (
     Message,
     ReadBackTold,
     ReadBackWanted,
+    StartFailed,
     WatermarkKept,
     WatermarkTold,
     accept,
@@ -43,6 +44,7 @@ MESSAGES: list[Message] = [
     WatermarkKept(BASE, ()),
     Command(3, "offer", b""),
     Answer(3, b"\x00\xff"),
+    StartFailed(2, "no space left"),
 ]
 
 

@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from everstep.bench.workloads.training import Training
+from everstep.keeper.registry import keeper_files
+from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.seams import failpoints
+from tests.keepers import end_keepers
 from tests.leftovers import (
     MARK,
     SHARED_MEMORY,
@@ -25,6 +28,7 @@ from tests.leftovers import (
     shared_memory_names,
     wait_for_exit,
 )
+from tests.unit.world import TIMEOUT_S
 
 _WAITS_FOR_ITS_END = "import os, sys; os.setsid(); print('here', flush=True); sys.stdin.readline()"
 
@@ -47,6 +51,25 @@ def test_process_that_outlives_the_run_is_found_even_in_a_session_of_its_own() -
         child.communicate(b"\n", timeout=60)
     assert processes_left(run_id, timeout_s=10.0) == {}
     assert wait_for_exit(child.pid, timeout_s=0.0)
+
+
+def test_keepers_are_ended_whether_they_are_found_yet_or_not(tmp_path: Path) -> None:
+    spawn = [SpawnOptions(str(tmp_path / name / "run"), "id", 0) for name in ("one", "other")]
+    for options in spawn:
+        Path(options.run).mkdir(parents=True)
+    spawn_keeper(spawn[1])
+    connect(spawn[1].key, timeout_s=TIMEOUT_S).close()
+    spawn_keeper(spawn[0])  # it has still to load all that it needs
+
+    def left() -> list[str]:
+        found = processes_marked(os.environ[MARK]).values()
+        return [options.run for options in spawn if any(options.run in one for one in found)]
+
+    end_keepers(tmp_path / "one")
+    assert left() == [spawn[1].run]
+    end_keepers(tmp_path / "other")
+    assert left() == []
+    assert not any(os.path.exists(keeper_files(options.key).socket) for options in spawn)
 
 
 def test_names_in_shared_memory_are_found_and_other_runs_left_alone(tmpfs_folder: Path) -> None:

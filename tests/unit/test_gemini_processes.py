@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.keeper.registry import list_keepers
 from everstep.recover.scan import scan_run
 from everstep.seams.posix import PosixFileSystem
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.test_peers_processes import STEPS, TRAINING, WORLD, Nodes, check, lines_of
 from tests.unit.world import TIMEOUT_S
@@ -25,8 +26,7 @@ from tests.unit.world import TIMEOUT_S
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(tmp_path, method="gemini")
     yield made
-    for info in made.keepers().values():
-        kill_keeper(info)
+    end_keepers(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,7 @@ def test_without_another_node_it_survives_trainers_and_says_so(
             assert "NOT a lost node" in finish_trainer(one, TIMEOUT_S)[2]
         check([lines_of(one) for one in made.start()], expected, 4, source, source)
     finally:
-        for info in made.keepers().values():
-            kill_keeper(info)
+        end_keepers(tmp_path)
 
 
 ALONE = (
@@ -161,8 +160,6 @@ def test_a_process_alone_comes_back_from_its_keeper(tmp_path: Path) -> None:
         again = start("run", method="gemini")
         check([lines_of(again)], wanted, 4, "memory")
     finally:
-        for info in list_keepers():
-            if info.run == str(tmp_path / "run"):
-                kill_keeper(info)
+        end_keepers(tmp_path)
     inventory = scan_run(PosixFileSystem(), tmp_path / "run")
     assert sorted(base.id.step for base in inventory.bases) == [5, STEPS]

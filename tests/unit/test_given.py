@@ -14,7 +14,7 @@ import torch
 
 import everstep
 from everstep.errors import OptionError, StateError
-from everstep.given import checked, named
+from everstep.given import checked, named, plain
 from everstep.options import Budget, Every, KeeperOptions, LogOptions, Method, Preemption
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
 
@@ -86,13 +86,13 @@ def test_each_field_takes_what_fits_and_refuses_all_else(field: str) -> None:
     make = next(one for one in CLASSES if one.__name__ == kind)
     needed = {"where": "/copies"} if make is TierOptions and name != "where" else {}
     for value in ODD:
-        if any(repr(value) == repr(one) for one in FITS[field]):
+        if any(repr(plain(value)) == repr(one) for one in FITS[field]):
             make(**needed, **{name: value})
             continue
         with pytest.raises(OptionError) as caught:
             make(**needed, **{name: value})
         parts = value if isinstance(value, (tuple, list)) else ()
-        said = [name, *map(repr, (value, *parts))]
+        said = [name, *map(repr, (plain(value), *parts))]
         assert any(words in caught.value.message for words in said)
 
 
@@ -181,6 +181,60 @@ def test_lists_and_sets_do_where_an_order_or_a_choice_is_meant() -> None:
     assert KeeperOptions(cores=range(2)).cores == (0, 1)  # type: ignore[arg-type]
     assert Preemption(signals=["SIGUSR1"]).signals == ("SIGUSR1",)  # type: ignore[arg-type]
     assert Method(tiers=["disk"]) == Method()  # type: ignore[arg-type]
+
+
+def test_a_thread_has_no_cores_of_its_own() -> None:
+    """They were ignored: who gave them believed that training had its cores to itself."""
+    with pytest.raises(
+        OptionError, match=r"cores=\(1, 3\) are of a keeper that is a process"
+    ) as caught:
+        KeeperOptions(process=False, cores=(1, 3))
+    assert caught.value.hint == "leave cores= out; or process=True"
+    assert KeeperOptions(cores=(1, 3)).process
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int32, np.int64, np.uint64])
+def test_whole_numbers_of_numpy_are_whole_numbers(kind: Any, run_folder: Path) -> None:
+    """As Python's own from there on: records and messages take nothing else."""
+    five: Any = kind(5)
+    made = (
+        Every(steps=five),
+        Budget(host_bytes=five),
+        TierOptions("/c", keep=five),
+        Method(base="multistep", parts=five),
+    )
+    for one in (Every.parse(five).steps, made[0].steps, made[1].host_bytes, made[2].keep):
+        assert (type(one), one) == (int, 5)
+    assert type(made[3].parts) is int
+    cores = KeeperOptions(cores=(five, kind(3))).cores
+    assert (cores, {type(core) for core in cores or ()}) == ((5, 3), {int})
+    with everstep.Checkpointer(
+        run_folder, {"n": 1}, keeper=THREAD, method="sync", every=five, keep=kind(2)
+    ) as ckpt:
+        for _ in range(5):
+            ckpt.step()
+        ckpt.wait(kind(60))
+    with everstep.Checkpointer(run_folder, {"n": 1}, keeper=THREAD, every=None) as ckpt:
+        assert ckpt.resume(step=five).step == 5
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [np.bool_(True), np.float64(5.0), np.array([5]), np.array(5), torch.tensor(5), True, 5.0],
+    ids=repr,
+)
+def test_what_only_looks_like_one_is_none(odd: Any, run_folder: Path) -> None:
+    makes: list[Callable[[], object]] = [
+        lambda: Every(steps=odd),
+        lambda: Budget(host_bytes=odd),
+        lambda: KeeperOptions(cores=(odd,)),
+        lambda: everstep.Checkpointer(run_folder, {"n": 1}, every=odd),
+        lambda: everstep.Checkpointer(run_folder, {"n": 1}, keep=odd),
+    ]
+    for make in makes:
+        with pytest.raises(OptionError):
+            make()
+    assert not run_folder.exists()
 
 
 def test_a_place_may_be_a_path() -> None:

@@ -21,6 +21,7 @@ from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.urls import open_tier
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.test_rank_tiers_processes import wait_for
 from tests.unit.world import TIMEOUT_S
@@ -155,9 +156,7 @@ class Hosts:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    for info in list_keepers():
-        if info.run is not None and info.run.startswith(str(tmp_path)):
-            kill_keeper(info)
+    end_keepers(tmp_path)
 
 
 @cache

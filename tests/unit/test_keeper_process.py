@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from everstep.keeper.registry import list_keepers
+from everstep.seams import failpoints
 from everstep.seams.processes import process_gone
 from tests.trainers import Popen, Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
+
+ROOT = Path(__file__).parents[2]
 
 PRELUDE = """
 import hashlib, json, os, signal, sys, threading, warnings
@@ -213,6 +216,29 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def both_killed(point: str) -> tuple[int, str]:
+    """What is back; with its marker there, a base is rolled forward."""
+    committed = point in ("save.before_manifest", "save.after_manifest", "retain.after_condemn")
+    return (8 if committed else 4, "disk")
+
+
+def test_the_table_in_the_documents_says_the_same() -> None:
+    text = (ROOT / "docs" / "FAULTS.md").read_text()
+    table = text.split("## Killed at each named point")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split("|") for line in table.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    said = {row[0].strip("`"): row[1:] for row in cells}
+    whole = {
+        **{point: f"trainer {step}, from {source}" for point, (step, source) in KILLS.items()},
+        **{p: "both {}, from {}".format(*both_killed(p)) for p in KEEPER_POINTS},
+    }
+    assert list(said) == [*KILLS, *KEEPER_POINTS]
+    for point, (meaning, *backs) in said.items():
+        assert meaning in failpoints.FAILPOINTS[point]
+        who, back = ("trainer", backs[0]) if backs[0] else ("both", backs[-1])
+        assert f"{who} {back.removeprefix('step ')}" == whole[point], point
+
+
 @pytest.mark.parametrize(
     "point",
     ["keeper.before_persist", *(pytest.param(p, marks=pytest.mark.slow) for p in KEEPER_POINTS)],
@@ -226,6 +252,4 @@ def test_both_are_killed(point: str, run_folder: Path, uninterrupted: dict[int, 
     assert status == -signal.SIGKILL, err
     assert list_keepers() == []
     recovery = resumed(run_folder, uninterrupted)
-    # With its marker there, the base is rolled forward.
-    committed = point in ("save.before_manifest", "save.after_manifest", "retain.after_condemn")
-    assert (recovery["step"], recovery["source"]) == (8 if committed else 4, "disk")
+    assert (recovery["step"], recovery["source"]) == both_killed(point)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from everstep.keeper.registry import kill_keeper, list_keepers
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.test_together_processes import STEPS, WORLD, Job, check
 from tests.unit.world import TIMEOUT_S
@@ -117,12 +118,12 @@ Made = list[LogJob]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Made]:
+def made() -> Iterator[Made]:
     """Jobs, whose keepers end with the test."""
     jobs: Made = []
     yield jobs
     for job in jobs:
-        job.kill_keepers()
+        end_keepers(job.run.parent)
 
 
 @cache

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from everstep.keeper.registry import KeeperInfo, kill_keeper, list_keepers
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer, whole_lines
 from tests.unit.parallel import EVERY, LAYOUTS, WAITS_AT
 from tests.unit.test_matrix_rows import table
@@ -23,7 +23,6 @@ from tests.unit.test_matrix_rows import table
 PROGRAM = "from tests.unit.parallel import main; main()"
 STEPS = 8
 _HANGS_S = 300.0
-_ENDS_S = 20.0
 IN_A_SAVE = ("save.before_write", "save.before_rename", "save.before_marker", "keeper.after_begin")
 Said = list[list[dict[str, Any]]]
 
@@ -73,7 +72,7 @@ class Run:
         for one in ranks:
             one.kill()
         others = [finish_trainer(one, _HANGS_S) for one in ranks if one is not ranks[victim]]
-        assert status == -signal.SIGKILL, err
+        assert status == -signal.SIGKILL, [err, *(theirs for _, _, theirs in others)]
         said = [out for _, out, _ in others]
         return [_decoded(each) for each in [*said[:victim], out, *said[victim:]]]
 
@@ -98,11 +97,7 @@ def _decoded(out: str) -> list[dict[str, Any]]:
 def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path)
     yield made
-    waited, left = threading.Event(), int(_ENDS_S / 0.05)  # those that nobody needs are ending
-    while made.keepers() and left:
-        left -= 1
-        waited.wait(0.05)
-    made.kill_keepers()
+    end_keepers(tmp_path)
 
 
 def steps_of(said: Said) -> list[dict[int, Any]]:
@@ -181,6 +176,13 @@ def test_a_training_of_every_row_is_killed_and_resumed(run: Run, layout: str, se
 @pytest.mark.parametrize("layout", ["ddp", "zero", "tp"])
 def test_other_methods_are_killed_and_resumed(run: Run, layout: str, method: str) -> None:
     drill(run, layout, 0, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "seed"), [("ddp", 1), ("dp_pp", 0)])
+def test_a_log_in_parts_is_killed_and_resumed(run: Run, layout: str, seed: int) -> None:
+    """Each rank has logged a part of what it consumed like others: all ranks, or its stage's."""
+    drill(run, layout, seed, method="logged")
 
 
 def at(said: Said, step: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import kill_keeper
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer
 from tests.unit.test_peers_processes import STEPS, WORLD, Nodes, check, lines_of
 from tests.unit.world import TIMEOUT_S
@@ -27,8 +27,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     """Bases at the first step of a start, and every fourth."""
     made = Nodes(tmp_path, method="logged", every=4)
     yield made
-    for info in made.keepers().values():
-        kill_keeper(info)
+    end_keepers(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import pytest
 
 from everstep.cli.ps import Status, ask_statuses
 from everstep.keeper.registry import kill_keeper, list_keepers
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
 
@@ -130,8 +131,7 @@ class Nodes:
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(tmp_path)
     yield made
-    for info in made.keepers().values():
-        kill_keeper(info)
+    end_keepers(tmp_path)
 
 
 def lines_of(one: Trainer) -> list[dict[str, Any]]:

@@ -120,6 +120,41 @@ def test_the_ranks_agree_on_what_the_plan_was_for() -> None:
     assert (choice.base, choice.reach.end) == (A, BaseId(1, 14))
 
 
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> None:
+    """Node 2 of three is lost and replaced; all go on at step 14, in timeline 2, whose first base
+    is not whole with all peers yet. What node 2 held of rank 1 is not sent again: if that log is
+    lost now, all are back at the base, and it is said whose log was the end; not so another one.
+    """
+    records: dict[int, Any] = {
+        1: replace(record_of(1), world=3),
+        2: replace(record_of(2, parent=1), world=3, fork_step=14),
+    }
+    held_of = {0: [run(11, 14), run(15, 16, timeline=2)], 1: [run(15, 16, timeline=2)]}
+    found, lent = [], []
+    for rank in range(3):
+        # Rank 2 fetched its steps from node 0 at the start: they are in its own keeper.
+        logs = () if rank == second else (run(11, 14), run(15, 16, timeline=2))
+        bases = {A: BaseOffer({rank: Piece(piece(rank, A, world=3).marker)})}
+        mine = replace(offer(rank, A), timelines=records, bases=bases, next_timeline=3, log=logs)
+        found.append(mine)
+    for steps in held_of[second]:
+        record = records[steps.timeline].encode()
+        lent.append(LogTold(second + 1, second, record, steps, 100, 10, "0"))
+    plan = plan_of(found, [], own, None, lent)
+    fetched = [one.run for one in plan.get(second, []) if isinstance(one, LogTold)]
+    found[second] = replace(found[second], log=tuple(fetched))
+    choice = choose(found, needs=own, fetch=False)
+    if second == 0:
+        assert fetched == held_of[0]
+        assert choice.reach is not None
+        assert (choice.base, choice.reach.end) == (A, BaseId(2, 16))
+        return
+    assert (choice.base, choice.reach, choice.end) == (A, None, A)
+    (why,) = [why for _, why in choice.skipped]
+    assert why == "log: rank 1 gets no further; others have up to 16"
+
+
 # --- Fetching ---------------------------------------------------------------------------
 
 

@@ -18,11 +18,12 @@ from everstep.commit.messages import (
     Message,
     PartTold,
     PartWanted,
+    StartFailed,
     decode_message,
     encode_message,
 )
 from everstep.commit.offers import BaseOffer, Needs, Offer, Piece
-from everstep.errors import DeadlineError
+from everstep.errors import DeadlineError, RecoveryError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.recover import peers
 from everstep.recover.held import HeldBase
@@ -292,6 +293,17 @@ def test_a_damaged_copy_is_passed_over_for_the_one_before() -> None:
     ((), (one,)) = fetched([offer(0, A, B), offer(1)], [copies, []])
     assert one.held.id == A
     assert fetched([offer(0, A, B), offer(1)], [[bad], []]) == [[], []]
+
+
+def test_a_rank_that_fails_is_not_waited_for() -> None:
+    boxes: list[Box] = []
+    boxes += [Box(rank, boxes, lambda message: False) for rank in range(2)]
+    failed = StartFailed(0, "no space is left")
+    boxes[0].send(1, encode_message(Envelope("s", 0, failed)))
+    copy, meets = copy_of(piece(1, B)), Meets("s", 1, boxes[1])
+    plan: Any = {1: [Told(0, copy.marker, copy.record)]}
+    with pytest.raises(RecoveryError, match="rank 0 could not resume: no space is left"):
+        _Exchange(meets, SystemClock(), 1, plan, {}, 2, 20.0).run()
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:

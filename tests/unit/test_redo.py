@@ -118,19 +118,40 @@ def test_what_is_there_is_replayed_while_the_next_step_is_read(
 ) -> None:
     states = trained(tmp_path / "run", AdamW)
     taken: list[int] = []
-    run = Blocked.run
 
-    def noted(self: Blocked, updates: Any) -> None:
-        taken.append(len(updates))
-        run(self, updates)
+    class NotingBlocked(Blocked):
+        def run(self, updates: Any) -> None:
+            taken.append(len(updates))
+            super().run(updates)
 
-    monkeypatch.setattr(Blocked, "run", noted)
+    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
     monkeypatch.setattr(Ahead, "ready", False)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
         assert world.snapshot() == states[STEPS]
     assert taken == [1] * STEPS
     assert 0 < recovery.replay_s < recovery.seconds
+
+
+def test_steps_that_lie_in_memory_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass over the state takes longer than to verify the next step."""
+    states = trained(tmp_path / "run", AdamW)
+    taken: list[int] = []
+
+    class NotingBlocked(Blocked):
+        def run(self, updates: Any) -> None:
+            taken.append(len(updates))
+            super().run(updates)
+
+    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
+    monkeypatch.setattr(Ahead, "ready", False)
+    monkeypatch.setattr(redo.Step, "read_bytes", 0)
+    with resumed(tmp_path / "run", AdamW) as (world, recovery):
+        assert (recovery.replayed, recovery.exact) == (STEPS, True)
+        assert world.snapshot() == states[STEPS]
+    assert taken == [redo.STEPS_AT_ONCE, STEPS - redo.STEPS_AT_ONCE]
 
 
 RUNS: dict[int, tuple[Path, dict[int, Any]]] = {}

@@ -333,7 +333,7 @@ def test_torchs_number_of_threads_is_as_before(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_in_one_thread_ends_all_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
-    run = record(lambda groups: AdamW(groups), steps=4, late=False)
+    run = record(lambda groups: AdamW(groups, amsgrad=True), steps=4, late=False)
     replayer, _ = replayer_at(run, 1, threads=2)
     replayer.apply(run.updates[1:2])
     adamw, calls = forms.adamw, itertools.count()

@@ -23,6 +23,8 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.state.image import State
+from everstep.state.objects import decode
+from everstep.state.optimizers import CLASS
 from tests.unit.world import opened
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -140,6 +142,68 @@ def test_another_class_of_optimizer_is_a_mismatch(
     assert optimizer.state_dict() == before
 
 
+SPARSE_ADAM: Make = lambda given: torch.optim.SparseAdam(given, lr=0.1)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "names"),
+    [
+        (ADAM, ADAMW, ("torch.optim.Adam", "torch.optim.AdamW")),
+        (ADAMW, ADAM, ("torch.optim.AdamW", "torch.optim.Adam")),
+        (SPARSE_ADAM, ADAM, ("torch.optim.SparseAdam", "torch.optim.Adam")),
+    ],
+)
+def test_another_class_with_the_same_options_is_a_mismatch(
+    saved: Make, live: Make, names: tuple[str, str], run_folder: Path
+) -> None:
+    """AdamW would take Adam's options, and train on as Adam; its gradient log would be replayed."""
+    weight = [nn.Parameter(torch.ones(2))]
+    with opened(run_folder, {"w": weight[0], "o": saved(weight), "n": 1}) as ckpt:
+        ckpt.save()
+    state = {"w": nn.Parameter(torch.zeros(2)), "n": 2}
+    optimizer = state["o"] = live([state["w"]])  # type: ignore[list-item]
+    before = copy.deepcopy(optimizer.state_dict())
+    with opened(run_folder, state) as ckpt:
+        with pytest.raises(MismatchError) as caught:
+            ckpt.resume()
+        assert caught.value.mismatches == (("o", f"saved by a {names[0]}, live is a {names[1]}"),)
+        assert "resume(strict=False) to load the rest" in str(caught.value.hint)
+        assert torch.equal(state["w"], torch.zeros(2))  # type: ignore[arg-type]
+        recovery = ckpt.resume(strict=False)
+    assert recovery.mismatched == caught.value.mismatches
+    assert not recovery.exact
+    assert optimizer.state_dict() == before
+    assert (state["n"], state["w"].tolist()) == (1, [1, 1])  # type: ignore[attr-defined]
+
+
+class Renamed(torch.optim.Adam):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("kinds", [(torch.optim.AdamW, Renamed), (Renamed, torch.optim.AdamW)])
+def test_a_class_of_the_users_is_not_compared(kinds: tuple[Any, Any], run_folder: Path) -> None:
+    """It may be renamed, or wrapped: a run must not be lost for its name."""
+    with opened(run_folder, {"o": trained(kinds[0](parameters()))}) as ckpt:
+        ckpt.save()
+    live = kinds[1](parameters())
+    with opened(run_folder, {"o": live}) as ckpt:
+        assert not ckpt.resume().mismatched
+    assert live.state_dict()["state"].keys() == {0}
+    assert "everstep/class" not in live.state_dict()
+
+
+def test_the_class_is_named_in_each_survey() -> None:
+    """Proven from the last, or looked at anew; and goes when the class is exchanged."""
+    optimizer = trained(ADAMW(parameters()))
+    state = State({"o": optimizer})
+    for _ in range(3):
+        tree: Any = decode(state.survey().objects()["everstep/objects/o"])
+        assert tree[CLASS] == "torch.optim.AdamW"
+    optimizer.__class__ = Renamed
+    tree = decode(state.survey().objects()["everstep/objects/o"])
+    assert CLASS not in tree
+
+
 def test_options_of_others_make_no_other_class(run_folder: Path) -> None:
     """Those of a scheduler, of the user, and those that other versions of torch do not have."""
     optimizer = trained(ADAMW(parameters()))
@@ -147,7 +211,7 @@ def test_options_of_others_make_no_other_class(run_folder: Path) -> None:
     optimizer.param_groups[0].update(mine=3)
     with opened(run_folder, {"o": optimizer}) as ckpt:
         ckpt.save()
-    live = ADAM(parameters())
+    live = ADAMW(parameters())
     for options in (live.defaults, *live.param_groups):
         options.pop("decoupled_weight_decay", None)
         options["of_a_newer_torch"] = 1

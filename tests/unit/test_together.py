@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import os
+import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +23,15 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
+from everstep.recover import together
+from everstep.recover.ranks import open_on_disk
 from everstep.recover.scan import scan_run
 from everstep.recover.together import Meeting, resume_together
-from everstep.seams import PosixFileSystem, Seams
+from everstep.seams import FileSystem, PosixFileSystem, Seams
 from everstep.seams.peers import PeerMailbox
 from everstep.state.image import State
 from tests.unit.together import RankTraining, on_all, rank_seams, trained, trainings
+from tests.unit.world import HookedFileSystem, raising
 
 FS = PosixFileSystem()
 
@@ -251,6 +259,52 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
     finally:
         mine.close()
         silent.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_base_that_is_withdrawn_while_a_rank_looks_is_no_error(tmp_path: Path, rank: int) -> None:
+    """By a keeper of the start before, which has heard that another rank has no part of it."""
+    path = tmp_path / "run"
+    with trainings(path, path, every=1) as ranks:
+        resume(ranks)
+        train(ranks, 2)
+    base = path / "timeline-00001" / "base" / "000000000002"
+    (base / "rank-00001.done").unlink()
+    (base / "manifest.json").unlink()
+    fs = HookedFileSystem(raising(lambda: shutil.rmtree(base), "sync_dir", str(base)))
+    seams = rank_seams(2)
+    seams[rank] = dataclasses.replace(seams[rank], filesystem=fs)
+    with trainings(path, path, seams=seams, progress_timeout_s=5.0) as ranks:
+        assert [one.step for one in resume(ranks)] == [1, 1]
+    assert ("sync_dir", base) in fs.seen
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_rank_that_fails_says_why_to_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int
+) -> None:
+    """Nobody waits for it, nor has to look for the reason in what another rank prints."""
+
+    def fails(fs: FileSystem, run: Path, record: Any, choice: Any, unique: str) -> bool:
+        if unique.endswith(f"-{bad}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_on_disk(fs, run, record, choice, unique)
+
+    monkeypatch.setattr(together, "open_on_disk", fails)
+    path, found = tmp_path / "run", dict[int, everstep.EverstepError]()
+
+    def resumes(one: RankTraining) -> None:
+        with pytest.raises(everstep.EverstepError) as caught:
+            one.ckpt.resume()
+        found[one.rank] = caught.value
+
+    with trainings(path, path, path, progress_timeout_s=10.0) as ranks:
+        on_all(*(lambda one=one: resumes(one) for one in ranks))  # type: ignore[misc]
+    why = found.pop(bad)
+    assert isinstance(why, StorageError)
+    for error in found.values():
+        assert isinstance(error, RecoveryError)
+        assert error.message == f"rank {bad} could not resume: {why.message}"
 
 
 def test_the_last_answer_of_a_start_gets_to_rank_0(

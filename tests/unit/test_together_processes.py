@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import kill_keeper, list_keepers
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
+from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer, whole_lines
 from tests.unit.world import TIMEOUT_S
 
@@ -147,9 +147,7 @@ class Job:
 def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path, method="lazy")
     yield made
-    for info in list_keepers():
-        if info.run == str(made.run):
-            kill_keeper(info)
+    end_keepers(tmp_path)
 
 
 @cache

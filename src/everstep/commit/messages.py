@@ -47,6 +47,7 @@ __all__ = [
     "PeerSaid",
     "ReadBackTold",
     "ReadBackWanted",
+    "StartFailed",
     "WatermarkKept",
     "WatermarkTold",
     "accept",
@@ -177,6 +178,14 @@ class Answer:
 
     number: int
     payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """At a start: ``rank`` has raised an error, and does not go on."""
+
+    rank: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +340,7 @@ Message = (
     | CopyMessage
     | Command
     | Answer
+    | StartFailed
     | PeerMessage
     | PartWanted
     | PartTold
@@ -408,6 +418,7 @@ _FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
     CopySettled: {"place": _NUMBER, "base": _BASE},
     Command: {"number": _NUMBER, "phase": _TEXT, "payload": _BYTES},
     Answer: {"number": _NUMBER, "payload": _BYTES},
+    StartFailed: {"rank": _NUMBER, "reason": _TEXT},
     PeerRound: {"base": _MAYBE, "everywhere": _MAYBE},
     PeerSaid: {"base": _BASE, "state": _TEXT},
     PeerBegun: {"marker": _MARKER, "record": _BYTES},

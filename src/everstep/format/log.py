@@ -15,7 +15,7 @@ by record, every byte verified.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import PurePath
 from typing import Any, Literal
@@ -92,6 +92,8 @@ class LogRecord:
         digest: of data and objects, taken when they arrived.
         path: of the segment that it was read from; None: it was not, and its memory is there
             in any case.
+        parts: records of the same update from other ranks' logs, by rank, where each rank has
+            recorded a part (``adr/029``).
     """
 
     head: RecordHead
@@ -100,6 +102,7 @@ class LogRecord:
     data: memoryview
     digest: str
     path: PurePath | None = None
+    parts: Mapping[int, LogRecord] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:

@@ -250,7 +250,9 @@ def _chunks(ranges: Iterable[tuple[int, int]]) -> Iterator[_Chunk]:
         begin = first
         while begin < last:
             at = begin - begin % DIRECT_ALIGNMENT_BYTES
-            end = min(last, at + next(sizes))
+            size_bytes = next(sizes)
+            # At the same places, wherever a range begins: ranks share what they read.
+            end = min(last, at - at % size_bytes + size_bytes)
             yield _Chunk(at, begin, end)
             begin = end
 

@@ -21,6 +21,7 @@ __all__ = [
     "DayMeter",
     "Forecast",
     "announcement",
+    "bases_in_flight_max",
     "budget_in_words",
     "check_disk_budget",
     "check_multistep_budget",
@@ -35,6 +36,8 @@ __all__ = [
 DAY_S = 86_400.0
 _SLOT_S = 600.0
 _NEVER_STEPS = 1 << 62
+_IN_FLIGHT_MIN = 2
+_QUEUE_BYTES = 64 << 20
 
 
 def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -> int:
@@ -55,6 +58,18 @@ def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -
             hint=f'Budget(host_bytes={times * state_bytes}) or more, or method="sync"',
         )
     return budget
+
+
+def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
+    """How many bases may be in host memory that are on no disk yet; None: as many as fit.
+
+    One that waits for a slow disk behind others is of no use before those are written, so training
+    waits instead; unless memory was set apart for a queue, the state is so small that a few more
+    are nothing, or the method has a bound of its own.
+    """
+    if options.budget.host_bytes is not None or options.is_scheduled:
+        return None
+    return max(_IN_FLIGHT_MIN, _QUEUE_BYTES // max(1, state_bytes))
 
 
 def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, peers: bool) -> int:
@@ -258,6 +273,9 @@ def announcement(
     host = "a few chunks"
     if options.method.base != "sync":
         host = f"{decimal(state_bytes)} per base in flight"
+        if options.method.base != "checkfreq":  # there it is one
+            most = bases_in_flight_max(options, state_bytes)
+            host += "" if most is None else f", {most} at most"
         if options.is_scheduled:
             when = f"a capture every step, durable {when}"
             host = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"

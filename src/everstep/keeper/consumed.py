@@ -125,6 +125,11 @@ class Consumption:
             if key in (None, other)
         )
 
+    @property
+    def groupings(self) -> Mapping[str, Grouping]:
+        """How optimizers group their parameters: the same object until that is looked at anew."""
+        return self._groupings or self.regroup()
+
     def members(
         self, key: str, only: frozenset[str] | None = None
     ) -> Sequence[tuple[str, torch.Tensor]]:

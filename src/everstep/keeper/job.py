@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -30,6 +32,7 @@ from everstep.options import History, Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.loading import loader, needs_here
+from everstep.recover.node_reads import NodeStart, memory_name
 from everstep.recover.peer_copy import PeerCopy
 from everstep.recover.peers import Brought, Fetched, fetch_from_peers
 from everstep.recover.rank_copies import Copies
@@ -41,6 +44,7 @@ from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job
+from everstep.seams.machine import on_own_device
 from everstep.seams.peers import PeerMailbox
 from everstep.seams.processes import configured_cores
 from everstep.state.image import State
@@ -72,6 +76,7 @@ class Job:
         self.resumed_durable = True
         self._group, self._timeout_s = group, timeout_s
         self._disks: tuple[str, ...] = ()
+        self._memories: tuple[str, ...] = ()  # by rank: what it shares with those of the same
         self._copies: Copies | None = None
         self._fetches = False  # what is in other ranks' memory
 
@@ -100,6 +105,7 @@ class Job:
         mine: dict[str, Any] = {"name": uuid.uuid4().hex, "run": None, "error": None}
         mine["host"], mine["tiers"] = platform.node(), [tier.where for tier in tiers]
         mine["node"] = node_to_say(peers)
+        mine["memory"] = memory_name(mine["node"])
         failed: EverstepError | None = None
         try:
             self._copies = copies = Copies(open_places(tiers, seams, run), run)
@@ -121,6 +127,7 @@ class Job:
             self._disks = self._find_disks(seams, run, found[0]["name"])
             unique = f"{mine['name'][:8]}-{rank}"
             create_exclusive(filesystem, run / RUN_RECORD, RunRecord(run_id).encode(), unique)
+        self._memories = tuple(str(said["memory"]) for said in found)
         here_too = sum(said["host"] == mine["host"] for said in found)
         self.info = replace(self.info, here=here_too, nodes=nodes)
         if len(set(self._disks)) > 1:
@@ -195,9 +202,14 @@ class Job:
             mailbox = PeerMailbox(self._group.host)
         except OSError as error:
             raise no_mailbox(self._group.host, 0, error) from error
+        name = uuid.uuid4().hex
+        about = self.info.rank, self._memories, seams.clock
+        node = NodeStart(*about, local=self._is_local(run), timeout_s=self._timeout_s)
         try:
             mine = {
-                "name": uuid.uuid4().hex,
+                "name": name,
+                "window": None if load is None else node.offer(name),
+                "pid": os.getpid(),
                 "what": what,
                 "trainer": mailbox.address,
                 "keeper": listen(self._group.host),
@@ -212,6 +224,8 @@ class Job:
             like = tuple(said["fingerprint"] for said in found)
             meeting = Meeting(session, self.info.rank, self._disks, mailbox, like, trained)
             needs = needs_here(state, self._disks, [bool(said["shared"]) for said in found])
+            if load is not None:
+                load = partial(load, node=node.join(found, needs))
 
             def fetch(offer: Offer) -> Brought:
                 about = offer, recalled.copies, needs
@@ -237,10 +251,19 @@ class Job:
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             reads = self._all_reads(resumed)
         finally:
+            node.close()
             mailbox.close()
         keepers = tuple(_address(said["keeper"]) for said in found)
         self.seat = self._seat(session, keepers, choice)
         return replace(resumed, reads=reads)
+
+    def _is_local(self, run: PurePath) -> bool:
+        """Whether the run folder is on a disk of this node, and not on a network's."""
+        rank = self.info.rank
+        seen = {
+            m for m, d in zip(self._memories, self._disks, strict=True) if d == self._disks[rank]
+        }
+        return seen == {self._memories[rank]} and on_own_device(run)
 
     def _is_mine(self, copy: PeerCopy) -> bool:
         return copy.marker.rank == self.info.rank

@@ -47,6 +47,7 @@ from everstep.keeper.standby import (
 from everstep.options import Options
 from everstep.seams import Seams
 from everstep.state.image import State
+from everstep.state.log_parts import left_to_others_bytes
 from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Parts", "assemble"]
@@ -132,6 +133,8 @@ def assemble(
     shape = state.survey().shape
     tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
     gradients = gradients_of(state.optimizers.values())
+    if options.logs:
+        gradients = gradients[0], gradients[1] - left_to_others_bytes(state)
     host_bytes = host_budget_bytes(options, tensors_bytes, state.ranks.here)
     replica_bytes = replica_budget_bytes(options, host_bytes, tensors_bytes, gradients[1])
     own_bytes = own_budget_bytes(options, host_bytes, tensors_bytes, peers=bool(state.ranks.nodes))

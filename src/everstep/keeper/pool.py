@@ -58,8 +58,14 @@ class CapturePool:
         """Host memory that the arena has taken so far."""
         return self._touched_to
 
-    def acquire(self, size_bytes: int, *, timeout_s: float) -> Room:
+    def acquire(
+        self, size_bytes: int, *, timeout_s: float, in_flight_max: int | None = None
+    ) -> Room:
         """A block; waits for one to be released if there is no room.
+
+        Args:
+            in_flight_max: so many blocks of this kind may be in use, besides those kept, with
+                this one; None: as many as there is room for.
 
         Raises:
             OutOfSpaceError: when the budget can never hold such a block.
@@ -72,7 +78,7 @@ class CapturePool:
                 hint=f'Budget(host_bytes={size_bytes}) or more, or method="sync"',
             )
         with self._changed:
-            room = self._wait(size_bytes, timeout_s)
+            room = self._wait(size_bytes, timeout_s, in_flight_max)
         try:
             self.populate(room)
             self.arena.set_progress(room.word, 0)
@@ -135,10 +141,13 @@ class CapturePool:
         with self._changed:
             self._free(room)
 
-    def _wait(self, size_bytes: int, timeout_s: float) -> Room:
+    def _wait(self, size_bytes: int, timeout_s: float, in_flight_max: int | None) -> Room:
         found: list[Room] = []
 
         def take() -> bool:
+            in_flight = PROGRESS_WORDS - len(self._words) - len(self._kept)
+            if in_flight_max is not None and in_flight >= in_flight_max:
+                return False
             while True:
                 offset = self._allocator.allocate(size_bytes) if self._words else None
                 if offset is not None:

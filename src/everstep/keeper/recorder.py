@@ -28,6 +28,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
+from everstep.keeper.log_part import LogPart
 from everstep.keeper.peering import let_go_early
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import (
@@ -46,7 +47,6 @@ from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import encode
 from everstep.state.survey import Survey
 
@@ -135,6 +135,7 @@ class Recorder:
         self._declared = DeclaredLog(state)
         ratio = options.log.ratio if options.method.log == "adaptive" else None
         self._consumption = Consumption(state, lossy_ratio=ratio)
+        self._part = LogPart(state)
         self._replaced = Replaced(state)
         self.untold = Untold(channel)
         self.nonfinite: NonFiniteError | None = None
@@ -293,13 +294,15 @@ class Recorder:
 
         save.durable.add_done_callback(durable)
 
-    def restored(self, base_step: int | None) -> None:
-        """The state was restored, from a base of this step; None: there was nothing."""
+    def restored(self, base_step: int | None, survey: Survey | None) -> None:
+        """The state was restored, from a base of this step (None: there was nothing), and surveyed
+        then."""
         self.base_step = base_step or 0
         self.untold.follows_base = base_step is not None
-        if base_step is not None and self._exact and self.rooms.into is not None:
-            shape = self._state.survey().shape
-            self._digest, self._leads_here = digest_of(shape, self._consumption.regroup()), True
+        leads = base_step is not None and self._exact and self.rooms.into is not None
+        if leads and survey is not None:
+            digest = digest_of(survey.shape, self._consumption.regroup())
+            self._digest, self._leads_here = digest, True
 
     def peered(self, step: int) -> None:
         """A base of ``step`` is whole with all peers; in any thread."""
@@ -356,7 +359,7 @@ class Recorder:
         if not self._consumption.grouped_as_before(key):
             self._hole(f"the parameters of {key} are in other groups than before")
             return None
-        consumed = self._consumption.look(key)
+        consumed, name, about = self._part.look(self._consumption, key)
         if consumed.written and over:
             self._hole(f"gradients of {key} were changed before they could be copied")
             return None
@@ -375,7 +378,7 @@ class Recorder:
             def objects() -> dict[str, bytes]:
                 if not transfer.wait(timeout_s):
                     raise DeadlineError("copying gradients hangs", step=step)
-                return {UPDATE_OBJECT: encode(consumed.about, checked=True)}
+                return {name: encode(about, checked=True)}
 
             def job() -> None:
                 self._tell(into, head, layout, room, objects)

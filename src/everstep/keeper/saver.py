@@ -22,7 +22,7 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead
 from everstep.format.plan import BasePlan
-from everstep.keeper.budget import check_disk_budget
+from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
 from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
@@ -132,14 +132,13 @@ class Saver:
         self._pool: CapturePool | None = None
         self._block: torch.Tensor | None = None
         self._last: Save | None = None
-        self._warm = False
+        self._warm = self._at_once = False
         self._prepared: Prepared | None = None
         self._layouts = 0
         self._captures = 0
         self._flights: list[_Flight] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._at_once = False
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
         self.also_gate: Callable[[str | None], None] = lambda optimizer: None
@@ -163,15 +162,15 @@ class Saver:
             self._pool = pool
         self._keeper = keeper
 
-    def warm(self) -> None:
-        """Once, behind the first step, when the optimizer's state is there: takes the memory
-        for the first captures, so that these do not have to."""
+    def warm(self, survey: Survey | None = None) -> None:
+        """Once, behind the first step, when the optimizer's state (surveyed, if it was) is there:
+        takes the memory for the first captures, so that these do not have to."""
         if self._warm or self._pool is None:
             return
         self._warm = True
         pool = self._pool
         assert self._block is not None
-        survey = self._state.survey()
+        survey = survey or self._state.survey()
         size_bytes = sum(entry.size_bytes for entry in survey.shape.entries)
         size_bytes *= self.copies_in_flight
         self._lane.run(lambda: pool.warm(size_bytes))
@@ -322,10 +321,11 @@ class Saver:
         """
         assert self._keeper is not None
         assert self._pool is not None
-        start_s = self._clock.monotonic_s()
+        start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
         if self._options.method.base == "checkfreq":
             self._keeper.wait(None, show=False)  # one at a time: its second phase must be over
-        room = self._pool.acquire(size_bytes, timeout_s=self._options.progress_timeout_s)
+        most = bases_in_flight_max(self._options, size_bytes)
+        room = self._pool.acquire(size_bytes, timeout_s=timeout_s, in_flight_max=most)
         self.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
         return room
 

@@ -40,17 +40,25 @@ class Chain:
 
 
 class LogIndex:
-    """Heads of all records, to be looked up."""
+    """Heads of all records, to be looked up.
+
+    Attributes:
+        marks: by timeline and step.
+        updates: timeline and LSN of each.
+        of_step: by timeline and step: LSNs of the updates of the step.
+    """
 
     def __init__(self, heads: Iterable[RecordHead]) -> None:
         self.marks: dict[tuple[int, int], RecordHead] = {}
         self.updates: set[tuple[int, int]] = set()
+        self.of_step: dict[tuple[int, int], list[int]] = {}
         self._declared: dict[tuple[int, int], str] = {}
         for head in heads:
             if head.kind == "mark":
                 self.marks[head.timeline, head.step] = head
             else:
                 self.updates.add((head.timeline, head.lsn))
+                self.of_step.setdefault((head.timeline, head.step), []).append(head.lsn)
                 if head.declared:
                     self._declared[head.timeline, head.lsn] = head.declared
 

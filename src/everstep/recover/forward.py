@@ -278,6 +278,7 @@ def replay(
     if not together:
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
+    before = restored.replayed  # of other parts of the chain
     found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
     with (
         contextlib.closing(found),
@@ -291,7 +292,7 @@ def replay(
     ):
         for step in steps:
             if isinstance(step, EverstepError):
-                timeline, at = chain.steps[restored.replayed]
+                timeline, at = chain.steps[restored.replayed - before]
                 restored.skipped.append(Skipped(timeline, at, f"log: {step.message}"))
                 break
             alive()
@@ -303,17 +304,20 @@ def replay(
             if not head.exact:
                 restored.inexact = "the log is of a state that was not exact"
             bar.advance(1)
+            at_hand = step.read_bytes == 0
             del step, head  # what was read for it is used again once it is applied
             steps.holds(redo.waiting_bytes)
-            if not steps.ready:
-                redo.idle()  # while the next one is being read
+            # While the next one is being read; not while it is only being verified, in memory,
+            # which takes less than to pass over the state once more.
+            if not at_hand and not steps.ready:
+                redo.idle()
                 steps.holds(0)
     try:
         notes = redo.finish()
     except EverstepError:
         restored.replayed -= 1  # it is the last mark that does not fit
         raise
-    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed]]
+    trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed - before]]
     restored.inexact = restored.inexact or other_conditions(trained)
     if not redo.exactness.exact:
         restored.inexact = restored.inexact or redo.exactness.why

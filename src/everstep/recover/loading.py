@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from everstep.commit.offers import Needs
+from everstep.errors import DamageError
 from everstep.format.records import Manifest
 from everstep.format.writer import ChunkRing
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase, load_ranks
+from everstep.recover.node_reads import NodeReads
 from everstep.recover.opened import OpenBase
-from everstep.recover.reshard import needs_of
+from everstep.recover.reshard import HoleError, needs_of
 from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
-from everstep.recover.together import Load
 from everstep.seams.progress import ProgressSink, progress
 from everstep.state.image import State
 
-__all__ = ["loader", "needs_here"]
+__all__ = ["LoadWithNode", "loader", "needs_here"]
+
+_log = logging.getLogger("everstep")
+
+
+class LoadWithNode(Protocol):
+    """A :data:`everstep.recover.together.Load` that may read with the other ranks of its node."""
+
+    def __call__(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        node: NodeReads | None = None,
+    ) -> LoadedBase: ...
 
 
 class _Alive:
@@ -59,10 +76,34 @@ def loader(
     strict: bool,
     timeout_s: float,
     on_touch: Callable[[], None],
-) -> Load:
-    """What restores ``state``."""
+) -> LoadWithNode:
+    """What restores ``state``; with ``node=``, reading with the other ranks of this node."""
 
-    def load(base: BaseFound, places: Mapping[int, Place], alive: Callable[[], None]) -> LoadedBase:
+    def load(
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        node: NodeReads | None = None,
+    ) -> LoadedBase:
+        if node is None or not node.begin(base, places):
+            return load_from(base, places, alive, None)
+        try:
+            return load_from(base, places, alive, node)
+        except DamageError as error:
+            if isinstance(error, HoleError):
+                raise
+            # Only what this rank has read itself says that a file is damaged.
+            _log.warning("%s: this rank reads it without its neighbours: %s", base.id, error)
+        finally:
+            node.end()
+        return load_from(base, places, alive, None)
+
+    def load_from(
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        node: NodeReads | None,
+    ) -> LoadedBase:
         opened: list[OpenBase] = []
         try:
             for number, place in places.items():
@@ -71,6 +112,8 @@ def loader(
                     opened.append(files.open())
                 else:
                     opened.append(OpenBase.open(files, base, rank=number))
+                    if node is not None:
+                        node.share(opened[-1], place)
                 alive()
             tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
             label = f"resume from step {base.id.step} ({tiers})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 
 from everstep.arena.reused import ReusedMemory
 from everstep.errors import EverstepError, StorageError
@@ -24,6 +26,7 @@ class LogFound:
     Attributes:
         index: which records there are.
         skipped: segments that cannot be used.
+        parts: of updates, by timeline and LSN: other ranks' records, which go with this one's.
     """
 
     def __init__(self, records: Sequence[LogRecord], segments: Sequence[SegmentFound]) -> None:
@@ -33,6 +36,7 @@ class LogFound:
         self._room = ReusedMemory()
         heads = [record.head for record in records]
         self.skipped: list[Skipped] = []
+        self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
         for segment in segments:
             if segment.problem is not None:
                 self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
@@ -100,10 +104,9 @@ class LogFound:
             for timeline, step in chain.steps:
                 mark = self.index.marks[timeline, step]
                 try:
-                    updates = [
-                        self._record("update", timeline, number, filesystem, ring, timeout_s)
-                        for number in range(lsn + 1, mark.lsn + 1)
-                    ]
+                    about = filesystem, ring, timeout_s
+                    numbers = range(lsn + 1, mark.lsn + 1)
+                    updates = [self._update(timeline, number, *about) for number in numbers]
                     last = self._record("mark", timeline, step, filesystem, ring, timeout_s)
                 except EverstepError as error:
                     yield [], error
@@ -114,6 +117,40 @@ class LogFound:
         finally:
             self._close()
             self._room = ReusedMemory()
+
+    def records_of(
+        self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+    ) -> list[LogRecord]:
+        """The updates of one step, not verified; see :meth:`steps`.
+
+        Raises:
+            EverstepError: one cannot be read.
+        """
+        about = filesystem, ring, timeout_s
+        numbers = sorted(set(self.index.of_step.get((timeline, step), ())))
+        return [self._record("update", timeline, number, *about) for number in numbers]
+
+    def twin(self) -> LogFound:
+        """The same records, for another thread to read."""
+        found = copy(self)
+        found._reads, found._room, found.parts = None, ReusedMemory(), {}
+        return found
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        self._close()
+
+    def _update(
+        self,
+        timeline: int,
+        number: int,
+        filesystem: FileSystem,
+        ring: ChunkRing,
+        timeout_s: float,
+    ) -> LogRecord:
+        record = self._record("update", timeline, number, filesystem, ring, timeout_s)
+        parts = self.parts.get((timeline, number))
+        return record if parts is None else replace(record, parts=parts)
 
     def _record(
         self,

@@ -18,7 +18,16 @@ from everstep.format.log import LogRecord, pack_index, records_of_pack
 from everstep.format.records import TimelineRecord
 from everstep.recover.scan import Inventory
 
-__all__ = ["LentLog", "Packed", "PeerLog", "packed", "read_packed", "unpacked"]
+__all__ = [
+    "LentLog",
+    "Packed",
+    "PeerLog",
+    "laid_out",
+    "packed",
+    "read_packed",
+    "records_in",
+    "unpacked",
+]
 
 _PATH = PurePath("log of a peer")
 _ALIGNMENT_BYTES = 64
@@ -82,6 +91,15 @@ def packed(records: Sequence[LogRecord]) -> Packed:
         FormatError: they are no whole steps, or there is a hole between them.
     """
     run = run_of([record.head for record in records])
+    memory, index_bytes = laid_out(records)
+    index = memory[memory.nbytes - index_bytes :]
+    found = Packed(run, memory, index_bytes, digest(index))
+    unpacked(found)
+    return found
+
+
+def laid_out(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
+    """A copy of records in one piece of memory, and the bytes of the index at its end."""
     offsets, end = [], 0
     for record in records:
         offsets.append(end)
@@ -92,9 +110,7 @@ def packed(records: Sequence[LogRecord]) -> Packed:
     memory[end:] = index
     for record, offset in zip(records, offsets, strict=True):
         memory[offset : offset + record.data.nbytes] = record.data
-    found = Packed(run, memory, len(index), digest(index))
-    unpacked(found)
-    return found
+    return memory, len(index)
 
 
 def unpacked(steps: Packed) -> list[LogRecord]:
@@ -116,6 +132,19 @@ def read_packed(
     timeline: int, memory: memoryview, index_bytes: int, index_digest: str
 ) -> tuple[LogRun, list[LogRecord]]:
     """Which steps these are, and their records; see :func:`unpacked`."""
+    records = records_in(timeline, memory, index_bytes, index_digest)
+    return run_of([record.head for record in records]), records
+
+
+def records_in(
+    timeline: int, memory: memoryview, index_bytes: int, index_digest: str
+) -> list[LogRecord]:
+    """The records that were laid out, every byte compared with its digest; over ``memory``.
+
+    Raises:
+        DamageError: they are other bytes.
+        FormatError: they are no records.
+    """
     if not 0 < index_bytes <= memory.nbytes:
         raise FormatError(f"{_PATH}: no index")
     data, index = memory[:-index_bytes], bytes(memory[-index_bytes:])
@@ -132,4 +161,4 @@ def read_packed(
     records = records_of_pack(timeline, index[begin:], data, offsets, _PATH)
     for record in records:
         record.verify()
-    return run_of([record.head for record in records]), records
+    return records

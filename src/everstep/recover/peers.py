@@ -23,6 +23,7 @@ from everstep.commit.messages import (
     Message,
     PartTold,
     PartWanted,
+    StartFailed,
     accept,
     encode_message,
 )
@@ -32,6 +33,7 @@ from everstep.commit.reclaim import COPY_TIERS
 from everstep.errors import DamageError, DeadlineError, FormatError, RecoveryError
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.held import HeldBase
+from everstep.recover.others import failed_there
 from everstep.recover.peer_copy import PeerCopy, check_files, files_over, size_of
 from everstep.recover.peer_log import LentLog, Packed, PeerLog, unpacked
 from everstep.recover.peer_log_plan import LogTold, logs_needed, with_logs
@@ -262,6 +264,7 @@ def fetch_from_peers(
 
     Raises:
         DeadlineError: a rank is silent.
+        RecoveryError: a rank has failed.
     """
     what = "say what their keepers hold for others"
     mine = [[copy.marker.encode(), copy.record] for copy in copies]
@@ -332,6 +335,7 @@ class _Exchange:
 
         Raises:
             DeadlineError: a rank is silent.
+            RecoveryError: a rank has failed.
         """
         self._take_own()
         if self._todo:
@@ -347,6 +351,8 @@ class _Exchange:
                 continue
             self._heard_s[envelope.sender] = self._clock.monotonic_s()
             message = envelope.message
+            if isinstance(message, StartFailed):
+                raise failed_there(message, self._meeting.rank)
             if isinstance(message, PartWanted):
                 self._hand_out(envelope.sender, message)
             elif isinstance(message, PartTold):

@@ -6,20 +6,22 @@ keeper's memory or on its disk, behind its own part of the base, up to exactly t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from everstep.commit.logs import LogRun, runs_of, timeline_of
 from everstep.commit.offers import Choice
-from everstep.errors import AuditError, EverstepError
+from everstep.errors import AuditError, DamageError, EverstepError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.chain import path_of
+from everstep.recover.chain import Chain, path_of
 from everstep.recover.decide import Skipped
 from everstep.recover.forward import Loader, Restored, redoable, replay
 from everstep.recover.load import LoadedBase
+from everstep.recover.log_post import LogPost, to_bytes
 from everstep.recover.logs import LogFound
 from everstep.recover.peer_log import LentLog
 from everstep.recover.resume import Resumed
@@ -27,10 +29,14 @@ from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.sources import RankRead
 from everstep.seams import Seams
 from everstep.state.image import State
+from everstep.state.log_parts import log_parts, others_of
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
 
 __all__ = ["RankLog", "Redone"]
+
+_log = logging.getLogger("everstep")
+_PARTS_BYTES_MAX = 256 << 20  # of other ranks' logs at a time; of one step in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class RankLog:
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
+        self._lent_out = self._log.twin()
         self._doubt = ""
         self.lent: Sequence[LentLog] = ()
 
@@ -92,6 +99,8 @@ class RankLog:
         filesystem = self._seams.filesystem
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
         self._log = LogFound.of(filesystem, inventory, self._records, rank=self._rank, lent=lent)
+        self._lent_out.close()
+        self._lent_out = self._log.twin()
         return runs_of(self._log.index.marks, self._log.index.updates)
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
@@ -118,14 +127,15 @@ class RankLog:
         """Segments that cannot be used."""
         return tuple(self._log.skipped)
 
-    def redo(
-        self, choice: Choice, loaded: LoadedBase, *, together: bool, alive: Callable[[], None]
-    ) -> Redone:
+    def redo(self, choice: Choice, loaded: LoadedBase, *, together: bool, post: LogPost) -> Redone:
         """Brings the state, which was restored from the base of ``choice``, to its step.
 
         Args:
             together: several steps in one pass.
-            alive: called every now and then.
+            post: gets other ranks' parts of the log.
+
+        Raises:
+            DeadlineError, RecoveryError: another rank is silent, or has failed.
         """
         reach, base = choice.reach, choice.base
         assert reach is not None
@@ -141,14 +151,17 @@ class RankLog:
         chain = redoable(found, chain, self._loader, self._log, skipped)
         restored = Restored(found, self._with_shape(loaded), base, loaded.marker.lsn)
         failed: EverstepError | None = None
-        try:
-            if chain.steps:
-                replay(restored, chain, self._loader, self._log, records, together, alive)
-        except EverstepError as error:
-            failed = error
-            if isinstance(error, AuditError):  # how long before, samples cannot tell
-                self._doubt = f"step {error.step} is not what training had, perhaps others before"
-        notes = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
+        for cut in self._in_reach(chain, restored, post):
+            try:
+                about = self._loader, self._log, records, together, post.attend
+                replay(restored, cut, *about)
+            except EverstepError as error:
+                failed = error
+                break
+        if isinstance(failed, AuditError):  # how long before, samples cannot tell
+            self._doubt = f"step {failed.step} is not what training had, perhaps others before"
+        noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
+        notes = tuple(dict.fromkeys(noted))
         inexact, skipped = restored.inexact or self._doubt, [*skipped, *restored.skipped]
         replay_s = clock.monotonic_s() - start_s
         there = restored.end == reach.end and restored.lsn == reach.lsn
@@ -161,6 +174,46 @@ class RankLog:
             skipped.append(Skipped(timeline, step, why))
         sure = failed is None or not together or reach.count == 1
         return Redone((timeline, step), sure, inexact, tuple(skipped), notes, replay_s)
+
+    def part(self, timeline: int, step: int) -> bytes:
+        """This rank's updates of a step, for another rank; b"" where they cannot be read."""
+        loader = self._loader
+        about = loader.seams.filesystem, loader.ring, loader.timeout_s
+        try:
+            return to_bytes(self._lent_out.records_of(timeline, step, *about))
+        except (EverstepError, LookupError) as error:
+            _log.warning("step %d of this rank's log cannot be handed out: %s", step, error)
+            return b""
+
+    def _in_reach(self, chain: Chain, restored: Restored, post: LogPost) -> Iterator[Chain]:
+        """The chain, piece by piece: where each rank has recorded a part of what all consumed
+        alike, as many steps as memory for the others' parts allows (``adr/029``)."""
+        ranks = others_of(log_parts(self._loader.state), self._rank)
+        if not ranks:
+            yield from (chain,) if chain.steps else ()
+            return
+        place, spoilt = 0, None
+        while place == restored.replayed < len(chain.steps) and spoilt is None:
+            parts: dict[tuple[int, int], dict[int, LogRecord]] = {}
+            size_bytes, begin = 0, place
+            while place < len(chain.steps) and size_bytes < _PARTS_BYTES_MAX:
+                try:
+                    found = post.parts(ranks, *chain.steps[place])
+                except DamageError as error:
+                    spoilt = Skipped(*chain.steps[place], f"log: {error.message}")
+                    break
+                for rank, records in found.items():
+                    for record in records:
+                        head = record.head
+                        parts.setdefault((head.timeline, head.lsn), {})[rank] = record
+                        size_bytes += record.size_bytes
+                place += 1
+            self._log.parts = parts
+            if place > begin:
+                yield replace(chain, steps=chain.steps[begin:place])
+        self._log.parts = {}
+        if spoilt is not None:
+            restored.skipped.append(spoilt)
 
     def _with_shape(self, loaded: LoadedBase) -> LoadedBase:
         """What the state consists of, now that it is restored: several ranks' bases have other

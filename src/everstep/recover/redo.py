@@ -21,6 +21,7 @@ from everstep.errors import AuditError, DamageError, EverstepError, FormatError,
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.declared import DeclaredRedo
+from everstep.recover.parts import gradients_of_others
 from everstep.recover.sharded import as_live, replayer_of
 from everstep.recover.tensors import tensor_of
 from everstep.replay.engine import Replayer
@@ -33,7 +34,17 @@ from everstep.seams.processes import available_cores
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.log import GRADIENT, HYPER, INDICES, INT8, SCALES, SPOT, UPDATE_OBJECT, VALUES
+from everstep.state.log import (
+    GRADIENT,
+    HYPER,
+    INDICES,
+    INT8,
+    PART_OBJECT,
+    SCALES,
+    SPOT,
+    UPDATE_OBJECT,
+    VALUES,
+)
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import stored_form
@@ -357,13 +368,14 @@ def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def update_of(record: LogRecord) -> Update:
-    """An update as replay takes it.
+    """An update as replay takes it, put together from all ranks' parts where there are such.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is none, or a part is missing.
     """
     try:
-        about: Any = decode(record.objects[UPDATE_OBJECT])
+        in_parts = PART_OBJECT in record.objects
+        about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
         tensors = {place.entry.name: tensor_of(record, place) for place in record.layout.placed}
         hyper: dict[str, Any] = {
             name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
@@ -382,6 +394,7 @@ def update_of(record: LogRecord) -> Update:
                     name: _compressed(name, fields, tensors)
                     for name, fields in about.get("compressed", {}).items()
                 },
+                **(gradients_of_others(record, about) if in_parts else {}),
             },
             grad_scale=tensors.get("grad_scale"),
             found_inf=tensors.get("found_inf"),

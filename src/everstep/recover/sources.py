@@ -23,10 +23,12 @@ class Place:
     Attributes:
         source: as the offer that it was chosen from names it.
         files: read from there; or what is in memory.
+        name: of the place: two ranks that say the same read the same files; "": nobody knows.
     """
 
     source: Source
     files: HeldBase | FileSystem
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class RankRead:
     Attributes:
         rank: of the job that resumes.
         source: ``"memory"``, ``"disk"``, ``"copy"`` or ``"object"``.
-        size_bytes: bytes read and verified.
+        size_bytes: bytes verified, whichever rank of its node has read them.
     """
 
     rank: int

@@ -1,11 +1,12 @@
 """Resuming of several ranks: all restore the same base, and open one timeline.
 
-Drives an :class:`~everstep.commit.agreement.Agreement` over a mailbox and this rank's disk. A rank
-that says nothing for too long is named; one that is loading says so while it does.
+Drives an :class:`~everstep.commit.agreement.Agreement` over this rank's disk, and a mailbox to the
+:class:`~everstep.recover.others.Others`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -26,19 +27,10 @@ from everstep.commit.agreement import (
     Tell,
 )
 from everstep.commit.cluster import COORDINATOR
-from everstep.commit.messages import (
-    Answer,
-    Command,
-    Envelope,
-    Message,
-    accept,
-    encode_message,
-)
 from everstep.commit.offers import Choice, Needs, Offer, Source
 from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import (
     DamageError,
-    DeadlineError,
     FormatError,
     RecoveryError,
     StateError,
@@ -48,7 +40,9 @@ from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase
+from everstep.recover.log_post import LogPost
 from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.recover.others import Meeting, Others
 from everstep.recover.peers import Fetch, Fetched
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog, Redone
@@ -60,43 +54,17 @@ from everstep.recover.sources import Place, Places, RankRead, name_of, rank_of
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
-from everstep.seams.mailbox import Mailbox
 from everstep.state.image import State
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["Load", "Meeting", "resume_together"]
 
 _log = logging.getLogger("everstep")
-_TICK_S = 0.1
-_ALIVE_EVERY_S = 1.0
+_LOOKS_MAX = 8
 
 Load = Callable[[BaseFound, Mapping[int, Place], Callable[[], None]], LoadedBase]
 """Restores this rank's state from a base: from the files of these ranks, each where it says. Calls
 the last argument every now and then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """All ranks at one start of their job, as one of them sees it.
-
-    Attributes:
-        session: names the start; no other has the same.
-        disks: by rank: a name of the disk that it writes to.
-        mailbox: to the other ranks' training processes.
-        fingerprints: of each rank; of those that train differently nothing is proven.
-        trained: these processes have trained: their state is not that of a fresh start.
-    """
-
-    session: str
-    rank: int
-    disks: tuple[str, ...]
-    mailbox: Mailbox
-    fingerprints: tuple[Mapping[str, str], ...] = ()
-    trained: bool = False
-
-    @property
-    def world(self) -> int:
-        return len(self.disks)
 
 
 @dataclass(slots=True)
@@ -132,7 +100,6 @@ class _Start:
         self._copies, self._log = copies, log
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
-        self._timeout_s = timeout_s
         self._needs = needs
         self.fetched: list[Fetched] = []
         self.outcome = _Outcome()
@@ -149,9 +116,9 @@ class _Start:
             trained=meeting.trained,
             silent_s=timeout_s,
         )
-        now_s = self._clock.monotonic_s()
-        self._heard_s = dict.fromkeys(range(meeting.world), now_s)
-        self._said_s = now_s
+        self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
+        part = (lambda timeline, step: b"") if log is None else log.part
+        self._post = LogPost(self._others, meeting.rank, seams.clock, part)
 
     def agree(self) -> Go:
         """Returns when all ranks go on.
@@ -161,71 +128,37 @@ class _Start:
             DeadlineError: a rank says nothing.
         """
         self._absorb(self._agreement.start())
-        while self._agreement.waits_for:
-            data = self._meeting.mailbox.receive(_TICK_S)
-            if data is not None:
-                self._hear(data)
+        while waits_for := self._agreement.waits_for:
+            self._others.doing = f"waits for rank(s) {', '.join(map(str, waits_for))}"
+            if (heard := self._others.listen()) is not None:
+                self._absorb(self._agreement.heard(*heard))
             self._absorb(self._agreement.tick(self._clock.monotonic_s()))
-            self._is_alive()
-            self._check_others()
+            self._others.is_alive()
+            self._others.check(self._agreement.waits_for)
         if self._refused is not None:
             raise RecoveryError(self._refused, rank=self._meeting.rank, path=self._run)
         assert self.went is not None
         return self.went
 
-    def _hear(self, data: bytes) -> None:
-        try:
-            envelope = accept(data, self._meeting.session)
-        except FormatError as error:
-            _log.warning("a message was passed over: %s", error)
-            return
-        if envelope is not None:
-            self._heard_s[envelope.sender] = self._clock.monotonic_s()
-            self._absorb(self._agreement.heard(envelope.sender, envelope.message))
-
-    def _check_others(self) -> None:
-        now_s = self._clock.monotonic_s()
-        silent = [
-            rank
-            for rank in self._agreement.waits_for
-            if rank != self._meeting.rank and now_s - self._heard_s[rank] > self._timeout_s
-        ]
-        if silent:
-            raise DeadlineError(
-                f"rank(s) {', '.join(map(str, silent))} have said nothing for "
-                f"{self._timeout_s:g} s while the ranks agreed on what to restore",
-                rank=self._meeting.rank,
-                path=self._run,
-                hint="they have died, hang, or have raised an error: look at what they print",
-            )
-
-    def _is_alive(self) -> None:
-        """Tells those who wait for this rank that it is there; numbered so that it is no answer."""
-        now_s = self._clock.monotonic_s()
-        if now_s - self._said_s < _ALIVE_EVERY_S:
-            return
-        self._said_s = now_s
-        if self._meeting.rank != COORDINATOR:
-            self._send(COORDINATOR, Answer(0, b""))
-            return
-        for rank in range(1, self._meeting.world):
-            self._send(rank, Command(0, "", b""))
-
-    def _send(self, rank: int, message: Message) -> None:
-        envelope = Envelope(self._meeting.session, self._meeting.rank, message)
-        self._meeting.mailbox.send(rank, encode_message(envelope))
+    def leave(self, error: BaseException) -> None:
+        """Tells the other ranks that this one has failed, unless all of them were refused."""
+        if self._refused is None:
+            self._others.leave(error)
 
     def _absorb(self, outs: Iterable[AgreementOut]) -> None:
         todo = list(outs)
         while todo:
             out = todo.pop(0)
             if isinstance(out, Tell):
-                self._send(out.rank, out.message)
+                self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
+                self._others.begin("looks at what it can read")
                 todo += self._agreement.done(InventorySeen(self._offer()))
             elif isinstance(out, Restore):
+                self._others.begin(f"restores {out.choice.base or 'nothing'}")
                 todo += self._agreement.done(self._restore(out.choice))
             elif isinstance(out, OpenTimeline):
+                self._others.begin(f"opens timeline {out.record.timeline}")
                 failpoint("resume.before_timeline")
                 todo += self._agreement.done(Opened(self._open(out)))
             elif isinstance(out, Go):
@@ -233,7 +166,7 @@ class _Start:
             elif isinstance(out, Refuse):
                 self._refused = out.reason
             else:
-                assert isinstance(out, IsSilent)  # judged by what was heard, see _check_others
+                assert isinstance(out, IsSilent)  # judged by what was heard, see Others.check
 
     def _open(self, out: OpenTimeline) -> bool:
         """Opens a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
@@ -249,6 +182,14 @@ class _Start:
         return ours
 
     def _offer(self) -> Offer:
+        """What this rank can read. Keepers may still withdraw what the start before has left: where
+        something that was listed is gone a moment later, everything is looked at once more."""
+        for _ in range(_LOOKS_MAX - 1):
+            with contextlib.suppress(FileNotFoundError):
+                return self._look()
+        return self._look()
+
+    def _look(self) -> Offer:
         inventory = self.outcome.inventory = scan_run(self._filesystem, self._run)
         rank = self._meeting.rank
         disk, held = self._meeting.disks[rank], []
@@ -276,14 +217,14 @@ class _Start:
         loaded = self.outcome.loaded
         if damaged or loaded is None or choice.reach is None or self._log is None:
             return Restored(damaged, exact=self.outcome.exact)
-        redone = self._log.redo(choice, loaded, together=True, alive=self._is_alive)
+        redone = self._log.redo(choice, loaded, together=True, post=self._post)
         if redone.spoilt is not None and not redone.sure:
             # Which step it is shows when they are redone one by one, on the base once more.
             damaged = self._load_base(choice)
             loaded = self.outcome.loaded
             if damaged or loaded is None:
                 return Restored(damaged, exact=self.outcome.exact)
-            redone = self._log.redo(choice, loaded, together=False, alive=self._is_alive)
+            redone = self._log.redo(choice, loaded, together=False, post=self._post)
         self.outcome.redone = redone
         self.skipped += [one for one in redone.skipped if one not in self.skipped]
         exact = self.outcome.exact and not redone.inexact and not redone.notes
@@ -309,7 +250,7 @@ class _Start:
         while (picked := places.pick(wanted)) is not None:
             start_s = self._clock.monotonic_s()
             try:
-                loaded = self._load(base, picked, self._is_alive)
+                loaded = self._load(base, picked, self._post.attend)
             except (HoleError, RecoveryError) as error:
                 # Ranks wrote to other disks then: what they had in common others have, too.
                 if set(wanted) >= set(places.readable):
@@ -372,9 +313,9 @@ class _Start:
             held += [self._held] if self._held and source.tier == "memory" else []
             return [Place(source, one) for one in held if one.marker == marker]
         if source.tier == "disk":
-            return [Place(source, self._filesystem)]
+            return [Place(source, self._filesystem, self._meeting.disks[source.rank])]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
-        return [Place(source, copy.files) for copy in copies]
+        return [Place(source, copy.files, copy.tier.url) for copy in copies]
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
         assert choice.run is not None, "every disk has the record of the run by now"
@@ -424,19 +365,24 @@ def resume_together(
             none.
 
     Raises:
-        RecoveryError: when there are bases and none can be used by all, or none of ``step``.
+        RecoveryError: when there are bases and none can be used by all, or none of ``step``; or
+            another rank has failed.
         MismatchError: when the chosen one is of another model.
         StateError: without ``load``, when there is something to restore.
         DeadlineError: a rank is silent.
     """
-    with storage_errors("resume", run, rank=meeting.rank):
-        copies = copies or Copies((), run)
-        about = seams, run, meeting, held, load, copies, log
-        start = _Start(*about, step=step, needs=needs, timeout_s=timeout_s)
-        start.fetched += own
-        if fetch is not None:
-            start.fetch(fetch)
-        go = start.agree()
+    copies = copies or Copies((), run)
+    about = seams, run, meeting, held, load, copies, log
+    start = _Start(*about, step=step, needs=needs, timeout_s=timeout_s)
+    start.fetched += own
+    try:
+        with storage_errors("resume", run, rank=meeting.rank):
+            if fetch is not None:
+                start.fetch(fetch)
+            go = start.agree()
+    except BaseException as error:
+        start.leave(error)
+        raise
     skipped = (*start.skipped, *(() if log is None else log.skipped))
     resumed = _resumed(go, start.outcome, state, skipped, copies.problems)
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice

@@ -7,7 +7,8 @@
 ``own``        the optimizer's own ``step()``, on whole tensors and without hooks
 ``blocked``    SGD, Adam and AdamW on the CPU: several updates at once, a block at a time
 ``forms``, ``cuts``   torch's functional forms that it calls; where tensors are cut
-``proof``      the self-test without which ``blocked`` is not used
+``passes``     instead of them, for-loop and foreach: the same operators, away from Python's lock
+``proof``      the self-tests without which ``blocked`` and ``passes`` are not used
 
 State at LSN v = base + the records up to v (LowDiff, Algorithm 1, lines 13-19; the paper's
 own loop applies merged gradients, which is wrong for every optimizer with moments). Nothing here

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from everstep.replay.cuts import Block, Scratch, cut, line
 from everstep.replay.forms import Tensors, form_of, options_of
 from everstep.replay.own import writes_gradients
 from everstep.replay.packed import Gradient, Packed
+from everstep.replay.passes import Numbers, Rooms, numbers, program, suits
 from everstep.replay.updates import Update
 
 __all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
@@ -32,9 +33,9 @@ BLOCK_ELEMENTS = 512 * 1024
 """Elements of a block: with fp32 moments 6 MB, which stay in the last-level cache; in smaller ones
 Python's part (some 15 us for each block and update) shows."""
 
-UNFUSED_ELEMENTS = 128 * 1024
-"""Where torch takes several passes over a block (for-loop, foreach), at most so many. Temporaries
-of 1 MB and more come from the system each time, page by page: 6 times slower, measured."""
+UNFUSED_ELEMENTS = 64 * 1024
+"""Where several passes are taken over a block (for-loop, foreach), at most so many: parameters,
+moments, a gradient and what lies between the passes are 1.3 MB then, in a core's own cache."""
 
 ALIGNMENT_ELEMENTS = 64
 """Blocks are multiples of this. torch's CPU loops take two vectors at a time: 32 fp32 or 64
@@ -57,6 +58,7 @@ class _Batch:
             moments by key and name, gradients for each update.
         steps: step counters as they are before.
         counted: step counters as they are after, as far as it is known.
+        compiled: groups whose blocks are updated by a program (``passes``).
     """
 
     updates: Sequence[Update]
@@ -67,6 +69,7 @@ class _Batch:
     gradients: Sequence[Mapping[str, Gradient]]
     steps: Mapping[str, torch.Tensor]
     counted: dict[str, torch.Tensor]
+    compiled: Collection[int]
 
     def of_group(
         self, number: int
@@ -86,6 +89,8 @@ class Blocked:
         names: parameter names of each group, in order.
         threads: Python threads that share the blocks out, each with one thread of torch.
         block_elements: a multiple of 64; None: :data:`BLOCK_ELEMENTS`.
+        compiled: whether a program (``passes``) may stand for torch's own functions, given an
+            update, the number of a group, and the dtype of its parameters.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Blocked:
         *,
         threads: int,
         block_elements: int | None = None,
+        compiled: Callable[[Update, int, torch.dtype], bool] = lambda update, number, dtype: False,
     ) -> None:
         block_elements = BLOCK_ELEMENTS if block_elements is None else block_elements
         assert block_elements > 0
@@ -110,6 +116,7 @@ class Blocked:
         }
         self._threads = threads
         self._block_elements = block_elements
+        self._may_compile = compiled
 
     def takes(self, update: Update) -> bool:
         """Whether this update can be applied to the state as it is now.
@@ -152,13 +159,16 @@ class Blocked:
         blocks = deque(cut(self._names, self._parameters, elements))
 
         def work() -> None:
-            scratch = Scratch(self._block_elements)
+            scratch, rooms = Scratch(self._block_elements), Rooms(elements)
             while True:
                 try:
                     block = blocks.popleft()
                 except IndexError:
                     return
-                self._run_block(block, batch, scratch)
+                if block.group in batch.compiled:
+                    self._run_program(block, batch, scratch, rooms)
+                else:
+                    self._run_block(block, batch, scratch)
 
         _in_threads(work, min(self._threads, len(blocks)), stop=blocks.clear)
         for name, step in batch.counted.items():
@@ -195,6 +205,38 @@ class Blocked:
             gradients=[self._gradients(update, elements) for update in updates],
             steps={n: state["step"] for n, state in states.items() if self._counted(state)},
             counted={},
+            compiled=[
+                number
+                for number in range(len(self._names))
+                if self._compiles(updates, options, keys, number)
+            ],
+        )
+
+    def _compiles(
+        self,
+        updates: Sequence[Update],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+        keys: Sequence[Sequence[tuple[str, ...]]],
+        number: int,
+    ) -> bool:
+        """Whether a program gives the bits of these updates for all blocks of a group."""
+        members = [n for n in self._names[number] if any(n in one.gradients for one in updates)]
+        dtypes = {self._parameters[name].dtype for name in members}
+        counts = [0.0]
+        for name in members:
+            state = self._state(name)
+            dtypes.update(state[key].dtype for own in keys for key in own[number])
+            if self._counted(state):
+                counts.append(float(state["step"]))
+        first, last = (
+            count + more for count, more in ((min(counts), 1), (max(counts), len(updates)))
+        )
+        return all(
+            suits(self._kind, own[number], dtypes, (first, last))
+            and update.grad_scale is None
+            and update.found_inf is None
+            and all(self._may_compile(update, number, dtype) for dtype in dtypes)
+            for update, own in zip(updates, options, strict=True)
         )
 
     def _counted(self, state: Mapping[str, Any]) -> bool:
@@ -221,18 +263,6 @@ class Blocked:
         return {**packed, **self._lines(plain, elements)}
 
     def _run_block(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
-        def parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Tensors:
-            if block.elements is None:
-                return [tensors[name] for name in names]
-            return [tensors[name][block.elements] for name in names]
-
-        def logged_part(gradient: Gradient) -> Gradient:
-            if block.elements is None:
-                return gradient
-            if isinstance(gradient, Packed):
-                return gradient.part(block.elements)
-            return gradient[block.elements]
-
         # The same step counts for all blocks of a tensor: each block counts for itself.
         steps = {name: batch.steps[name].clone() for name in block.names if name in batch.steps}
         held: tuple[Sequence[str], Sequence[str], Tensors, dict[str, Tensors]] = ((), (), [], {})
@@ -241,15 +271,15 @@ class Blocked:
             if not names:
                 continue
             if held[:2] != (names, keys):
-                own = {key: parts(batch.moments[key], names) for key in keys}
-                held = (names, keys, parts(batch.parameters, names), own)
+                own = {key: block.of(batch.moments[key], names) for key in keys}
+                held = (names, keys, block.of(batch.parameters, names), own)
             _, _, parameters, moments = held
             copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
             scratch.clear()
             self._form.call(
                 list(parameters),
                 [
-                    scratch.gradient(logged_part(gradients[name]), parameter.dtype, copies)
+                    scratch.gradient(block.of_gradient(gradients[name]), parameter.dtype, copies)
                     for name, parameter in zip(names, parameters, strict=True)
                 ],
                 {key: list(tensors) for key, tensors in moments.items()},
@@ -259,6 +289,51 @@ class Blocked:
             )
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(steps)
+
+    def _run_program(self, block: Block, batch: _Batch, scratch: Scratch, rooms: Rooms) -> None:
+        """As :meth:`_run_block`, and as many updates in one call as there are alike."""
+        run = program(self._kind)
+        assert run is not None
+        counts = {name: float(batch.steps[name]) for name in block.names if name in batch.steps}
+        held: tuple[Sequence[str], Sequence[str], Tensors, list[Tensors]] = ((), (), [], [])
+        waiting: list[tuple[Tensors, list[Numbers]]] = []
+
+        def work_off() -> None:
+            if waiting:
+                gradients, known = map(list, zip(*waiting, strict=True))
+                run(held[2], held[3], gradients, known, *rooms.of(held[2][0].dtype))
+                waiting.clear()
+
+        for _, options, keys, gradients in batch.of_group(block.group):
+            names = [name for name in block.names if name in gradients]
+            if not names:
+                continue
+            if held[:2] != (names, keys):
+                work_off()
+                moments = [block.of(batch.moments[key], names) for key in keys]
+                held = (names, keys, block.of(batch.parameters, names), moments)
+            for name in names if counts else ():
+                counts[name] += 1
+            at = [counts.get(name, 0.0) for name in names]
+            known = {count: numbers(self._kind, options, count) for count in set(at)}
+            logged = [block.of_gradient(gradients[name]) for name in names]
+            packed = any(isinstance(gradient, Packed) for gradient in logged)
+            if packed:
+                work_off()
+                scratch.clear()
+            dtype = held[2][0].dtype
+            dense = [
+                one if isinstance(one, torch.Tensor) else scratch.gradient(one, dtype, False)
+                for one in logged
+            ]
+            waiting.append((dense, [known[count] for count in at]))
+            if packed:  # whose memory the next one is given
+                work_off()
+        work_off()
+        if block.elements is None or block.elements.start == 0:
+            batch.counted.update(
+                {n: torch.tensor(c, dtype=torch.float64) for n, c in counts.items()}
+            )
 
     def _state(self, name: str) -> dict[str, Any]:
         # Not by index: that would create an entry.

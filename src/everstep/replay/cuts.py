@@ -30,6 +30,20 @@ class Block:
     names: tuple[str, ...]
     elements: slice | None = None
 
+    def of(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
+        """What of these tensors lies in it."""
+        if self.elements is None:
+            return [tensors[name] for name in names]
+        return [tensors[name][self.elements] for name in names]
+
+    def of_gradient(self, gradient: Gradient) -> Gradient:
+        """What of a gradient lies in it."""
+        if self.elements is None:
+            return gradient
+        if isinstance(gradient, Packed):
+            return gradient.part(self.elements)
+        return gradient[self.elements]
+
 
 def cut(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, torch.Tensor], elements: int

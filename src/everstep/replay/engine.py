@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from everstep.replay.exactness import (
 )
 from everstep.replay.forms import KINDS
 from everstep.replay.own import build, set_options, step_over
-from everstep.replay.proof import blocked_is_exact
+from everstep.replay.proof import blocked_is_exact, compiled_is_exact
 from everstep.replay.updates import Update
 
 __all__ = ["Replayer"]
@@ -173,7 +174,14 @@ class Replayer:
         self._training_threads = training_threads
         on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
         self._blocked = (
-            Blocked(optimizer, names, threads=threads) if self._kind in KINDS and on_cpu else None
+            Blocked(
+                optimizer,
+                names,
+                threads=threads,
+                compiled=functools.partial(compiled_is_exact, self._kind),
+            )
+            if self._kind in KINDS and on_cpu
+            else None
         )
         self._key: str | None = None
         self._lsn: int | None = None

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.replay.blocked import ALIGNMENT_ELEMENTS, Blocked
+from everstep.replay.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, Blocked
 from everstep.replay.own import build, step_over
 from everstep.replay.updates import Update
 
-__all__ = ["blocked_is_exact"]
+__all__ = ["blocked_is_exact", "compiled_is_exact"]
 
 _log = logging.getLogger("everstep")
 _proven: dict[tuple[Any, ...], bool] = {}
@@ -31,6 +31,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "square": (5, ALIGNMENT_ELEMENTS),
     _TURNED: (9, 40),
 }
+_LARGE_SHAPES = {"large": (UNFUSED_ELEMENTS + ALIGNMENT_ELEMENTS + 37,)}
 _UPDATES = 4
 
 
@@ -46,19 +47,45 @@ def blocked_is_exact(
         number: of the parameter group.
         dtype: of the parameters, on the CPU.
     """
+    return _proven_for(kind, update, number, dtype, False)
+
+
+def compiled_is_exact(
+    kind: type[Optimizer], update: Update, number: int, dtype: torch.dtype
+) -> bool:
+    """Whether the blocked path does so with programs instead of torch's functions (``passes``).
+
+    Args:
+        kind, update, number, dtype: as for :func:`blocked_is_exact`.
+    """
+    return _proven_for(kind, update, number, dtype, True)
+
+
+def _proven_for(
+    kind: type[Optimizer], update: Update, number: int, dtype: torch.dtype, compiled: bool
+) -> bool:
     options = update.groups[number]
     scaled = (update.grad_scale is not None, update.found_inf is not None)
     signature = tuple(sorted((key, _form(value)) for key, value in options.items()))
-    key = (torch.__version__, kind, dtype, scaled, signature)
+    key = (torch.__version__, kind, dtype, compiled, scaled, signature)
     if key not in _proven:
-        _proven[key] = found = _same_bits(kind, options, scaled, dtype)
+        found = _same_bits(kind, options, scaled, dtype, _SHAPES, compiled)
+        # Blocks as large as those that they will be, too: an operator may care.
+        found = found and (
+            not compiled or _same_bits(kind, options, scaled, dtype, _LARGE_SHAPES, compiled)
+        )
+        _proven[key] = found
         if not found:
             _log.warning(
-                "replay: blocks of %s (%s) are not bit-equal to its step() on torch %s; "
-                "whole tensors are updated instead, more slowly",
+                "replay: %s of %s (%s) are not bit-equal to its step() on torch %s; "
+                "%s, more slowly",
+                "compiled passes over blocks" if compiled else "blocks",
                 kind.__name__,
                 dtype,
                 torch.__version__,
+                "torch's own functions are called"
+                if compiled
+                else "whole tensors are updated instead",
             )
     return _proven[key]
 
@@ -77,13 +104,19 @@ def _form(value: Any) -> str:
 
 
 def _same_bits(
-    kind: type[Optimizer], options: Mapping[str, Any], scaled: tuple[bool, bool], dtype: torch.dtype
+    kind: type[Optimizer],
+    options: Mapping[str, Any],
+    scaled: tuple[bool, bool],
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
+    compiled: bool,
 ) -> bool:
     drawn = torch.Generator().manual_seed(0)  # not the generator that training draws from
 
     def tensors() -> dict[str, torch.Tensor]:
-        found = {n: torch.randn(s, generator=drawn).to(dtype) for n, s in _SHAPES.items()}
-        found[_TURNED] = found[_TURNED].t()
+        found = {n: torch.randn(s, generator=drawn).to(dtype) for n, s in shapes.items()}
+        if _TURNED in found:
+            found[_TURNED] = found[_TURNED].t()
         return found
 
     # A learning rate of a warm-up's first steps would hide what it multiplies.
@@ -97,7 +130,7 @@ def _same_bits(
     for lsn in range(1, _UPDATES + 1):
         gradients = tensors()
         if lsn == 3:
-            del gradients["square"]
+            gradients.pop("square", None)
         scale = torch.tensor(4.0) if scaled[0] else None
         inf = torch.tensor(0.0) if scaled[1] else None
         updates.append(Update(lsn, "", (options,), gradients, scale, inf))
@@ -109,7 +142,11 @@ def _same_bits(
             step_over(optimizer, named, updates[0])  # creates the state
             if blocked:
                 path = Blocked(
-                    optimizer, [list(named)], threads=1, block_elements=ALIGNMENT_ELEMENTS
+                    optimizer,
+                    [list(named)],
+                    threads=1,
+                    block_elements=ALIGNMENT_ELEMENTS if shapes is _SHAPES else None,
+                    compiled=lambda update, number, dtype: compiled,
                 )
                 if not all(path.takes(update) for update in updates[1:]):
                     return False

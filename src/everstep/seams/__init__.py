@@ -4,6 +4,7 @@
 ``posix``       that contract on a real Linux file system
 ``clock``       time, real and manual
 ``memory``      memory that processes share
+``claims``      what processes that share a file have claimed
 ``sockets``, ``locks``, ``processes``, ``runtime``   what a keeper is started and found with
 ``mailbox``     the contract for messages between ranks
 ``peers``, ``group``   that contract over TCP; what torch.distributed knows of a job

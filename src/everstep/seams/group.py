@@ -17,6 +17,9 @@ from everstep.errors import DeadlineError, StateError
 __all__ = ["Group", "TorchGroup", "group_of_job"]
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_BYTE = torch.uint8
+_SIZE_BYTES = 8
+_ROUND_BYTES = 1024
 
 
 class Group(Protocol):
@@ -69,14 +72,21 @@ class TorchGroup:
         return found
 
     def _gather(self, data: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+        """In one round where all of them say little: rounds are what ranks wait for."""
+        begins = self._round(len(data).to_bytes(_SIZE_BYTES, "little") + data, _ROUND_BYTES)
+        sizes = [int.from_bytes(one[:_SIZE_BYTES], "little") for one in begins]
+        found, more = [one[_SIZE_BYTES:] for one in begins], max(sizes) - _ROUND_BYTES + _SIZE_BYTES
+        if more > 0:
+            rests = self._round(data[_ROUND_BYTES - _SIZE_BYTES :], more)
+            found = [begin + rest for begin, rest in zip(found, rests, strict=True)]
+        return [one[:size] for one, size in zip(found, sizes, strict=True)]
+
+    def _round(self, data: bytes, size_bytes: int) -> list[bytes]:
+        """The first ``size_bytes`` of what each rank gives, filled up where it is less."""
+        mine = torch.frombuffer(bytearray(data[:size_bytes].ljust(size_bytes, b"\0")), dtype=_BYTE)
+        found = [torch.empty(size_bytes, dtype=_BYTE) for _ in range(self.world)]
         dist.all_gather(found, mine, group=self._group)
-        return [bytes(one[: int(size)].tolist()) for one, size in zip(found, sizes, strict=True)]
+        return [one.numpy().tobytes() for one in found]
 
     def _meet(self, what: str, group: Any) -> None:
         self._deadline(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
+from pathlib import Path, PurePath
 
-__all__ = ["machine_name", "memory_available_bytes"]
+__all__ = ["launcher", "machine_name", "memory_available_bytes", "on_own_device"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -27,6 +27,20 @@ def machine_name() -> str:
     """What this machine is called as a thing that fails as a whole: the same in all containers on
     it, and another one on every other machine."""
     return _text(Path("/proc/sys/kernel/random/boot_id")) or platform.node()
+
+
+def launcher() -> str:
+    """Which of the job's launchers has started this process, where it says so (torchrun does)."""
+    return os.environ.get("GROUP_RANK", "")
+
+
+def on_own_device(path: PurePath) -> bool:
+    """Whether a path leads to a block device of this machine: no network file system does, and
+    some that are no network's do not either (tmpfs, overlay, Btrfs, ZFS)."""
+    try:
+        return os.major(os.stat(path).st_dev) != 0
+    except OSError:
+        return False
 
 
 def _text(path: Path) -> str:

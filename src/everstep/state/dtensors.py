@@ -7,7 +7,8 @@ DTensors before.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from everstep.state.entries import Entry
 from everstep.state.placing import Box, Cut, Placement, box_on_mesh
 from everstep.state.tensors import stored_form
 
-__all__ = ["box_of", "is_dtensor", "like", "local_of", "sharded_form", "why_not_told"]
+__all__ = ["LocalPart", "box_of", "is_dtensor", "like", "local_of", "sharded_form"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MODULE = "torch.distributed.tensor"
+_Seen = tuple[int, tuple[int, ...], tuple[int, ...]]  # by which rank, ranks and shape
+
+_meshes: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
 
 
 def is_dtensor(value: Any) -> bool:
@@ -39,6 +43,39 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """The part of a DTensor that this rank holds.
+
+    Attributes:
+        local: it, as it lies in memory.
+        box: which part of the whole it is.
+    """
+
+    local: torch.Tensor
+    box: Box
+    placement: Placement
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> LocalPart:
+        """The part of ``tensor``.
+
+        Raises:
+            ValueError: nobody can tell which part of the whole it is.
+        """
+        shape = tuple(tensor.shape)
+        placement = _placement(tensor)
+        rank = torch.distributed.get_rank()
+        if not placement.holds(rank):
+            raise ValueError("this rank is not in its mesh")
+        box = box_on_mesh(shape, placement.mesh, placement.coordinate(rank), placement.cuts)
+        local = local_of(tensor)
+        here = tuple(local.shape)
+        if box.shape != here and (box.size or local.numel()):
+            raise ValueError(f"this rank holds {list(here)}, by its placement {list(box.shape)}")
+        return cls(local, box, placement)
+
+
 def box_of(tensor: torch.Tensor) -> Box:
     """Which part of the whole this rank holds; of any other tensor all of it.
 
@@ -46,41 +83,22 @@ def box_of(tensor: torch.Tensor) -> Box:
         ValueError: it cannot be told.
     """
     shape = tuple(tensor.shape)
-    if not is_dtensor(tensor):
-        return Box((0,) * len(shape), shape)
-    placement = _placement(tensor)
-    rank = torch.distributed.get_rank()
-    if not placement.holds(rank):
-        raise ValueError("this rank is not in its mesh")
-    box = box_on_mesh(shape, placement.mesh, placement.coordinate(rank), placement.cuts)
-    local = local_of(tensor)
-    if box.shape != tuple(local.shape) and (box.size or local.numel()):
-        raise ValueError(f"this rank holds {list(local.shape)}, by its placement {list(box.shape)}")
-    return box
+    return LocalPart.of(tensor).box if is_dtensor(tensor) else Box((0,) * len(shape), shape)
 
 
-def why_not_told(tensor: torch.Tensor) -> str | None:
-    """Why a DTensor cannot be an entry: nobody can tell which part of the whole it is."""
-    try:
-        box_of(tensor)
-    except ValueError as error:
-        return f"a DTensor whose parts cannot be told: {error}"
-    return None
-
-
-def sharded_form(name: str, tensor: torch.Tensor) -> Entry:
+def sharded_form(name: str, tensor: torch.Tensor, part: LocalPart) -> Entry:
     """The entry that this rank's part of a DTensor becomes; one of a single rank is whole."""
-    whole = stored_form(name, local_of(tensor))
+    whole, box = stored_form(name, part.local), part.box
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     if mesh.size() == 1:
         return whole
-    box, pairs = box_of(tensor), whole.shape[tensor.dim() :]  # of complex128
+    pairs = whole.shape[tensor.dim() :]  # of complex128
     return replace(
         whole,
         shape=(*box.shape, *pairs),
         global_shape=(*tensor.shape, *pairs),
         global_offset=(*box.offset, *(0 for _ in pairs)),
-        placement=_placement(tensor).text,
+        placement=part.placement.text,
     )
 
 
@@ -110,10 +128,22 @@ def _placement(tensor: torch.Tensor) -> Placement:
     Raises:
         ValueError: it has one that cannot be written down.
     """
-    mesh: torch.Tensor = tensor.device_mesh.mesh  # type: ignore[attr-defined]
+    ranks, sides = _ranks_of(tensor.device_mesh)  # type: ignore[attr-defined]
     placements: Any = tensor.placements  # type: ignore[attr-defined]
-    cuts = tuple(_cut_of(placement, tensor.dim()) for placement in placements)
-    return Placement(tuple(mesh.flatten().tolist()), cuts, tuple(mesh.shape))
+    return Placement(ranks, tuple(_cut_of(one, tensor.dim()) for one in placements), sides)
+
+
+def _ranks_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks of a mesh in row-major order, and its shape.
+
+    torch works them out anew at each look, from the mesh and the rank that looks. That takes twice
+    as long as all else that a survey does, and a state has hundreds of tensors on one mesh.
+    """
+    rank, known = torch.distributed.get_rank(), _meshes.get(mesh)
+    if known is None or known[0] != rank:
+        found: torch.Tensor = mesh.mesh
+        known = _meshes[mesh] = rank, tuple(found.flatten().tolist()), tuple(found.shape)
+    return known[1:]
 
 
 def _cut_of(placement: Any, dims: int) -> Cut:

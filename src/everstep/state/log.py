@@ -7,6 +7,7 @@ __all__ = [
     "HYPER",
     "INDICES",
     "INT8",
+    "PART_OBJECT",
     "SAMPLE",
     "SCALES",
     "SPOT",
@@ -36,3 +37,7 @@ SPOT = f"{SAMPLE}everstep/"
 
 UPDATE_OBJECT = "update"
 """The object of an update: optimizer, hyperparameters."""
+
+PART_OBJECT = "part"
+"""The same of one rank's part of an update, whose other gradients are in other ranks' logs; of
+another name, so that nobody who does not know of parts takes one for the whole."""

@@ -11,7 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -27,17 +27,20 @@ from everstep.state.providers import ParameterNames, RestorePlan, Saved, differe
 from everstep.state.survey import Block, Part, checked_block, look_at
 from everstep.state.tree import references, split
 
-__all__ = ["Named", "OptimizerProvider"]
+__all__ = ["CLASS", "Named", "OptimizerProvider"]
 
 Named = tuple[str, tuple[int, ...]]
+
+CLASS = "everstep/class"
+"""Key of an optimizer's tree: its class, if that is one of torch's own, as text."""
 
 
 class OptimizerProvider:
     """A ``torch.optim.Optimizer``.
 
-    The tree is ``state_dict()`` with two changes: ``state`` is keyed by parameter name, and
-    each group's ``params`` lists ``(name, shape)``. Lazy state (Adam before its first step) is
-    simply absent, on save and in the optimizer that is restored.
+    The tree is ``state_dict()`` with three changes: ``state`` is keyed by parameter name,
+    each group's ``params`` lists ``(name, shape)``, and torch's own classes are named. Lazy state
+    (Adam before its first step) is simply absent, on save and in the optimizer that is restored.
 
     Args:
         section: key in the state dict.
@@ -57,7 +60,8 @@ class OptimizerProvider:
         self._names_then: Mapping[int, str] = {}
 
     def collect(self) -> dict[str, Any]:
-        return self._collect(self._parameters(self._names.now()))
+        tree = self._collect(self._parameters(self._names.now()))
+        return {**tree, **self._class()}
 
     def look(self) -> Part:
         names = self._names.as_looked_at()
@@ -69,7 +73,8 @@ class OptimizerProvider:
             holding = self._holding_now()
             self._proof = OptimizerProof.of(self._optimizer, part, holding, names)
             if self._proof is None:
-                return replace(part, holding=self._as_before(holding))
+                tree = {**cast("dict[str, Any]", part.tree), **self._class()}
+                return replace(part, tree=tree, holding=self._as_before(holding))
             self._named, self._names_then = named, names
         return self._with_options(self._proof)
 
@@ -106,6 +111,11 @@ class OptimizerProvider:
         self._names_then = names
         return True
 
+    def _class(self) -> dict[str, Any]:
+        """What a tree says of its class: nothing, unless that is one of torch's."""
+        name = _name_in_torch(self._optimizer)
+        return {} if name is None else {CLASS: name}
+
     def _holding_now(self) -> Holding:
         return holding_of(self.section, self._optimizer)
 
@@ -123,7 +133,7 @@ class OptimizerProvider:
         self._blocks = (proof.state, block)
         for options, parameters in zip(groups, proof.parameters, strict=True):
             options["params"] = parameters
-        tree = {"state": proof.state_tree, "param_groups": groups}
+        tree = {"state": proof.state_tree, "param_groups": groups, **self._class()}
         return Part(self._blocks, tree, self._as_before(holding))
 
     def _checked(self, groups: list[Any]) -> tuple[list[Any], Block]:
@@ -187,7 +197,7 @@ class OptimizerProvider:
             )
         for number, (theirs, mine) in enumerate(zip(saved_groups, live_groups, strict=False)):
             plan.mismatches += self._compare_group(number, theirs, mine)
-        plan.mismatches += self._of_another_class(saved.tree["param_groups"])
+        plan.mismatches += self._of_another_class(saved.tree)
         if plan.mismatches:  # a partial optimizer is no optimizer: all of it or nothing
             return RestorePlan(tree=None, mismatches=plan.mismatches)
         for name, entry in saved.entries.items():
@@ -219,7 +229,8 @@ class OptimizerProvider:
             {**group, "params": [numbers[name] for name, _ in group["params"]]}
             for group in tree["param_groups"]
         ]
-        self._optimizer.load_state_dict({**tree, "state": state, "param_groups": groups})
+        own = {key: value for key, value in tree.items() if key != CLASS}
+        self._optimizer.load_state_dict({**own, "state": state, "param_groups": groups})
         for key, values in state.items():
             if isinstance(key, int) and isinstance(values, dict):
                 self._undo_casts(parameters[key], values)
@@ -261,20 +272,25 @@ class OptimizerProvider:
                 found.append((unique[key], tuple(parameter.shape)))
         return found
 
-    def _of_another_class(self, groups: list[Any]) -> list[tuple[str, str]]:
-        """Options by which the saved groups are seen to be another optimizer's: torch would take
-        them, and the moments, without a word, and train on with what it does not know.
+    def _of_another_class(self, tree: Any) -> list[tuple[str, str]]:
+        """Why the saved state is seen to be another optimizer's: torch would take it without a
+        word, and train on with what it does not know, or (AdamW with Adam's options) as the other.
 
-        Schedulers and users add options of their own, and other versions of torch have a few
-        more or less: what counts is an option of torch's that this class does not have.
+        Bases name torch's own classes; of others', which users may rename, options have to tell,
+        and of bases that are older. Schedulers and users add options of their own, and other
+        versions of torch have a few more or less: what counts is an option of torch's that this
+        class does not have.
         """
         kind, problems = type(self._optimizer), list[tuple[str, str]]()
+        theirs, mine = tree.get(CLASS), _name_in_torch(self._optimizer)
+        if isinstance(theirs, str) and mine is not None and theirs != mine:
+            problems.append((self.section, f"saved by a {theirs}, live is a {mine}"))
         known = _options_of_torch()
-        pairs = zip(groups, self._optimizer.param_groups, strict=False)
-        for number, (theirs, mine) in enumerate(pairs):
-            here = {*mine, *self._optimizer.defaults}
-            strange = sorted((theirs.keys() & known) - here)
-            lacking = self._optimizer.defaults.keys() - theirs.keys()
+        pairs = zip(tree["param_groups"], self._optimizer.param_groups, strict=False)
+        for number, (saved, live) in enumerate(pairs):
+            here = {*live, *self._optimizer.defaults}
+            strange = sorted((saved.keys() & known) - here)
+            lacking = self._optimizer.defaults.keys() - saved.keys()
             if strange and (lacking or self.is_function_of_gradients):
                 where = f"{self.section}/param_groups/{number}"
                 text = f"saved by another class: {kind.__name__} has no {', '.join(strange)}"
@@ -299,6 +315,13 @@ class OptimizerProvider:
         if not problems and list(saved) != list(live):  # LBFGS has one state for all, in order
             problems.append((where, f"saved in the order {list(saved)}, live {list(live)}"))
         return problems
+
+
+def _name_in_torch(optimizer: Optimizer) -> str | None:
+    """The public name of its class, which no version of torch changes; None for all others'."""
+    kind = type(optimizer)
+    own = getattr(torch.optim, kind.__name__, None) is kind
+    return f"torch.optim.{kind.__name__}" if own else None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from everstep.state.entries import Entry
 from everstep.state.placing import Placement, replicas_on_mesh
 from everstep.state.ranks import RankInfo
 
-__all__ = ["Common", "Share", "Sharing"]
+__all__ = ["Common", "Share", "Sharing", "spread"]
 
 _Ranks = tuple[int, ...]
 
@@ -137,10 +137,7 @@ class Sharing:
             units.setdefault(replicas, []).append((-self._entries[name].size_bytes, name))
         writers: dict[tuple[_Ranks, str], int] = {}
         for replicas, found in units.items():
-            loads = [(0, rank) for rank in replicas]
-            for size, name in sorted(found):
-                load, rank = min(loads)
-                loads[loads.index((load, rank))] = (load - size, rank)
+            for name, rank in spread(found, replicas).items():
                 writers[replicas, name] = rank
         return writers
 
@@ -152,6 +149,20 @@ class Sharing:
         if writer is None:  # the same parts as no parameter's: by its name alone
             writer = replicas[xxhash.xxh32_intdigest(share.unit.encode()) % len(replicas)]
         return writer
+
+
+def spread(units: Iterable[tuple[int, str]], ranks: _Ranks) -> dict[str, int]:
+    """A rank for each name: the largest first, each to the rank that has least so far.
+
+    Args:
+        units: minus the bytes of each, and its name.
+    """
+    loads, found = [(0, rank) for rank in ranks], dict[str, int]()
+    for size, name in sorted(units):
+        load, rank = min(loads)
+        loads[loads.index((load, rank))] = (load - size, rank)
+        found[name] = rank
+    return found
 
 
 _COUNTER_BYTES = 16  # of one element, complex128 at most

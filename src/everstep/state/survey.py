@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
-from everstep.state.dtensors import is_dtensor, local_of, sharded_form, why_not_told
+from everstep.state.dtensors import LocalPart, is_dtensor, sharded_form
 from everstep.state.entries import Entry
 from everstep.state.objects import Encoded, encode, unsupported_leaves
 from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
@@ -223,9 +223,15 @@ def checked_block(
             raise unsupported(leaves)
         return _EMPTY
     spread = {name: tensor for name, tensor in named.items() if is_dtensor(tensor)}
-    leaves = [(name, why) for name, tensor in spread.items() if (why := why_not_told(tensor))]
+    parts: dict[str, LocalPart] = {}
+    leaves = []
+    for name, tensor in spread.items():
+        try:
+            parts[name] = LocalPart.of(tensor)
+        except ValueError as error:
+            leaves.append((name, f"a DTensor whose parts cannot be told: {error}"))
     if spread and not leaves:
-        named = {name: local_of(tensor) for name, tensor in named.items()}
+        named = {**named, **{name: part.local for name, part in parts.items()}}
     leaves += [
         (name, why)
         for name, tensor in named.items()
@@ -234,7 +240,7 @@ def checked_block(
     leaves += unsupported_leaves(tree, section)
     if leaves:
         raise unsupported(leaves)
-    forms = {name: sharded_form(name, tensor) for name, tensor in spread.items()}
+    forms = {name: sharded_form(name, spread[name], part) for name, part in parts.items()}
     return Block.of(named, before, forms)
 
 

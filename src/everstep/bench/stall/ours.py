@@ -115,7 +115,9 @@ class Ours(Arm):
         self._loop = loop
         self._run = run
         cores = (placement.training,) if one_core else placement.others
-        self._keeper = KeeperOptions(process=process, cores=cores, linger_s=LINGER_S)
+        self._keeper = KeeperOptions(
+            process=process, cores=cores if process else None, linger_s=LINGER_S
+        )
         self._seams = Seams(filesystem=filesystem or PosixFileSystem(), lane=lane)
         self._copies = copies
         self._checkpointer: Checkpointer | None = None

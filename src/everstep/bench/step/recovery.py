@@ -328,6 +328,8 @@ class RecoveryFigures:
         source: of the base: ``"memory"`` or ``"disk"``.
         exact: what ``resume()`` claimed.
         identical: whether it is so: every tensor, number and generator, bit for bit.
+        fused: AdamW is one kernel, in training and in replay; otherwise as torch runs it by
+            default, operator by operator.
     """
 
     to: str
@@ -342,6 +344,12 @@ class RecoveryFigures:
     source: str
     exact: bool
     identical: bool
+    fused: bool = False
+
+    @property
+    def variant(self) -> str:
+        """Of AdamW."""
+        return "fused" if self.fused else "for-loop"
 
     @property
     def steps_per_s(self) -> float:
@@ -437,6 +445,7 @@ def measure_recovery(
         source=resumed["source"],
         exact=resumed["exact"],
         identical=resumed["fingerprint"] == trained["fingerprint"],
+        fused=fused,
     )
 
 

@@ -194,8 +194,8 @@ class StepReport:
             yield Verdict(what, figure, ratio >= _REPLAY_MIN)
         for found in self.recoveries:
             what = (
-                f"replay of a dense log, reading it from {found.to} included: at least "
-                f"{_FASTER_MIN:g} times as fast as training"
+                f"replay of a dense log, reading it from {found.to} included, {found.variant} "
+                f"AdamW: at least {_FASTER_MIN:g} times as fast as training"
             )
             figure = (
                 f"{found.faster_than_training:.1f} times; {found.steps} steps in "

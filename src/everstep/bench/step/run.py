@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -92,15 +93,20 @@ def run_step(options: StepOptions, display: Display) -> StepReport:
 def _replay(
     options: StepOptions, folder: Path, display: Display
 ) -> tuple[ReplayFigures, list[RecoveryFigures]]:
-    display.begin("replay", 1 + len(_LOGS_TO))
+    display.begin("replay", 1 + 2 * len(_LOGS_TO))
     display.advance("alone")
     replay = measure_replay(params=min(options.params, _REPLAY_PARAMS_MAX))
     recoveries = []
-    for to in _LOGS_TO:
-        display.advance(f"log in {to}")
+    for to, fused in itertools.product(_LOGS_TO, (False, True)):
+        display.advance(f"log in {to}, {'fused' if fused else 'for-loop'}")
         recoveries.append(
             measure_recovery(
-                folder, params=options.params, batch=options.batch, to=to, seed=options.seed
+                folder,
+                params=options.params,
+                batch=options.batch,
+                to=to,
+                seed=options.seed,
+                fused=fused,
             )
         )
     return replay, recoveries

@@ -20,8 +20,8 @@ _BYTES = ("arm", "in memory", "to disk", "storage MB", "host memory MB")
 _KILLED = ("arm", "killed in step", "goes on from", "steps lost", "seconds", "from", "base",
            "replayed", "claims", "every bit")  # fmt: skip
 _REPLAYED = ("way", "AdamW", "threads", "M parameter-steps/s")
-_BACK = ("log in", "steps", "log MB", "resume()", "base alone", "replay", "training", "M p-s/s",
-         "claims", "every bit")  # fmt: skip
+_BACK = ("log in", "AdamW", "steps", "log MB", "resume()", "base alone", "replay", "training",
+         "M p-s/s", "claims", "every bit")  # fmt: skip
 _BUSY_CORES = 0.25
 
 
@@ -160,6 +160,7 @@ def _back(report: StepReport) -> _Table:
         for found in report.recoveries:
             yield (
                 found.to,
+                found.variant,
                 f"{found.steps}",
                 f"{found.log_bytes / 1e6:.1f}",
                 f"{found.resume_s:.3f}",

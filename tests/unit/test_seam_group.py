@@ -1,0 +1,61 @@
+"""What each rank says to all, in as few rounds as it takes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from everstep.seams.group import TorchGroup
+
+_ROUND = 1024 - 8
+_TIMEOUT_S = 20.0
+
+
+def exchanged(monkeypatch: pytest.MonkeyPatch, said: list[bytes]) -> tuple[list[list[bytes]], int]:
+    """What each rank has from all, a thread each, and the rounds that it took."""
+    meet = threading.Barrier(len(said), timeout=_TIMEOUT_S)
+    there: dict[int, torch.Tensor] = {}
+    rounds: list[int] = []
+
+    def all_gather(found: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        there[group] = mine
+        meet.wait()
+        for rank, one in enumerate(found):
+            assert one.shape == there[rank].shape
+            one.copy_(there[rank])
+        if meet.wait() == 0:
+            rounds.append(1)
+        meet.wait()
+
+    def one(rank: int) -> list[bytes]:
+        group = object.__new__(TorchGroup)
+        group.rank, group.world, group._group = rank, len(said), rank
+        return group._gather(said[rank])
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    with ThreadPoolExecutor(len(said)) as pool:
+        found = list(pool.map(one, range(len(said))))
+    return found, len(rounds)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds"),
+    [
+        ((0, 0, 0), 1),
+        ((0, 21, _ROUND), 1),
+        ((1, _ROUND + 1, 0), 2),
+        ((_ROUND, 2 * _ROUND + 17, 70_000), 2),
+    ],
+)
+def test_every_rank_has_what_each_has_said(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], rounds: int
+) -> None:
+    said = [bytes((7 * i + rank) % 256 for i in range(size)) for rank, size in enumerate(sizes)]
+    found, took = exchanged(monkeypatch, said)
+    assert found == [said] * len(said)
+    assert took == rounds
