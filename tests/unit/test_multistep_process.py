@@ -36,6 +36,8 @@ for step in range(found.step, steps):
     world.train()
     ckpt.step()
     print("step", step + 1, digest(), flush=True)
+    if step + 1 == 5 and found.step < 5:  # its first base is with the keeper, whatever comes now
+        ckpt._multistep._last.staged.exception(60)
     if step + 1 == 5 and sys.argv[6]:  # a base has ended here, and its keeper dies of it
         error = ckpt._multistep._last.durable.exception(60)
         print("lost", type(error).__name__, flush=True)

@@ -143,11 +143,15 @@ class Job:
         return {(base.id.timeline, base.id.step): base.status for base in bases}
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path, method="lazy")
-    yield made
+@pytest.fixture(autouse=True)
+def no_keeper_stays(tmp_path: Path) -> Iterator[None]:
+    yield
     end_keepers(tmp_path)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path, method="lazy")
 
 
 @cache

@@ -31,9 +31,7 @@ __all__ = ["Meeting", "Others", "failed_there"]
 
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1
-_LISTENED_S_MAX = (
-    1.0  # from one look to the next: all else of it this rank was busy, or stood still
-)
+_LISTENED_S_MAX = 1.0  # between two looks: in the rest of it this rank was busy, or stood still
 _ALIVE_EVERY_S = 1.0
 _GONE_S = 30.0  # a connection may break, and a rank that is busy makes another one late
 _REASON_CHARACTERS_MAX = 2000
