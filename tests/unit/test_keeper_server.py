@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.seat import Seat
@@ -347,6 +348,34 @@ def test_nobody_stays_for_a_base_that_was_passed_over(d: Bench, disk: HookedFile
     two.say("bye")
     two.die()
     assert d.over()
+
+
+@pytest.mark.parametrize("recovered", [BaseId(1, 5), BaseId(1, 4), None], ids=str)
+def test_nobody_stays_for_a_base_that_a_start_has_completed_on_disk(
+    d: Bench, disk: HookedFileSystem, recovered: BaseId | None
+) -> None:
+    """A start lets go of what waits for other ranks, and then finds that all parts are there and
+    commits the base: what is in memory is not its only copy."""
+    one = d.trainer()
+    one.serve()
+    gate = Gate()
+    disk.hook = lambda op, path: (gate.wait_at(), full(op, path))[0] if op == "create" else None
+    one.take(1, 5)
+    one.die()
+    gate.open()
+    two, contents, _ = recalled(d)
+    assert contents == oracle(one.plans[1])
+    disk.hook = lambda op, path: None
+    two.say("listen", host="127.0.0.1", port=0)
+    port = two.await_("listening")["port"]
+    peers = (("127.0.0.1", port), ("127.0.0.1", 1))
+    seat = Seat("session", 0, ("a", "a"), peers, recovered=recovered).to_wire()
+    inventory = scan_run(PosixFileSystem(), d.run)
+    two.timeline = open_timeline(Seams(), d.run, inventory, parent=None, exact=True)
+    two.say("serve", timeline=two.timeline, keep=3, verified=None, seat=seat)
+    two.say("bye")
+    two.die()
+    assert d.over() == (recovered == BaseId(1, 5))
 
 
 def test_objects_may_be_larger_than_a_message(b: Bench) -> None:

@@ -97,8 +97,7 @@ class Duties:
                 raise KeeperError("earlier captures are still being written: settle first")
             self.replicas.close()
             self.keeper.close()
-        verified = message["verified"]
-        if verified is not None:
+        if (verified := message["verified"]) is not None:
             self.holding.passed_over()
         self.channel = channel = BackgroundChannel(
             lambda error: _report(trainer, error),
@@ -107,6 +106,7 @@ class Duties:
         )
         told = message.get("seat")
         seat = None if told is None else Seat.from_wire(told)
+        self.holding.on_disk = None if seat is None else seat.recovered
         self.keeper = LocalKeeper(
             self._seams,
             self._run,

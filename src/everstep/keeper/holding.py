@@ -25,9 +25,15 @@ _log = logging.getLogger("everstep.keeper")
 
 
 class Holding:
-    """What is in memory, if anything. The thread that serves and the one that writes use it."""
+    """What is in memory, if anything. The thread that serves and the one that writes use it.
+
+    Attributes:
+        on_disk: a base that the disks of all ranks have, whatever became of its capture here: a
+            start that finds all parts of it commits it.
+    """
 
     def __init__(self) -> None:
+        self.on_disk: BaseId | None = None
         self._lock = threading.Lock()
         self._held: tuple[Capture, Arena] | None = None
 
@@ -47,7 +53,9 @@ class Holding:
     def is_only_copy(self) -> bool:
         """Whether there is one that is on no disk."""
         held = self._held
-        return held is not None and not held[0].durable
+        if held is None or held[0].durable:
+            return False
+        return BaseId(held[0].timeline, held[0].step) != self.on_disk
 
     def take(self, capture: Capture, arena: Arena) -> None:
         """A capture is whole: it takes the place of the one before; not of a newer one, which may
