@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import uuid
@@ -164,7 +165,8 @@ class Job:
         )
         log = RankLog(seams, run, state, ring, recalled.records, strict=strict, timeout_s=timeout_s)
         about = load, log, step, trained
-        return self._start(seams, run, state, recalled, listen, *about)
+        with contextlib.closing(log):
+            return self._start(seams, run, state, recalled, listen, *about)
 
     def start_fresh(
         self,

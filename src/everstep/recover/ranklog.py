@@ -175,6 +175,10 @@ class RankLog:
         sure = failed is None or not together or reach.count == 1
         return Redone((timeline, step), sure, inexact, tuple(skipped), notes, replay_s)
 
+    def close(self) -> None:
+        """Nobody asks for a part of it any more. Idempotent."""
+        self._lent_out.close()
+
     def part(self, timeline: int, step: int) -> bytes:
         """This rank's updates of a step, for another rank; b"" where they cannot be read."""
         loader = self._loader
