@@ -16,7 +16,7 @@ from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.given import named
 from everstep.keeper.copies import seams_with_copies
-from everstep.keeper.job import job_of, open_together, refuse_unsupported
+from everstep.keeper.job import job_of, open_together
 from everstep.keeper.joint import Joint
 from everstep.keeper.lifetime import (
     AtExit,
@@ -147,10 +147,10 @@ class Checkpointer:
         wanted = Preemption.parse(preempt)
         self._preempting = Preempting(wanted, self._seams.clock, asks_ranks())
         named, peers = split_peers(tiers, self._options.method.tiers)
-        places = validate_tiers(named, keep)
+        places = validate_tiers(named, keep, peers, logs=self._options.logs)
         job = job_of(self._seams, progress_timeout_s)
-        refuse_unsupported(job, self._options, places)
-        self._info, open_run = open_together(job, self._seams, self._run, places, peers)
+        chosen = self._options, self._seams, self._run
+        self._info, open_run = open_together(job, *chosen, places, peers)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._live_key = (self._run, self._info.rank)
         close_earlier(_live.get(self._live_key), self._run)
@@ -166,9 +166,7 @@ class Checkpointer:
         self._watched = Watched(self._state, parts)
         self._watched.watch(self._consumed)
         self._keeper: Keeper | None = None
-        self._timeline = 0
-        self._exact = True
-        self._step = 0
+        self._timeline, self._exact, self._step = 0, True, 0
         self._overwritten = Overwritten()
         about = self._run, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
@@ -210,9 +208,9 @@ class Checkpointer:
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._cadence.began(resumed, again=self._timeline > 0)
-        self._start_timeline(resumed.timeline, resumed.exact, verified)
-        self._base_due = only_in_memory  # what could not be written is on no disk yet
         survey = None if self._recorder is None else self._state.survey()
+        self._start_timeline(resumed.timeline, resumed.exact, verified, survey)
+        self._base_due = only_in_memory  # what could not be written is on no disk yet
         if self._recorder is not None:
             self._recorder.restored(None if resumed.base is None else resumed.base.step, survey)
         self._watched.marked(survey)
@@ -474,17 +472,19 @@ class Checkpointer:
             self._take_over()
             self._base_due = self._info.world == 1
 
-    def _start_timeline(self, timeline: int, exact: bool, verified: BaseId | None = None) -> None:
+    def _start_timeline(
+        self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
+    ) -> None:
         self._timeline, self._exact = timeline, exact
         self._joint.began(self._step)
         self._keepers.serve(timeline, verified, self._starts.seat)
-        self._take_over()
+        self._take_over(seen)
 
-    def _take_over(self) -> None:
+    def _take_over(self, seen: Survey | None = None) -> None:
         """A keeper has come into service."""
         keeper = self._keepers.current
         assert keeper is not None
-        self._parts.start(keeper, self._timeline, self._exact, self._step)
+        self._parts.start(keeper, self._timeline, self._exact, self._step, seen)
         self._keeper = keeper  # last: what an interrupt leaves half done is done again
         self._at_exit.watch(self._saver, keeper, stay=self._keeper_stays)
 

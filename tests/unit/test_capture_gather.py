@@ -8,7 +8,7 @@ import torch
 
 from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import plan_batches, run_batch
-from everstep.capture.gather import Gather
+from everstep.seams.gather import Gather
 from everstep.state.layout import plan_shards
 from everstep.state.tensors import stored_form
 

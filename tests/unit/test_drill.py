@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -785,6 +786,28 @@ def test_a_ratio_that_there_is_none_of_is_not_met() -> None:
     found = report(outcome(arm="gemini"), plan=plan)
     assert not found.met
     assert "ratio node: asked 1: NOT MET, there is none" in shown(found)
+
+
+def test_an_arm_that_says_it_is_not_exact_may_be_near() -> None:
+    """It does not make a drill fail; one that claims to be exact, and is not, does."""
+    near = replace(WRONG, arm="everstep_lossy", exact=False, losses=(2.5, 2.625))
+    plan = drill_plan(kills="node", arms="gemini,everstep,everstep_lossy", check="node=3")
+    gemini, ours = outcome(arm="gemini", detect_s=0.0, restore_s=6.0, recovered=25), near
+    ours = replace(ours, detect_s=0.0, restore_s=1.5, reached=25, recovered=25)
+    whole = outcome(arm="everstep", detect_s=0.0, restore_s=3.0, recovered=25)
+    found = report(gemini, whole, ours, plan=plan)
+    assert found.same
+    assert found.met, "one of two arms of ours is three times as fast"
+    assert [(one.ours, one.times, one.met) for one in found.ratios] == [
+        ("everstep", 2.0, False),
+        ("everstep_lossy", 4.0, True),
+    ]
+    text = " ".join(shown(found).split())
+    assert (
+        "NEAR: everstep_lossy, node, as it says itself: loss at the end 2.6250, undi" in text
+    )
+    assert "IDENTICAL: 2 recoveries" in text
+    assert not report(replace(near, exact=True)).same
 
 
 def test_what_links_mean_is_said_in_steps() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -14,15 +16,15 @@ from torch import nn
 
 import everstep
 from everstep import checkpointer
-from everstep.errors import DamageError, FormatError
+from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
-from everstep.recover import log_post, ranklog
+from everstep.recover import log_post, ranklog, together
 from everstep.recover.log_post import from_bytes, to_bytes
 from everstep.recover.redo import update_of
 from everstep.recover.segments import read_segment, scan_log
-from everstep.seams import PosixFileSystem, Seams
+from everstep.seams import PosixFileSystem, ReadFile, Seams
 from everstep.state import common
 from everstep.state.image import State
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
@@ -30,6 +32,7 @@ from everstep.state.log_parts import left_to_others_bytes, log_parts
 from everstep.state.ranks import RankInfo
 from tests.unit.test_log_together import ON_DISK, segment
 from tests.unit.together import on_all, rank_seams
+from tests.unit.world import HookedFileSystem
 
 FS = PosixFileSystem()
 WIDTHS = (8, 8, 8, 4)
@@ -90,9 +93,11 @@ def trained(steps: int) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def replicas(*paths: Path, **options: Any) -> Iterator[list[Replica]]:
+def replicas(
+    *paths: Path, seams: list[Seams] | None = None, **options: Any
+) -> Iterator[list[Replica]]:
     world = len(paths)
-    seams: list[Seams] = rank_seams(world)
+    seams = seams or rank_seams(world)
     about = {**ON_DISK, "keeper": everstep.KeeperOptions(process=False), **options}
     about.setdefault("progress_timeout_s", 20.0)
 
@@ -257,6 +262,57 @@ def test_parts_come_in_pieces_and_a_few_steps_at_a_time(
     paths = folders(tmp_path, shared=False)
     until(paths, 7)
     resumed(paths, 7, 3)
+
+
+class OpenLog(HookedFileSystem):
+    """Knows which files of the log are open for reading, and how many have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_paths: list[PurePath] = []
+        self.opened = 0
+
+    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        file = super().open(path, direct=direct)
+        if "log" not in path.parts:
+            return file
+        self.open_paths.append(path)
+        self.opened += 1
+        return _OpenFile(file, lambda: self.open_paths.remove(path))
+
+
+class _OpenFile:
+    def __init__(self, file: ReadFile, on_close: Callable[[], None]) -> None:
+        self._file, self._on_close = file, on_close
+        self.size_bytes, self.read_into = file.size_bytes, file.read_into
+
+    def close(self) -> None:
+        self._file.close()
+        self._on_close()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["all resume", "a rank fails behind it"])
+def test_what_was_read_for_other_ranks_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    paths = folders(tmp_path, shared=False)
+    until(paths, 7)
+    there = [OpenLog(), OpenLog()]
+    seams = [replace(one, filesystem=fs) for one, fs in zip(rank_seams(2), there, strict=True)]
+    with replicas(*paths, seams=seams) as ranks:
+        if fails:
+            monkeypatch.setattr(together, "open_on_disk", refuse)
+            with pytest.raises(EverstepError):
+                resume(ranks)
+        else:
+            resume(ranks)
+        assert all(fs.opened > 2 for fs in there), "its own, and for the other one"
+        assert [fs.open_paths for fs in there] == [[], []]
+        die(ranks)
+
+
+def refuse(*args: object) -> bool:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_another_number_of_ranks_goes_on_from_the_base(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from everstep.commit.offers import all_ranks
 from everstep.errors import (
     DeadlineError,
     FencedError,
+    KeeperError,
     OptionError,
     RecoveryError,
     StateError,
     StorageError,
 )
+from everstep.keeper.job import Job
 from everstep.recover import together
 from everstep.recover.ranks import open_on_disk
 from everstep.recover.scan import scan_run
@@ -305,6 +308,59 @@ def test_a_rank_that_fails_says_why_to_all_others(
     for error in found.values():
         assert isinstance(error, RecoveryError)
         assert error.message == f"rank {bad} could not resume: {why.message}"
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("begin", ["resume", "first step"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (lambda ckpt: ckpt._keepers, "open"),
+        (lambda ckpt: ckpt._keepers, "left_behind"),
+        (lambda ckpt: ckpt._keepers, "listen"),
+        (lambda ckpt: ckpt._starts._job, "_open_mailbox"),
+        (lambda ckpt: ckpt._state, "is_shared"),
+    ],
+    ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
+)
+def test_a_rank_that_fails_before_they_meet_says_why_to_all_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Callable[[Any], object],
+    name: str,
+    begin: str,
+    bad: int,
+) -> None:
+    path, found = tmp_path / "run", dict[int, Exception]()
+
+    def fails(*args: object, **options: object) -> None:
+        raise KeeperError("no space is left")
+
+    def begins(one: RankTraining) -> None:
+        with pytest.raises(everstep.EverstepError) as caught:
+            one.ckpt.resume() if begin == "resume" else one.train(1)
+        found[one.rank] = caught.value
+
+    with trainings(path, path, path) as ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner(ranks[bad].ckpt), name, fails)
+            on_all(*(lambda one=one: begins(one) for one in ranks))  # type: ignore[misc]
+        assert isinstance(found.pop(bad), KeeperError)
+        for error in found.values():
+            assert isinstance(error, RecoveryError)
+            assert error.message == f"rank {bad} could not resume: no space is left"
+        assert [one.step for one in resume(ranks)] == [0, 0, 0], "the next try finds all of them"
+
+
+def test_what_fails_here_is_not_hidden_by_others_who_do_not_come() -> None:
+    class Alone:
+        rank, world, host = 0, 2, "127.0.0.1"
+
+        def exchange(self, what: str, data: bytes) -> list[bytes]:
+            raise DeadlineError(f"not all ranks {what}")
+
+    with pytest.raises(KeeperError, match="no space"), Job(Alone(), 1.0).telling():
+        raise KeeperError("no space is left")
 
 
 def test_the_last_answer_of_a_start_gets_to_rank_0(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from everstep.capture.gather import Gather
+from everstep.seams.gather import Gather
 from everstep.state.layout import ShardLayout
 from everstep.state.tensors import byte_view, host_bytes
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from everstep.capture.gather import Gather
 from everstep.errors import FormatError
+from everstep.seams.gather import Gather
 from everstep.seams.memory import memory_at
 from everstep.state.log import SPOT
 from everstep.state.survey import same_objects

@@ -19,6 +19,7 @@ __all__ = [
     "Reach",
     "common_reach",
     "log_path",
+    "needed_by",
     "reach_of",
     "runs_of",
     "timeline_of",
@@ -218,6 +219,16 @@ def common_reach(
         base.step + max(map(len, chains)),
         min(range(len(chains)), key=lambda rank: len(chains[rank])),
     )
+
+
+def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
+    """Whether a base that is kept may be brought further by a segment.
+
+    Args:
+        segment: timeline, and its steps ``(after, last]``.
+    """
+    timeline, _, last = segment
+    return any(base.step < last and base.timeline <= timeline for base in bases)
 
 
 def timeline_of(step: int, path: Path) -> int | None:

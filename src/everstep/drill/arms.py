@@ -25,7 +25,7 @@ from typing import Any, Literal
 from everstep.errors import OptionError
 from everstep.given import one_of
 
-__all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "Arm", "parse_arms"]
+__all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "OURS", "Arm", "parse_arms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Arm:
         tiers: of the Checkpointer; ``{durable}`` stands for the durable tier, and each host is
             another node to ``"peer"``.
         log: arguments of ``LogOptions``.
+        lossy: how the log goes to peers and to the durable tier: an argument ``log_steps`` of
+            ``TierOptions``, with lossy gradients in both; None: to peers as it is, to no tier.
         at_once: what goes to peers is sent as fast as the link goes where links have rates to
             scale, and not in four fifths of the interval; GEMINI always does.
         words: what it is, for people.
@@ -51,6 +53,7 @@ class Arm:
     folder: Literal["shared", "own"] = "shared"
     tiers: tuple[str, ...] = ()
     log: Mapping[str, Any] = field(default_factory=dict)
+    lossy: int | None = None
     at_once: bool = False
 
     @property
@@ -87,12 +90,24 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             log={"to": "disk", "batch_steps": 1},
             at_once=True,
         ),
+        "everstep_lossy": Arm(
+            "logged",
+            "every step logged in the hosts' memory; peers and the durable tier get the log with "
+            "lossy gradients, as TierCheck's: from these a run goes on near where it was",
+            folder="own",
+            tiers=("peer", "{durable}/copies"),
+            lossy=2,
+            at_once=True,
+        ),
     }
 )
 """The arms by name."""
 
+OURS = ("everstep", "everstep_lossy")
+"""Arms that are compared with others."""
+
 OTHERS = ("gemini", "checkfreq", "datastates")
-"""Arms that ``everstep`` is compared with (TierCheck, section 5.1)."""
+"""These (TierCheck, section 5.1)."""
 
 DEFAULT_ARMS = tuple(ARMS)
 

@@ -11,7 +11,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -34,7 +34,7 @@ from everstep.bench.workloads import (
 from everstep.errors import EverstepError, OptionError, UnavailableError
 from everstep.options import LogOptions
 from everstep.seams.processes import PidWatch
-from everstep.tiers.options import PeerOptions
+from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["main", "trained"]
 
@@ -134,7 +134,7 @@ def _checkpointer(
                 process=arm["keeper"] == "process", threads=_KEEPER_THREADS, linger_s=_LINGER_S
             ),
             log=LogOptions(**arm["log"]) if arm["log"] else None,
-            tiers=[_place(tier, rank, arm["peer_bytes_per_s"]) for tier in arm["tiers"]],
+            tiers=[_place(tier, rank, arm) for tier in arm["tiers"]],
             progress_timeout_s=order["timeout_s"],
         )
     except (OptionError, UnavailableError) as error:
@@ -144,11 +144,16 @@ def _checkpointer(
         yield made
 
 
-def _place(tier: str, rank: int, bytes_per_s: float | None) -> Any:
+def _place(tier: str, rank: int, arm: Mapping[str, Any]) -> Any:
     """A tier as the Checkpointer takes it: to peers, each host of a drill is a node."""
+    lossy: int | None = arm["lossy"]
     if tier != "peer":
-        return tier
-    return PeerOptions(bytes_per_s=bytes_per_s, emulated_node=f"host {rank}")
+        return tier if lossy is None else TierOptions(tier, log="adaptive", log_steps=lossy)
+    return PeerOptions(
+        bytes_per_s=arm["peer_bytes_per_s"],
+        emulated_node=f"host {rank}",
+        log="whole" if lossy is None else "adaptive",
+    )
 
 
 def _train(

@@ -68,6 +68,7 @@ def order_of(
             "method": arm.method,
             "keeper": "process" if hosts.store is not None else arm.keeper,  # it makes the copies
             "log": dict(arm.log),
+            "lossy": arm.lossy,
             "tiers": [tier.replace("{durable}", durable) for tier in tiers],
             "peer_bytes_per_s": (
                 plan.link_bits_per_s / 8 if arm.at_once and hosts.store is not None else None

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.bench.demo.verdict import Difference
-from everstep.drill.arms import OTHERS
+from everstep.drill.arms import OTHERS, OURS
 from everstep.drill.plan import DrillPlan, Kill
 
 __all__ = ["DrillReport", "Outcome", "Ratio"]
-
-_OURS = "everstep"
 
 _DIFFERENCES_KEPT = 50
 
@@ -47,6 +45,7 @@ class Outcome:
         evidence: of the claim, of rank 0.
         skipped: bases that were passed over.
         differences: from the run that nobody disturbed.
+        losses: at the end, the mean of all ranks: of the undisturbed run, and of this one.
     """
 
     arm: str
@@ -66,6 +65,7 @@ class Outcome:
     evidence: str = ""
     skipped: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
+    losses: tuple[float, float] = (0.0, 0.0)
 
     @property
     def ran(self) -> bool:
@@ -76,6 +76,11 @@ class Outcome:
     def same(self) -> bool:
         """Whether every rank ended with the bits of the run that nobody disturbed."""
         return self.ran and not self.differences
+
+    @property
+    def as_claimed(self) -> bool:
+        """Whether it is the same, or has said that it is not."""
+        return self.same or (self.ran and not self.exact)
 
     @property
     def lost(self) -> int:
@@ -128,6 +133,8 @@ class Outcome:
             "evidence": self.evidence,
             "skipped": list(self.skipped),
             "same": self.same,
+            "loss_undisturbed": self.losses[0],
+            "loss": self.losses[1],
             "differences": [
                 {"witness": item.witness, "name": item.name, "detail": item.detail}
                 for item in self.differences[:_DIFFERENCES_KEPT]
@@ -137,15 +144,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster ``everstep`` recovered from a kill than the best other arm.
+    """How many times faster one of our arms recovered from a kill than the best other arm.
 
     Attributes:
-        best: that arm.
-        best_s, ours_s: what it cost them, and ``everstep``: rollback and re-run.
+        ours, best: these arms.
+        best_s, ours_s: what it cost them: rollback and re-run.
         asked: how many times it has to be; None: nothing is asked.
     """
 
     kill: Kill
+    ours: str
     best: str
     best_s: float
     ours_s: float
@@ -165,9 +173,10 @@ class Ratio:
         """As plain data."""
         return {
             "kill": self.kill,
+            "ours": self.ours,
             "best_other": self.best,
             "best_other_s": self.best_s,
-            "everstep_s": self.ours_s,
+            "ours_s": self.ours_s,
             "times": self.times,
             "asked": self.asked,
             "met": self.met,
@@ -202,26 +211,29 @@ class DrillReport:
 
     @property
     def same(self) -> bool:
-        """Whether all that ran ended with the same bits."""
-        return all(outcome.same for outcome in self.outcomes if outcome.ran)
+        """Whether all that ran ended with the same bits, but those that say that they do not."""
+        return all(outcome.as_claimed for outcome in self.outcomes if outcome.ran)
 
     @property
     def ratios(self) -> tuple[Ratio, ...]:
-        """For each kill that ``everstep`` and another of TierCheck's systems have gone through."""
+        """For each kill that arms of ours and others of TierCheck's systems have gone through."""
         found = []
         for kill in self.plan.kills:
             here = {one.arm: one for one in self.outcomes if one.kill == kill and one.ran}
             others = [here[name] for name in OTHERS if name in here]
-            if _OURS not in here or not others:
+            if not others:
                 continue
             best = min(others, key=lambda one: one.total_s)
             asked = self.plan.checks.get(kill)
-            found.append(Ratio(kill, best.arm, best.total_s, here[_OURS].total_s, asked))
+            for name in OURS:
+                if name in here:
+                    about = kill, name, best.arm, best.total_s, here[name].total_s
+                    found.append(Ratio(*about, asked))
         return tuple(found)
 
     @property
     def met(self) -> bool:
-        """Whether all ratios that are asked for are there, and as large."""
+        """Whether for each kill that is asked for an arm of ours is as much faster."""
         found = {ratio.kill for ratio in self.ratios if ratio.met}
         return set(self.plan.checks) <= found
 

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from everstep.bench.demo.verdict import Difference, compare_fingerprints, compare_losses
@@ -94,9 +95,13 @@ class Drill:
             again.follow(lambda: again.all_found("finished"))
         finally:
             again.end()
-        differences = compare(plan, alone, (first, again), plan.end_step(arm))
+        end = plan.end_step(arm)
+        differences = compare(plan, alone, (first, again), end)
         outcome = _outcome(arm, kill, dead, first, again, detect_s, differences)
+        outcome = replace(outcome, losses=(_loss(plan, alone, end), _loss(plan, again, end)))
         said = "the same bits" if outcome.same else f"{len(outcome.differences)} DIFFERENCES"
+        if not (outcome.same or outcome.exact):
+            said = "near it, as it says itself"
         self._display.event(
             f"{arm}, {kill}: back at step {outcome.recovered} from {outcome.from_words}; at the "
             f"end {said}"
@@ -236,6 +241,17 @@ def compare(
         ]
         found += [Difference(one.witness, f"rank {rank}: {one.name}", one.detail) for one in here]
     return tuple(found)
+
+
+def _loss(plan: DrillPlan, start: Start, step: int) -> float:
+    """The mean of all ranks in a step."""
+    found = [
+        float.fromhex(loss)
+        for rank in range(plan.hosts)
+        for number, loss in start.losses(rank)
+        if number == step
+    ]
+    return statistics.fmean(found) if found else float("nan")
 
 
 def _description(start: Start, rank: int, step: int) -> dict[str, str]:

@@ -149,7 +149,7 @@ def _table(rows: list[Outcome]) -> Table:
             f"{row.launch_s:.1f}",
             row.from_words,
             "yes" if row.exact else "no",
-            "yes" if row.same else "[bold red]NO[/]",
+            "yes" if row.same else "[bold red]NO[/]" if row.exact else "near",
         )
     return table
 
@@ -195,7 +195,7 @@ def _ratios(report: DrillReport) -> list[str]:
         if ratio.asked is not None:
             asked = f"; asked {ratio.asked:g}: {'met' if ratio.met else 'NOT MET'}"
         lines.append(
-            f"ratio {ratio.kill}: best other {ratio.best} {ratio.best_s:.2f} s / everstep "
+            f"ratio {ratio.kill}: best other {ratio.best} {ratio.best_s:.2f} s / {ratio.ours} "
             f"{ratio.ours_s:.2f} s = {ratio.times:.2f}{asked}"
         )
     there = {ratio.kill for ratio in report.ratios}
@@ -211,6 +211,14 @@ def _verdict(report: DrillReport, console: Console) -> None:
     for outcome in report.outcomes:
         if not outcome.ran or outcome.same:
             continue
+        if outcome.as_claimed:
+            undisturbed, here = outcome.losses
+            console.print(
+                f"[bold]NEAR[/]: {outcome.arm}, {outcome.kill}, as it says itself: loss at the end "
+                f"{here:.4f}, undisturbed {undisturbed:.4f}",
+                highlight=False,
+            )
+            continue
         console.print(
             f"[bold red]DIFFERENT[/]: {outcome.arm}, {outcome.kill}: {len(outcome.differences)} "
             "differences (undisturbed != recovered)"
@@ -222,7 +230,7 @@ def _verdict(report: DrillReport, console: Console) -> None:
     if not report.ran:
         console.print("[bold]NOTHING RAN[/]: every arm was refused")
     elif report.same:
-        count = sum(outcome.ran for outcome in report.outcomes)
+        count = sum(outcome.same for outcome in report.outcomes)
         console.print(
             f"[bold green]IDENTICAL[/]: {count} recoveries, and every rank of each ended in the "
             "bits of the run that nobody disturbed"

@@ -193,6 +193,11 @@ class SegmentBody:
         """A copy of an entry."""
         return bytes(self._sources[name])
 
+    @property
+    def parts(self) -> list[memoryview]:
+        """All of it, piece by piece, as it lies in the file."""
+        return [self._sources[place.entry.name] for place in self._placed]
+
     def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
         """See :class:`everstep.state.body.Body`."""
         for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.nbytes):

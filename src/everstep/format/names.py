@@ -43,6 +43,7 @@ CONDEMNED = "manifest.condemned"
 DELETING = "manifest.deleting"
 BASE_DIR = "base"
 LOG_DIR = "log"
+LOSSY_DIR = "lossy"
 SLOTS_DIR = "slots"
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -63,9 +64,17 @@ def base_dir(run: PurePath, timeline: int, step: int) -> PurePath:
     return timeline_dir(run, timeline) / BASE_DIR / f"{step:012d}"
 
 
-def segment_dir(run: PurePath, timeline: int, after: int, last: int) -> PurePath:
-    """``RUN/timeline-00002/log/000000001200-000000001205``: steps (1200, 1205]"""
-    return timeline_dir(run, timeline) / LOG_DIR / f"{after:012d}-{last:012d}"
+def segment_dir(
+    run: PurePath, timeline: int, after: int, last: int, *, lossy: bool = False
+) -> PurePath:
+    """``RUN/timeline-00002/log/000000001200-000000001205``: steps (1200, 1205]
+
+    Args:
+        lossy: of approximate gradients, which lie under ``lossy`` instead: so that nobody who does
+            not know of them takes them for what training has consumed.
+    """
+    kind = LOSSY_DIR if lossy else LOG_DIR
+    return timeline_dir(run, timeline) / kind / f"{after:012d}-{last:012d}"
 
 
 def shard_name(rank: int, part: int = 0) -> str:

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.errors import DamageError, FormatError, NewerFormatError
+from everstep.format.canonical import canonical, rows_of
 from everstep.format.digests import DIGEST_CHARS, digest
 from everstep.format.names import FORMAT_VERSION, parse_shard
 
@@ -313,12 +314,9 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
 
 
 def _encode(kind: str, fields: Mapping[str, Any]) -> bytes:
-    body = {"kind": kind, **fields}
-    return _canonical({**body, "digest": digest(_canonical(body))})
-
-
-def _canonical(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, indent=1, allow_nan=False).encode("ascii") + b"\n"
+    rows = rows_of({"kind": kind, **fields})
+    rows |= rows_of({"digest": digest(canonical(rows))})
+    return canonical(rows)
 
 
 def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:
@@ -335,8 +333,10 @@ def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:
         raise FormatError(f"{path}: no format version")
     claimed = found.pop("digest", None)
     try:
-        genuine = digest(_canonical(found)) == claimed
-        genuine = genuine and _canonical({**found, "digest": claimed}) == data
+        rows = rows_of(found)
+        genuine = digest(canonical(rows)) == claimed
+        rows |= rows_of({"digest": claimed})
+        genuine = genuine and canonical(rows) == data
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not a record: {error}") from error
     if not genuine:

@@ -69,14 +69,30 @@ def bounds_of(
     return Bounds(host_bytes, peer_bytes, base_bytes, beside, disk_bytes, copies)
 
 
-def copies_announcement(bounds: Bounds, places: Sequence[TierOptions], world: int) -> str:
-    """The line printed at start about copies: how many where, and what they take."""
+def copies_announcement(
+    bounds: Bounds, places: Sequence[TierOptions], world: int, gradients_bytes: int
+) -> str:
+    """The line printed at start about copies: how many where, and what they take.
+
+    Args:
+        gradients_bytes: that the log of this rank takes in each step.
+    """
     said = [
         f"{place.where}: keep {place.keep}, up to {decimal(size_bytes)}"
+        f"{_log_announcement(place, gradients_bytes)}"
         for place, (_, size_bytes) in zip(places, bounds.copies, strict=True)
     ]
     of = "" if world == 1 else " of this rank"
     return f"copies{of} in {'; in '.join(said)}"
+
+
+def _log_announcement(place: TierOptions, gradients_bytes: int) -> str:
+    if place.log == "none":
+        return ""
+    size_bytes, how = gradients_bytes, "whole"
+    if place.log == "adaptive":  # of a large gradient: float16 values and int32 indices, of four
+        how, size_bytes = "lossy", round(gradients_bytes * place.log_ratio * 6 / 4)
+    return f", and the log behind them, {how}, about {decimal(size_bytes)} in each step"
 
 
 def _base_bytes(shape: Shape, ranks: RankInfo) -> int:

@@ -153,6 +153,8 @@ class Duties:
                 timeout_s=self.timeout_s,
                 seat=seat,
                 commits=self.keeper.commits,
+                log=self.logs.current,
+                identity=identity_from_wire(message["identity"]),
             )
             self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
         self.auditor = None
@@ -341,6 +343,8 @@ class Duties:
     def lose(self, trainer: Attached) -> None:
         """The training process is gone: what it has not captured whole is dropped."""
         self.replicas.lose()
+        if self.mirrors is not None and not trainer.said_bye:
+            self.mirrors.lost()
         for capture in list(trainer.captures.values()):
             there = capture.incoming.complete or capture.assembling
             if not there and self.keeper is not None:
@@ -352,17 +356,13 @@ class Duties:
     def stats(self) -> dict[str, Any]:
         """What was done so far, as messages hold it."""
         assert self.keeper is not None
-        self.keeper.stats.cpu_s = time.process_time()
-        self.keeper.stats.log_bytes = self.logs.written_bytes
+        stats = self.keeper.stats
+        stats.cpu_s, stats.log_bytes = time.process_time(), self.logs.written_bytes
         if self.mirrors is not None:
-            self.keeper.stats.copied, self.keeper.stats.copied_bytes = self.mirrors.copied
-        sent = self.peers.stats
-        self.keeper.stats.peered, self.keeper.stats.peered_bytes = sent.sent, sent.sent_bytes
-        self.keeper.stats.peers_passed_over = sent.passed_over
-        logged = self.peers.log_stats
-        self.keeper.stats.peered_steps, self.keeper.stats.peer_missed = logged.steps, logged.missed
+            self.mirrors.add_to(stats)
+        self.peers.add_to(stats)
         return {
-            "stats": dataclasses.asdict(self.keeper.stats),
+            "stats": dataclasses.asdict(stats),
             "timeline": self.timeline,
             "replica": self.replicas.progress,
         }

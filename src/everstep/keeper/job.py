@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -15,8 +15,10 @@ from typing import Any
 import msgpack
 
 from everstep.commit.cluster import COORDINATOR
+from everstep.commit.messages import StartFailed
 from everstep.commit.offers import Choice, Offer
 from everstep.errors import (
+    DeadlineError,
     EverstepError,
     ForeignDirectoryError,
     OptionError,
@@ -29,11 +31,13 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.copies import open_places
 from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
-from everstep.options import History, Options
+from everstep.keeper.unsupported import refuse_unsupported
+from everstep.options import Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.loading import loader, needs_here
 from everstep.recover.node_reads import NodeStart, memory_name
+from everstep.recover.others import failed_there, in_words
 from everstep.recover.peer_copy import PeerCopy
 from everstep.recover.peers import Brought, Fetched, fetch_from_peers
 from everstep.recover.rank_copies import Copies
@@ -47,13 +51,12 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job
 from everstep.seams.machine import on_own_device
 from everstep.seams.peers import PeerMailbox
-from everstep.seams.processes import configured_cores
 from everstep.state.image import State
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 
-__all__ = ["Job", "Listen", "job_of", "open_together", "refuse_unsupported"]
+__all__ = ["Job", "Listen", "job_of", "open_together"]
 
 Listen = Callable[[str], tuple[str, int]]
 """Opens the mailbox of this rank's keeper at a host; returns its address."""
@@ -155,6 +158,7 @@ class Job:
 
         Raises:
             RecoveryError, MismatchError, DeadlineError
+            KeeperError: no mailbox can be opened.
         """
         load = loader(
             state,
@@ -200,26 +204,27 @@ class Job:
             if load is None
             else f"call resume({'' if step is None else step})"
         )
-        try:
-            mailbox = PeerMailbox(self._group.host)
-        except OSError as error:
-            raise no_mailbox(self._group.host, 0, error) from error
-        name = uuid.uuid4().hex
-        about = self.info.rank, self._memories, seams.clock
-        node = NodeStart(*about, local=self._is_local(run), timeout_s=self._timeout_s)
-        try:
-            mine = {
-                "name": name,
-                "window": None if load is None else node.offer(name),
-                "pid": os.getpid(),
-                "what": what,
-                "trainer": mailbox.address,
-                "keeper": listen(self._group.host),
-                "shared": state.is_shared(),
-                "fingerprint": fingerprint(),
-                "error": None,
-            }
+        with contextlib.ExitStack() as opened:
+            with self.telling():
+                mailbox = self._open_mailbox()
+                opened.callback(mailbox.close)
+                name = uuid.uuid4().hex
+                about = self.info.rank, self._memories, seams.clock
+                node = NodeStart(*about, local=self._is_local(run), timeout_s=self._timeout_s)
+                opened.callback(node.close)
+                mine = {
+                    "name": name,
+                    "window": None if load is None else node.offer(name),
+                    "pid": os.getpid(),
+                    "what": what,
+                    "trainer": mailbox.address,
+                    "keeper": listen(self._group.host),
+                    "shared": state.is_shared(),
+                    "fingerprint": fingerprint(),
+                    "error": None,
+                }
             found = self._say(what, mine)
+            self._refuse_failed(found, run)
             self._refuse_different(found)
             session = found[0]["name"]
             mailbox.open(session, self.info.rank, [_address(said["trainer"]) for said in found])
@@ -252,12 +257,26 @@ class Job:
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             reads = self._all_reads(resumed)
-        finally:
-            node.close()
-            mailbox.close()
         keepers = tuple(_address(said["keeper"]) for said in found)
         self.seat = self._seat(session, keepers, choice)
         return replace(resumed, reads=reads)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around what a rank does before it meets the others at a start: if it fails, they are
+        told why, and do not wait for it."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(DeadlineError):  # of the two, what has failed here says more
+                self._say("start together", {"error": in_words(error)})
+            raise
+
+    def _open_mailbox(self) -> PeerMailbox:
+        try:
+            return PeerMailbox(self._group.host)
+        except OSError as error:
+            raise no_mailbox(self._group.host, 0, error) from error
 
     def _is_local(self, run: PurePath) -> bool:
         """Whether the run folder is on a disk of this node, and not on a network's."""
@@ -374,6 +393,11 @@ class Job:
                     hint="look at what that rank prints",
                 )
 
+    def _refuse_failed(self, found: Sequence[dict[str, Any]], run: PurePath) -> None:
+        for rank, said in enumerate(found):
+            if said["error"] is not None:
+                raise failed_there(StartFailed(rank, said["error"]), self.info.rank, run)
+
     def _refuse_different(self, found: Sequence[dict[str, Any]]) -> None:
         if len({said["what"] for said in found}) > 1:
             calls = "; ".join(f"rank {rank}: {said['what']}" for rank, said in enumerate(found))
@@ -405,56 +429,9 @@ def _same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str 
     return run if run is not None else copied
 
 
-def refuse_unsupported(job: Job | None, options: Options, tiers: Sequence[TierOptions]) -> None:
-    """Raises:
-    OptionError: for what this machine has not, or what several ranks cannot do together.
-    """
-    cores = options.keeper.cores
-    if cores is not None and min(cores) >= configured_cores():
-        raise OptionError(
-            f"KeeperOptions.cores={cores!r}: this machine has none of them, its cores are 0 to "
-            f"{configured_cores() - 1}",
-            hint="cores=None: wherever the training process may run",
-        )
-    if job is None:
-        return
-    every, method = options.every, options.method
-    why, hint = "", 'method="lazy", every=100 (steps)'
-    if method.base not in ("sync", "async", "lazy"):
-        why = f"base={method.base!r} is for one rank; with several: 'sync', 'async' or 'lazy'"
-    elif options.logs and (why_not := _why_no_log(options)):
-        why, hint = why_not, 'method="logged", with log=LogOptions(to=, batch_steps=, lag_steps=)'
-    elif every.auto or every.seconds is not None:
-        why = "every= must be a number of steps: ranks would not agree on when a time is over"
-        hint = "every=100 (steps)"
-    elif any((tier.objects_per_hour or job.info.world) < job.info.world for tier in tiers):
-        why = "TierOptions.objects_per_hour is shared by all ranks, and is less than one for each"
-        hint = f"TierOptions(objects_per_hour={job.info.world}) or more"
-    if why:
-        raise OptionError(
-            f"this job has {job.info.world} ranks: {why}",
-            rank=job.info.rank,
-            hint=hint,
-        )
-
-
-def _why_no_log(options: Options) -> str:
-    """Why several ranks cannot have this gradient log; "" if they can."""
-    if options.has_replica:
-        return "apply='replica' is for one rank; with several: apply='recovery'"
-    if options.method.log != "dense":
-        return f"log={options.method.log!r} is for one rank; with several: log='dense' or 'none'"
-    if options.log.watch:
-        return "LogOptions(watch=True) is for one rank: others may not see what it sees"
-    if options.log.audit:
-        return "LogOptions(audit=True) is for one rank: an audit reads whole bases"
-    if History.parse(options.log.history).is_more:
-        return "LogOptions(history=) is for one rank; with several: history='last'"
-    return ""
-
-
 def open_together(
     job: Job | None,
+    options: Options,
     seams: Seams,
     run: PurePath,
     tiers: Sequence[TierOptions] = (),
@@ -468,8 +445,10 @@ def open_together(
         peers: what was said of the memory of other nodes.
 
     Raises:
+        OptionError: of :func:`refuse_unsupported`.
         StorageError, OptionError, RecoveryError, DeadlineError: of :meth:`Job.open_run`.
     """
+    refuse_unsupported(ONE_RANK if job is None else job.info, options, tiers)
     if job is None:
         refuse_lonely(peers)
         return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""

@@ -33,7 +33,7 @@ from everstep.seams.peers import HeldPort, PeerMailbox
 from everstep.seams.processes import available_cores
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
-from everstep.tiers.options import TierOptions
+from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Keepers", "let_go"]
 
@@ -135,14 +135,13 @@ class Keepers:
         self._tiers = [dataclasses.asdict(tier.of_rank(self._info.world)) for tier in tiers]
 
     def send_to_peer(
-        self, bound_bytes: int, bytes_per_s: float | None, log_bytes: int | None = None
+        self, bound_bytes: int, peers: PeerOptions, log_bytes: int | None = None
     ) -> None:
         """From the next keeper on, bases are sent to the memory of another node, and the log.
 
         Args:
             bound_bytes: of the copies that are held here for other ranks.
-            log_bytes: of these, for their logs; None: no rank has a log.
-            bytes_per_s: see :class:`everstep.tiers.options.PeerOptions`.
+            log_bytes: of these, for their logs; None: no rank has a log that is sent.
 
         Raises:
             OptionError: there is no process to send and to hold them.
@@ -156,7 +155,8 @@ class Keepers:
             "bound_bytes": bound_bytes - (log_bytes or 0),
             "log_bytes": log_bytes or 0,
             "sends_log": log_bytes is not None,
-            "bytes_per_s": bytes_per_s,
+            "log_ratio": peers.log_ratio if peers.log == "adaptive" else None,
+            "bytes_per_s": peers.bytes_per_s,
             "holds": self._options.method.in_memory,
         }
 
@@ -267,6 +267,7 @@ class Keepers:
         if self._remote is not None:
             if not self._options.logs:  # else a log may still need it
                 self._remote.forget_all()
+            self._remote.copies["identity"] = identity_to_wire(self._identity(timeline))
             self._remote.serve(
                 timeline,
                 keep=self._options.keep,
@@ -323,7 +324,6 @@ class Keepers:
         if not self._options.logs or not self._options.log.on_disk:
             return None
         return {
-            "identity": identity_to_wire(self._identity(timeline)),
             "batch_steps": self._options.log.batch_steps,
             "audit": self._options.audits and self._info.world == 1,
         }

@@ -61,6 +61,8 @@ class KeeperStats:
         log_bytes: of the segments of the log that were written.
         cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
         copied, copied_bytes: copies of bases in other tiers.
+        copied_steps, copied_log_bytes, copy_missed: steps of the log that were copied there, as
+            what; steps that will not be.
         peered, peered_bytes: bases that were sent to the memory of another node.
         peers_passed_over: bases that were not, because they came too fast.
         held: bases that live in memory, and were whole there.
@@ -76,6 +78,9 @@ class KeeperStats:
     cpu_s: float = 0.0
     copied: int = 0
     copied_bytes: int = 0
+    copied_steps: int = 0
+    copied_log_bytes: int = 0
+    copy_missed: int = 0
     peered: int = 0
     peered_bytes: int = 0
     peers_passed_over: int = 0

@@ -175,7 +175,7 @@ class LogStore:
         on_disk: told the number up to which records are on disk.
 
     Attributes:
-        on_step: called when a step is whole; in the log's thread.
+        listeners: called when a step is whole; in the log's thread.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class LogStore:
         post: Callable[[EverstepError], None],
         on_disk: Callable[[int], None] = lambda number: None,
     ) -> None:
-        self.on_step: Callable[[], None] = lambda: None
+        self.listeners: list[Callable[[], None]] = []
         self.arena = arena
         self._writer = writer
         self._post = post
@@ -371,7 +371,8 @@ class LogStore:
             found = record_digest(data, item.objects)
             item.record = LogRecord(item.head, item.layout, item.objects, data, found)
             if item.head.kind == "mark":
-                self.on_step()
+                for told in tuple(self.listeners):
+                    told()
             if self._writer is not None and not self._failed and not self._off:
                 self._collect(item)
         except EverstepError as error:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
+from everstep.format.log import LogRecord
 from everstep.keeper.log import LogStore
-from everstep.recover.peer_log import Packed, packed
+from everstep.recover.peer_log import Packed, packed, unpacked
 from everstep.seams.clock import Clock
 
 __all__ = ["LogSender", "LogSenderStats"]
@@ -74,6 +75,7 @@ class LogSender:
         record_of: the record of a timeline, as it is on the disk; None: it cannot be read (yet).
         send: to the keeper of the peer; does not wait.
         complain: told of what fails, and of what kind of trouble it is.
+        shrink: makes a record lossy; None: as it is.
         timeout_s: a peer that says nothing for so long is reported.
 
     Attributes:
@@ -90,11 +92,12 @@ class LogSender:
         send: Callable[[Message], None],
         complain: Callable[[EverstepError, str], None],
         *,
+        shrink: Callable[[LogRecord], LogRecord] | None = None,
         timeout_s: float,
     ) -> None:
         self._rank, self._peer, self._rate, self._clock = rank, peer, bytes_per_s, clock
         self._record_of, self._send, self._complain = record_of, send, complain
-        self._timeout_s = timeout_s
+        self._timeout_s, self._shrink = timeout_s, shrink
         self.stats = LogSenderStats()
         self.on_step: Callable[[int], None] = lambda step: None
         self._log: LogStore | None = None
@@ -184,6 +187,8 @@ class LogSender:
         first, last = records[0].head.step, records[-1].head.step
         try:
             steps = packed(records)
+            if self._shrink is not None:
+                steps = packed([self._shrink(record) for record in unpacked(steps)])
         except (DamageError, FormatError) as error:  # or their memory is being used again
             self._number = upto
             self._miss(first, last, f"they were let go before they could be sent ({error.message})")

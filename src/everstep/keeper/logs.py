@@ -57,7 +57,7 @@ class Logs:
             writer = SegmentWriter(
                 self._filesystem,
                 self._run,
-                identity_from_wire(message["log"]["identity"]),
+                identity_from_wire(message["identity"]),
                 self._ring,
                 batch_steps=message["log"]["batch_steps"],
                 timeout_s=timeout_s,

@@ -10,8 +10,13 @@ from everstep.commit.cluster import COORDINATOR
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import EverstepError
+from everstep.format.header import ShardIdentity
 from everstep.keeper.commits import RankCommits
+from everstep.keeper.local import KeeperStats
+from everstep.keeper.log import LogStore
+from everstep.keeper.log_mirror import LogMirror, shrinking
 from everstep.keeper.mirror import Mirror
+from everstep.keeper.place import CopyPlace
 from everstep.keeper.rank_mirror import Followed, FollowingMirror, LeadingMirror
 from everstep.keeper.seat import Seat
 from everstep.seams import Seams
@@ -30,6 +35,8 @@ class Mirrors:
         post: told of what fails.
         seat: of this rank among several; None: it is alone.
         commits: of the same.
+        log: of this rank.
+        identity: of this rank, in what is copied of the log.
     """
 
     def __init__(
@@ -43,8 +50,11 @@ class Mirrors:
         timeout_s: float,
         seat: Seat | None = None,
         commits: RankCommits | None = None,
+        log: LogStore | None = None,
+        identity: ShardIdentity | None = None,
     ) -> None:
         self._mirrors: list[Mirror] = []
+        self._logs: list[LogMirror] = []
         self._of_ranks: dict[int, Followed] = {}  # by number of the place
         self._commits = commits
         for number, one in enumerate(told):
@@ -55,12 +65,16 @@ class Mirrors:
                 post(error)
                 continue
             about = seams.filesystem, run, timeline, tier, seams.clock, post
+            rate = ObjectRate(options.objects_per_hour, seams.clock)
             settings: dict[str, Any] = {
                 "keep": options.keep or 1,
                 "every_s": options.every_s,
-                "rate": ObjectRate(options.objects_per_hour, seams.clock),
+                "rate": rate,
                 "timeout_s": timeout_s,
             }
+            if options.log != "none" and log is not None and identity is not None:
+                place = CopyPlace(tier, timeline, rate)
+                self._logs.append(_log_mirror(place, options, log, identity, seams, post))
             if seat is None or commits is None:
                 self._mirrors.append(Mirror(*about, **settings))
                 continue
@@ -83,8 +97,13 @@ class Mirrors:
         Args:
             base: which; None: perhaps there is one.
         """
-        for mirror in self._mirrors:
+        for mirror in self._every:
             mirror.base_durable(base)
+
+    def lost(self) -> None:
+        """Training has died: what is left of the log is copied, too."""
+        for log in self._logs:
+            log.flush()
 
     def _heard(self, sender: int, message: CopyMessage) -> None:
         mirror = self._of_ranks.get(message.place)
@@ -100,15 +119,46 @@ class Mirrors:
         """The keeper is about to end; whether a copy is still being made."""
         for mirror in self._mirrors:
             mirror.hurry()
-        return any(mirror.busy for mirror in self._mirrors)
+        return any(mirror.busy for mirror in self._every)
 
     def close(self) -> None:
         """Ends all of them."""
-        for mirror in self._mirrors:
+        for mirror in self._every:
             mirror.close()
 
     @property
-    def copied(self) -> tuple[int, int]:
-        """Copies made, and their bytes."""
-        every = [mirror.stats for mirror in self._mirrors]
-        return sum(one.copied for one in every), sum(one.copied_bytes for one in every)
+    def _every(self) -> list[Mirror | LogMirror]:
+        return [*self._mirrors, *self._logs]
+
+    def add_to(self, stats: KeeperStats) -> None:
+        """Notes what was copied since the timeline began."""
+        bases = [mirror.stats for mirror in self._mirrors]
+        stats.copied = sum(one.copied for one in bases)
+        stats.copied_bytes = sum(one.copied_bytes for one in bases)
+        logs = [log.stats for log in self._logs]
+        stats.copied_steps = sum(one.steps for one in logs)
+        stats.copied_log_bytes = sum(one.copied_bytes for one in logs)
+        stats.copy_missed = sum(one.missed for one in logs)
+
+
+def _log_mirror(
+    place: CopyPlace,
+    options: TierOptions,
+    log: LogStore,
+    identity: ShardIdentity,
+    seams: Seams,
+    post: Callable[[EverstepError], None],
+) -> LogMirror:
+    mirror = LogMirror(
+        place,
+        log,
+        identity,
+        seams.clock,
+        post,
+        batch_steps=options.log_steps,
+        lossy=shrinking(options.log_ratio if options.log == "adaptive" else None),
+        leads=identity.rank == COORDINATOR,
+        objects_per_hour=options.objects_per_hour,
+    )
+    mirror.start()
+    return mirror

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.capture.gather import Gather
 from everstep.capture.lane import Transfer
+from everstep.seams.gather import Gather
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT

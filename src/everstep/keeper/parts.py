@@ -10,6 +10,7 @@ from pathlib import PurePath
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.updates import UpdateHooks
+from everstep.errors import OptionError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.bounds import Bounds, bounds_of, copies_announcement
 from everstep.keeper.budget import (
@@ -47,7 +48,8 @@ from everstep.keeper.standby import (
 from everstep.options import Options
 from everstep.seams import Seams
 from everstep.state.image import State
-from everstep.state.log_parts import left_to_others_bytes
+from everstep.state.log_parts import left_to_others_bytes, recorded_by_several
+from everstep.state.survey import Survey
 from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Parts", "assemble"]
@@ -78,16 +80,19 @@ class Parts:
     cadence: Cadence
     bounds: Bounds
 
-    def start(self, keeper: Keeper, timeline: int, exact: bool, step: int) -> None:
+    def start(
+        self, keeper: Keeper, timeline: int, exact: bool, step: int, seen: Survey | None = None
+    ) -> None:
         """A keeper has come into service.
 
         Args:
             step: that the state is of.
+            seen: the state as it is now, if it has been surveyed.
         """
         pool = self.keepers.pool
         self.saver.start(keeper, pool)
         if self.recorder is not None:
-            self.recorder.start(keeper, pool, timeline, exact, step)
+            self.recorder.start(keeper, pool, timeline, exact, step, seen)
         if self.standby is not None:
             self.standby.start(keeper)
         if self.multistep is not None:
@@ -150,7 +155,7 @@ def assemble(
         host_bytes=arena_bytes + replica_bytes + own_bytes,
         peer_bytes=held_bytes,
     )
-    if options.logs:
+    if options.logs and peers is not None and peers.log != "none":
         peer_log = peer_log_bytes(state.ranks, held_bytes, bounds.base_bytes)
     check_disk_budget(options, run, bounds.base_bytes, beside=bounds.beside)
     run_id = open_run()
@@ -165,13 +170,13 @@ def assemble(
     )
     in_memory = options.method.in_memory
     if peers is not None or in_memory:
-        pace = None if peers is None else peers.bytes_per_s
-        keepers.send_to_peer(own_bytes + held_bytes, pace, peer_log)
+        keepers.send_to_peer(own_bytes + held_bytes, peers or PeerOptions(), peer_log)
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
+        _refuse_lossy_replicas(state, peers, places)
         log_bytes = log_budget_bytes(arena_bytes, tensors_bytes)
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
@@ -194,7 +199,7 @@ def assemble(
     )
     print(told, file=sys.stderr)
     if places:
-        copied = copies_announcement(bounds, places, state.ranks.world)
+        copied = copies_announcement(bounds, places, state.ranks.world, gradients[1])
         print(f"everstep: {run}: {copied}", file=sys.stderr)
     if in_memory:
         said = memory_announcement(state.ranks, options.method.disk_every, own_bytes)
@@ -223,3 +228,21 @@ def assemble(
         cadence,
         bounds,
     )
+
+
+def _refuse_lossy_replicas(
+    state: State, peers: PeerOptions | None, places: Sequence[TierOptions]
+) -> None:
+    """Raises:
+    OptionError: one rank would go on from lossy gradients, and another from the whole ones of the
+        same parameter.
+    """
+    forms = [place.log for place in places] + ([] if peers is None else [peers.log])
+    if "adaptive" in forms and (name := recorded_by_several(state)):
+        raise OptionError(
+            f'log="adaptive" in tiers=: several ranks hold the same elements of {name}, and each '
+            "has a log of its own: behind a lossy one they would part from each other",
+            rank=state.ranks.rank,
+            hint='log="whole" in TierOptions and PeerOptions; or shard it along every dimension of '
+            "the mesh",
+        )

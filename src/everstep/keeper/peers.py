@@ -14,6 +14,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.held import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.holding import Holding
+from everstep.keeper.local import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
@@ -65,8 +66,9 @@ class Peers:
 
         Args:
             told: ``bound_bytes`` for bases of others, ``log_bytes`` for their logs, ``sends_log``
-                whether this rank's is sent, ``bytes_per_s`` of what is, whether this rank ``holds``
-                bases in memory; None: no rank sends or holds anything.
+                whether this rank's is sent, lossy where there is a ``log_ratio``, ``bytes_per_s``
+                of what is, whether this rank ``holds`` bases in memory; None: no rank sends or
+                holds anything.
             tell: told of what fails; training goes on.
             log: of this rank.
             on_everywhere: told of each base that is whole with all peers, in a thread.
@@ -84,6 +86,7 @@ class Peers:
         if told is None or seat is None or commits is None or not (sends or holds):
             self.store, self.logs = PeerStore(), PeerLogStore()
             return
+        from everstep.keeper.log_mirror import shrinking
         from everstep.keeper.log_sender import LogSender
         from everstep.keeper.replicator import Pace, Replicator
 
@@ -113,11 +116,12 @@ class Peers:
                 self._record_of,
                 lambda message: commits.send(replicator.peer, message),
                 replicator.complain,
+                shrink=shrinking(told.get("log_ratio")),
                 timeout_s=timeout_s,
             )
             sender.on_step = on_step
             sender.follow(log, timeline)
-            log.on_step = replicator.logged
+            log.listeners.append(replicator.logged)
         commits.on_peer = replicator.hear
         replicator.start()
         if holds:
@@ -168,6 +172,13 @@ class Peers:
         from everstep.keeper.replicator import ReplicatorStats
 
         return ReplicatorStats() if self.replicator is None else self.replicator.stats
+
+    def add_to(self, stats: KeeperStats) -> None:
+        """Notes what was sent since the timeline began."""
+        sent, logged = self.stats, self.log_stats
+        stats.peered, stats.peered_bytes = sent.sent, sent.sent_bytes
+        stats.peers_passed_over = sent.passed_over
+        stats.peered_steps, stats.peer_missed = logged.steps, logged.missed
 
     def close(self) -> None:
         """Sends no more; what is held stays."""

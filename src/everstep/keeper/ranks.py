@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
+from everstep.commit.logs import needed_by
 from everstep.commit.machine import (
     CheckFence,
     FenceSeen,
@@ -45,7 +46,7 @@ from everstep.format.names import (
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain import delete_files, perform_deletion
-from everstep.keeper.retain_log import delete_segments, needed_by
+from everstep.keeper.retain_log import delete_segments
 from everstep.recover.ranks import keep_manifest
 from everstep.recover.scan import BaseFound, newest_timeline, scan_run
 from everstep.seams.filesystem import FileSystem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from everstep.compress.training import Compressor
 from everstep.errors import NonFiniteError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import refusal
+from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
@@ -37,6 +38,7 @@ __all__ = [
     "groupings_of",
     "look_for_nonfinite",
     "lossy_entries",
+    "record_layout",
     "refuse_optimizers",
 ]
 
@@ -67,6 +69,13 @@ class LogKeeper(Protocol):
 _SPARSE = "SparseAdam consumes sparse gradients, and a log holds dense ones"
 
 
+def record_layout(entries: Iterable[Entry]) -> ShardLayout:
+    """The layout of a record: by dtype within a width, so that each dtype lies in one piece."""
+    ordered = sorted(entries, key=lambda entry: entry.dtype)
+    (layout,) = plan_shards(ordered, header_bytes_max=1 << 62)
+    return layout
+
+
 @dataclass(slots=True)
 class Layouts:
     """Layouts of records, by all that they depend on."""
@@ -82,10 +91,7 @@ class Layouts:
         key = tuple((name, t.shape, t.dtype, t.stride()) for name, t in named.items())
         layout = self.found.get(key)
         if layout is None:
-            entries = [stored_form(name, tensor) for name, tensor in named.items()]
-            # By dtype within a width: each dtype lies in one piece.
-            entries.sort(key=lambda entry: entry.dtype)
-            (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
+            layout = record_layout([stored_form(name, tensor) for name, tensor in named.items()])
             if len(self.found) > 64:
                 self.found.clear()
             self.found[key] = layout

@@ -158,11 +158,13 @@ class Recorder:
         timeline: int,
         exact: bool,
         step: int = 0,
+        seen: Survey | None = None,
     ) -> None:
         """From now on records go to ``keeper``, as those of ``timeline``.
 
         Args:
             step: that the state is of.
+            seen: the state, if it has been surveyed.
         """
         self._drop()
         self._timeline, self._exact = timeline, exact
@@ -172,7 +174,7 @@ class Recorder:
         self._declared.start()
         self._replaced.start()
         recorded = self.rooms.into is not None
-        self.untold.start(self._state.survey() if recorded else None, step)
+        self.untold.start((seen or self._state.survey()) if recorded else None, step)
         self._followed, self._last_lsn = None, -1
         self.base_due = self.base_due or "a new timeline"
         self._leads_here = False

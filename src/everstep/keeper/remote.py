@@ -90,7 +90,7 @@ class RemoteKeeper:
         self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
-        self.copies: dict[str, Any] = {}  # where copies of bases go: "tiers", "peers"
+        self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
         self._timeline = 0
         self._heard_s, self._written_bytes = clock.monotonic_s(), 0
         self._hung = self._closing = False

@@ -144,7 +144,7 @@ class Replica:
         self._unchecked: list[Ask] = []
         self._durable_step = -1
         self.applied = 0
-        log.on_step = self._stir
+        log.listeners.append(self._stir)
         self._thread = threading.Thread(target=self._work, name="everstep-replica", daemon=True)
         self._thread.start()
 
@@ -258,7 +258,8 @@ class Replica:
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """Ends the thread, behind the steps under way; waits no longer than that for it."""
-        self._log.on_step = lambda: None
+        if self._stir in self._log.listeners:
+            self._log.listeners.remove(self._stir)
         self._closed = True
         self._stir()
         self._thread.join(timeout_s)
@@ -327,8 +328,7 @@ class Replica:
         if self._state is None:
             self._state = self._made(self._base)
         self._check()
-        if self._due():
-            self._persist()
+        if self._due() and self._persist():
             return False
         steps = [] if self._stalled else self._next()
         if not steps:
@@ -384,15 +384,18 @@ class Replica:
             for ask in asks:
                 check_samples(ask.samples, base.plan, arena.view, step)
 
-    def _persist(self) -> None:
-        """Has the state written as it is; steps wait until it is."""
+    def _persist(self) -> bool:
+        """Has the state written as it is; steps wait until it is. False: nobody wants it now."""
         frozen = self._image()
-        with self._changed:
+        failpoint("replica.before_persist")
+        with self._changed:  # at once: who takes over settles what has begun, and nothing else may
+            if not self._due():
+                return False
             self._wanted.target = None
             self._frozen = frozen
-        failpoint("replica.before_persist")
-        self._keeper.begin(frozen)
+            self._keeper.begin(frozen)
         self._keeper.captured(frozen, self._objects)
+        return True
 
     def _image(self) -> Capture:
         """A base of the state as it is, over its memory."""

@@ -76,6 +76,7 @@ class ReplicaState:
         self.why = "" if identity.exact else "the base is not exact"
         self._elsewhere = elsewhere
         self._identity = identity
+        self._settled: ShardIdentity | None = None  # of the step that it has
         self._views = dict(tensors)
         self._state = OfflineState(
             marker,
@@ -114,6 +115,7 @@ class ReplicaState:
             EverstepError: a record does not fit, or failed half-way: likewise.
         """
         damaged: DamageError | None = None
+        self._settled = None
         for step in steps:
             try:
                 self._state.advance(step.updates, step.mark)
@@ -133,9 +135,14 @@ class ReplicaState:
     def settle(self) -> tuple[ShardIdentity, Mapping[str, bytes]]:
         """Makes the block the state of :attr:`step`; returns what identifies it, and its objects.
 
+        Once for each step: as soon as a base of it is durable, the training process writes over
+        the mark, which must not be read again.
+
         Raises:
             EverstepError: the last mark does not fit the state, which is of no use then.
         """
+        if self._settled is not None:
+            return self._settled, self._state.objects
         self._state.finish()
         for name, view in self._views.items():
             tensor = self._state.tensors[name]
@@ -144,6 +151,7 @@ class ReplicaState:
         why = self._state.exactness.why or next(iter(self._state.surprises), "")
         self.why = self.why or why
         identity = replace(self._identity, step=self.step, lsn=self.lsn, exact=not self.why)
+        self._settled = identity
         return identity, self._state.objects
 
 

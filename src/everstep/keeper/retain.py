@@ -25,6 +25,7 @@ from everstep.commit.deletion import (
     Lifted,
 )
 from everstep.commit.lineage import BaseId
+from everstep.commit.logs import needed_by
 from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
@@ -41,7 +42,7 @@ from everstep.format.names import (
 from everstep.format.writer import ChunkRing
 from everstep.keeper.readback import ReadBack
 from everstep.keeper.retain_history import Promise
-from everstep.keeper.retain_log import delete_segments, needed_by
+from everstep.keeper.retain_log import delete_segments
 from everstep.options import History
 from everstep.recover.lift import lift_mark
 from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run

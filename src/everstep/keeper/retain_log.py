@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
 from everstep.format.names import (
     LOG_DIR,
     TEMPORARY_SUFFIX,
@@ -19,17 +18,7 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there
 
-__all__ = ["delete_segments", "needed_by"]
-
-
-def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
-    """Whether a base that is kept may be brought further by a segment.
-
-    Args:
-        segment: timeline, and its steps ``(after, last]``.
-    """
-    timeline, _, last = segment
-    return any(base.step < last and base.timeline <= timeline for base in bases)
+__all__ = ["delete_segments"]
 
 
 def delete_segments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -66,8 +67,9 @@ class Starts:
         Raises:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
-        self._keepers.open()
-        recalled = self._keepers.left_behind(own=own)
+        with self._telling():
+            self._keepers.open()
+            recalled = self._keepers.left_behind(own=own)
         with self._overwritten.resuming():
             resumed = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
@@ -114,8 +116,9 @@ class Starts:
             StateError: there is something to resume.
         """
         if self._job is not None:
-            self._keepers.open()
-            recalled = self._keepers.left_behind()
+            with self._telling():
+                self._keepers.open()
+                recalled = self._keepers.left_behind()
             listen = self._keepers.listen
             job = self._job
             return job.start_fresh(self._seams, self._run, self._state, recalled, listen).timeline
@@ -125,3 +128,6 @@ class Starts:
             held = self._keepers.left_behind().newest
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._job is None else self._job.telling()

@@ -39,6 +39,10 @@ class Stats:
         keeper_restarts: keeper processes that were lost and replaced.
         replica_step: step of the state that the keeper's replica has; None while none follows.
         copies, copied_bytes: copies of bases that were made in other tiers.
+        copied_steps, copied_log_bytes: steps of the log that were copied there, of one rank and
+            timeline; and as how much.
+        copy_log_missed: steps of the log that will not be: they were let go before, as the link is
+            too slow for them.
         peered, peered_bytes: bases that were sent whole to the memory of another node.
         peers_passed_over: bases that were not, because the next ones came too soon for the link.
         peer_log_step: newest step of this timeline whose log the memory of another node holds;
@@ -74,6 +78,9 @@ class Stats:
     replica_step: int | None = None
     copies: int = 0
     copied_bytes: int = 0
+    copied_steps: int = 0
+    copied_log_bytes: int = 0
+    copy_log_missed: int = 0
     peered: int = 0
     peered_bytes: int = 0
     peers_passed_over: int = 0
@@ -119,6 +126,9 @@ def stats_of(
         replica_step=keepers.replica_step,
         copies=keeper.copied,
         copied_bytes=keeper.copied_bytes,
+        copied_steps=keeper.copied_steps,
+        copied_log_bytes=keeper.copied_log_bytes,
+        copy_log_missed=keeper.copy_missed,
         peered=keeper.peered,
         peered_bytes=keeper.peered_bytes,
         peers_passed_over=keeper.peers_passed_over,

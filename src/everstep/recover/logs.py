@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
 from everstep.arena.reused import ReusedMemory
+from everstep.commit.lineage import BaseId
+from everstep.commit.logs import needed_by
 from everstep.errors import EverstepError, StorageError
-from everstep.format.log import LogRecord
+from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.recover.chain import Chain, LogIndex
 from everstep.recover.decide import Skipped
+from everstep.recover.rank_copies import own_words
 from everstep.recover.scan import Inventory
 from everstep.recover.segment_reads import SegmentReads
 from everstep.recover.segments import SegmentFound, scan_log, vetted
@@ -27,6 +30,9 @@ class LogFound:
         index: which records there are.
         skipped: segments that cannot be used.
         parts: of updates, by timeline and LSN: other ranks' records, which go with this one's.
+
+    Of the same record in several places the one that is nearest is read: in memory, on the disk, in
+    a copy; and a lossy one only where there is no other.
     """
 
     def __init__(self, records: Sequence[LogRecord], segments: Sequence[SegmentFound]) -> None:
@@ -34,10 +40,10 @@ class LogFound:
         self._segments: dict[tuple[str, int, int], tuple[SegmentFound, int]] = {}
         self._reads: SegmentReads | None = None
         self._room = ReusedMemory()
-        heads = [record.head for record in records]
+        heads: list[RecordHead] = []
         self.skipped: list[Skipped] = []
         self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
-        for segment in segments:
+        for segment in sorted(segments, key=lambda segment: not segment.lossy):
             if segment.problem is not None:
                 self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
                 continue
@@ -45,7 +51,7 @@ class LogFound:
                 heads.append(head)
                 number = head.step if head.kind == "mark" else head.lsn
                 self._segments[head.kind, head.timeline, number] = segment, place
-        self.index = LogIndex(heads)
+        self.index = LogIndex([*heads, *(record.head for record in records)])
 
     @classmethod
     def of(
@@ -57,12 +63,17 @@ class LogFound:
         rank: int = 0,
         world: int | None = None,
         lent: Sequence[LogRecord] = (),
+        copies: Sequence[tuple[FileSystem, Inventory]] = (),
+        bases: Collection[BaseId] = (),
     ) -> LogFound:
         """All that there is of one rank.
 
         Args:
             records: in memory.
             lent: more of them, whose timelines have been compared with those of this disk.
+            copies: places that have copies of the log, nearest first; their timelines have been
+                compared, too.
+            bases: of what is in copies only what leads on from one of these is looked at.
             world: leave out what another number of ranks has written: which of them had which
                 gradients, it does not tell. None: whoever asks looks at that.
 
@@ -83,6 +94,21 @@ class LogFound:
                 others[number] = Skipped(number, max(last), why)
         mine = [record for record in mine if record.head.timeline not in others]
         found = [segment for segment in found if segment.timeline not in others]
+        near = {(one.timeline, one.after, one.last) for one in found}
+        steps = {(timeline, step) for timeline, *ends in near for step in range(*ends)}
+        steps = {(timeline, step + 1) for timeline, step in steps}
+        steps |= {(one.head.timeline, one.head.step) for one in (*lent, *mine)}
+
+        def wanted(timeline: int, after: int, last: int) -> bool:
+            if not needed_by((timeline, after, last), bases):
+                return False
+            return not all((timeline, step) in steps for step in range(after + 1, last + 1))
+
+        for files, there_too in copies:
+            known = sorted(n for n, record in there_too.timelines.items() if record is not None)
+            with own_words():
+                here = scan_log(files, inventory.path, known, rank=rank, wanted=wanted)
+            found = [*(replace(segment, files=files) for segment in here), *found]
         log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found])
         log.skipped += others.values()
         return log
@@ -166,11 +192,11 @@ class LogFound:
             return self._memory[key]
         segment, place = self._segments[key]
         try:
-            reads = self._reads
+            reads, files = self._reads, segment.files or filesystem
             if reads is None or reads.segment is not segment or reads.next > place:
                 self._close()
                 reads = self._reads = SegmentReads(
-                    filesystem, segment, ring, self._room, first=place, timeout_s=timeout_s
+                    files, segment, ring, self._room, first=place, timeout_s=timeout_s
                 )
             while reads.next < place:
                 reads.read()

@@ -27,7 +27,7 @@ from everstep.errors import DeadlineError, EverstepError, FormatError, RecoveryE
 from everstep.seams import Clock
 from everstep.seams.mailbox import Mailbox
 
-__all__ = ["Meeting", "Others", "failed_there"]
+__all__ = ["Meeting", "Others", "failed_there", "in_words"]
 
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1
@@ -180,7 +180,7 @@ class Others:
     def leave(self, error: BaseException) -> None:
         """This rank has failed: tells those who wait for it, or would hear of it from nobody else.
         What is lost on the way is noticed by its silence."""
-        failed = self._failed or StartFailed(self._meeting.rank, _in_words(error))
+        failed = self._failed or StartFailed(self._meeting.rank, in_words(error))
         if self._meeting.rank == COORDINATOR:
             for rank in range(1, self._meeting.world):
                 if rank != failed.rank:
@@ -210,6 +210,7 @@ def failed_there(failed: StartFailed, rank: int, run: PurePath | None = None) ->
     )
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Why a rank has failed, as it tells the others."""
     words = error.message if isinstance(error, EverstepError) else f"{error!r}"
     return words[:_REASON_CHARACTERS_MAX]

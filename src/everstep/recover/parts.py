@@ -3,47 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from everstep.format.log import LogRecord
+from everstep.recover.gradients import gradient_of
 from everstep.recover.tensors import tensor_of
-from everstep.state.log import GRADIENT, PART_OBJECT
+from everstep.replay.packed import Gradient
+from everstep.state.log import PART_OBJECT
 from everstep.state.log_parts import digest_of_names
 from everstep.state.objects import decode
 
-__all__ = ["gradients_of_others"]
+__all__ = ["OfOthers", "gradients_of_others"]
 
 
-def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The gradients of an update that other ranks have recorded, by name of the parameter: with
-    this rank's all that it consumed, and each once.
+@dataclass(slots=True)
+class OfOthers:
+    """What other ranks have recorded of an update.
+
+    Attributes:
+        gradients: by name of the parameter.
+        lossy: one of the records says that its gradients are not what training consumed.
+    """
+
+    gradients: dict[str, Gradient] = field(default_factory=dict)
+    lossy: bool = False
+
+
+def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> OfOthers:
+    """The gradients of an update that other ranks have recorded: with this rank's all that it
+    consumed, and each once.
 
     Args:
         about: what the record says of the update.
 
     Raises:
-        LookupError, TypeError, ValueError: it is no such record, or parts of it are missing, or
-            are of another update.
+        AttributeError, LookupError, TypeError, ValueError: it is no such record, or parts of it are
+            missing, or are of another update.
+        FormatError: a compressed gradient is none.
     """
-    found: dict[str, torch.Tensor] = {}
+    found = OfOthers()
     for ranks, wanted, own in about["shared"]:
         names = list(own)
         for rank in ranks:
             part = record.parts.get(rank)
             if part is not None:
-                tensors = _gradients(record, part, rank, about["optimizer"], ranks, wanted)
-                names += tensors
-                found |= tensors
+                of_rank = _of_rank(record, part, rank, about["optimizer"], ranks, wanted)
+                names += of_rank.gradients
+                found.gradients |= of_rank.gradients
+                found.lossy = found.lossy or of_rank.lossy
         if len(names) != len(set(names)) or digest_of_names(names) != wanted:
             raise ValueError(f"gradients that rank(s) {ranks} consumed alike are missing")
     return found
 
 
-def _gradients(
+def _of_rank(
     record: LogRecord, part: LogRecord, rank: int, optimizer: str, ranks: Any, wanted: str
-) -> dict[str, torch.Tensor]:
+) -> OfOthers:
     """Of one rank's part."""
     head, other = record.head, part.head
     if (other.kind, other.timeline, other.step, other.lsn) != (
@@ -60,4 +76,5 @@ def _gradients(
     if len(said) != 1 or said[0][0] != wanted:
         raise ValueError(f"rank {rank} has consumed the gradients of other parameters")
     tensors = {place.entry.name: tensor_of(part, place) for place in part.layout.placed}
-    return {name: tensors[GRADIENT + name] for name in said[0][1]}
+    gradients = {name: gradient_of(name, about, tensors) for name in said[0][1]}
+    return OfOthers(gradients, bool(about.get("lossy", False)))

@@ -21,6 +21,8 @@ from everstep.format.records import RunRecord, TimelineRecord
 from everstep.recover.lift import lift_mark_in
 from everstep.recover.ranks import base_offer_of
 from everstep.recover.scan import Inventory, scan_run
+from everstep.recover.small_files import SmallFiles
+from everstep.seams.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 
@@ -58,6 +60,7 @@ class Copies:
     def __init__(self, tiers: Sequence[Tier], run: PurePath) -> None:
         by_cost = sorted(tiers, key=lambda tier: tier.traits.cost)
         self.places = tuple(CopyOfRun.of(tier, run) for tier in by_cost)
+        self._logs = [SmallFiles(place.files) for place in self.places]
         self._run = run
         self._found: list[tuple[CopyOfRun, Inventory]] = []
 
@@ -124,6 +127,13 @@ class Copies:
             self._found.append((place, inventory))
             offer = _with_copy(offer, place, inventory)
         return offer
+
+    @property
+    def logs(self) -> list[tuple[FileSystem, Inventory]]:
+        """Where to look for a log: each place, cheapest first, and what else the last look has
+        found there."""
+        found = zip(self._logs, self._found, strict=True)
+        return [(files, inventory) for files, (_, inventory) in found]
 
     @property
     def problems(self) -> tuple[str, ...]:

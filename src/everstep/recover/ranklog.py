@@ -7,10 +7,12 @@ keeper's memory or on its disk, behind its own part of the base, up to exactly t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 
+from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun, runs_of, timeline_of
 from everstep.commit.offers import Choice
 from everstep.errors import AuditError, DamageError, EverstepError
@@ -27,7 +29,7 @@ from everstep.recover.peer_log import LentLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.sources import RankRead
-from everstep.seams import Seams
+from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
 from everstep.state.log_parts import log_parts, others_of
 from everstep.state.optimizers import OptimizerProvider
@@ -90,15 +92,26 @@ class RankLog:
         self._doubt = ""
         self.lent: Sequence[LentLog] = ()
 
-    def runs(self, inventory: Inventory) -> tuple[LogRun, ...]:
+    def runs(
+        self,
+        inventory: Inventory,
+        copies: Sequence[tuple[FileSystem, Inventory]] = (),
+        bases: Collection[BaseId] = (),
+    ) -> tuple[LogRun, ...]:
         """What there is of it now.
+
+        Args:
+            copies: places that have copies of the run, nearest first.
+            bases: that this rank could begin with; of copies only what leads on from there counts.
 
         Raises:
             OSError: a directory cannot be read.
         """
         filesystem = self._seams.filesystem
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
-        self._log = LogFound.of(filesystem, inventory, self._records, rank=self._rank, lent=lent)
+        about = filesystem, inventory, self._records
+        more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases}
+        self._log = LogFound.of(*about, rank=self._rank, **more)
         self._lent_out.close()
         self._lent_out = self._log.twin()
         return runs_of(self._log.index.marks, self._log.index.updates)

@@ -6,7 +6,6 @@ owns is put back from the last step mark, which holds all of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +13,16 @@ from typing import Any
 import torch
 
 from everstep.capture.spots import Comparison
-from everstep.compress.lossy import restored_values
-from everstep.compress.quantized import Int8
-from everstep.compress.sparse import Sparse
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.declared import DeclaredRedo
+from everstep.recover.gradients import gradients_of
 from everstep.recover.parts import gradients_of_others
 from everstep.recover.sharded import as_live, replayer_of
 from everstep.recover.tensors import tensor_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
-from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
@@ -34,19 +30,10 @@ from everstep.seams.processes import available_cores
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.log import (
-    GRADIENT,
-    HYPER,
-    INDICES,
-    INT8,
-    PART_OBJECT,
-    SCALES,
-    SPOT,
-    UPDATE_OBJECT,
-    VALUES,
-)
+from everstep.state.log import HYPER, PART_OBJECT, SPOT, UPDATE_OBJECT
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
+from everstep.state.survey import same_objects
 from everstep.state.tensors import stored_form
 from everstep.state.tree import join, references, split
 
@@ -141,6 +128,7 @@ class Redo:
         self._last: LogRecord | None = None
         self._compared: LogRecord | None = None
         self._comparison = Comparison()
+        self._surveyed: tuple[Sequence[torch.Tensor], Mapping[str, torch.Tensor]] | None = None
         self._declared = DeclaredRedo(state)
         self.compares = False
 
@@ -179,6 +167,7 @@ class Redo:
                 self._apply()
             if update is None:
                 self._declared.run(record)
+                self._surveyed = None  # it may have bound other tensors
         self._last = mark
         self._waiting += 1
         self._waiting_bytes += step.read_bytes
@@ -292,8 +281,16 @@ class Redo:
         """Compares with the last mark, to whose step everything has been applied."""
         mark, done = self._last, self._compared
         if mark is not None and mark is not done and self.compares and self.exactness.exact:
-            compare(self._comparison, mark, self._state.survey().tensors)
+            compare(self._comparison, mark, self._tensors())
         self._compared = mark
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        """All of the state by entry name. Replay updates in place: as long as optimizers hold the
+        same tensors, those that were found before are the ones."""
+        owned = [tensor for one in self._state.optimizers.values() for tensor in _owned(one)]
+        if self._surveyed is None or not same_objects(owned, self._surveyed[0]):
+            self._surveyed = owned, self._state.survey().tensors
+        return self._surveyed[1]
 
     def _replayer(self, key: str) -> Replayer:
         replayer = self._replayers.get(key)
@@ -380,52 +377,22 @@ def update_of(record: LogRecord) -> Update:
         hyper: dict[str, Any] = {
             name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
         }
+        gradients, lossy = gradients_of(about, tensors), bool(about.get("lossy", False))
+        if in_parts:
+            others = gradients_of_others(record, about)
+            gradients |= others.gradients
+            lossy = lossy or others.lossy
         return Update(
             lsn=record.head.lsn,
             optimizer=str(about["optimizer"]),
             groups=tuple(_mapping(join(group, hyper)) for group in about["groups"]),
-            gradients={
-                **{
-                    name.removeprefix(GRADIENT): tensor
-                    for name, tensor in tensors.items()
-                    if name.startswith(GRADIENT)
-                },
-                **{
-                    name: _compressed(name, fields, tensors)
-                    for name, fields in about.get("compressed", {}).items()
-                },
-                **(gradients_of_others(record, about) if in_parts else {}),
-            },
+            gradients=gradients,
             grad_scale=tensors.get("grad_scale"),
             found_inf=tensors.get("found_inf"),
-            lossy=bool(about.get("lossy", False)),
+            lossy=lossy,
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
-
-
-def _compressed(
-    name: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> Gradient:
-    """A gradient that training consumed compressed, as it consumed it; or a lossy copy of one."""
-    form: Sparse | Int8
-    shape, stride = tuple(fields["shape"]), fields["stride"]
-    if "counts" in fields:
-        numel = math.prod(shape)
-        values = tensors[VALUES + name]
-        if "lossy" in fields:
-            values = restored_values(values, fields["dtype"], fields["exponent"])
-        form = Sparse(numel, tensors[INDICES + name], values, fields["counts"])
-    else:
-        form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
-    form.check()
-    packed = Packed(form, shape)
-    if form.numel != packed.numel():
-        raise FormatError(f"the gradient of {name!r} has {form.numel} elements, not {list(shape)}")
-    if stride is None:
-        return packed
-    dense = packed.dense()
-    return torch.empty_strided(shape, tuple(stride), dtype=dense.dtype).copy_(dense)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -7,6 +7,8 @@ what they claim.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -52,6 +54,8 @@ _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditR
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
 _TO_LOSE: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
 _ATTEMPTS = 8
+_KNOWN_MAX = 4096
+_KNOWN_BYTES_MAX = 4096  # of one: there are larger ones where there are many ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,12 +358,29 @@ def _record(
     return record
 
 
+@functools.lru_cache(_KNOWN_MAX)
+def _known(decode: Callable[[bytes, PurePath], _Record], data: bytes) -> _Record:
+    return decode(data, PurePath())
+
+
+def _decoded(kind: type[_Record], data: bytes, path: PurePath) -> _Record:
+    """A record, which is a function of its bytes: a start looks at those of each timeline several
+    times, and what has been verified needs only to be compared."""
+    if len(data) > _KNOWN_BYTES_MAX:
+        return kind.decode(data, path)
+    try:
+        found: _Record = _known(kind.decode, data)
+    except EverstepError:
+        return kind.decode(data, path)  # raises with the path
+    return found
+
+
 def _try(
     filesystem: FileSystem, path: PurePath, kind: type[_Record], problems: list[str]
 ) -> _Record | None:
     """Decodes a record; damage becomes a line in ``problems``."""
     try:
-        return kind.decode(read_record_bytes(filesystem, path), path)
+        return _decoded(kind, read_record_bytes(filesystem, path), path)
     except (NewerFormatError, FileNotFoundError):
         raise
     except DamageError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -22,6 +22,7 @@ from everstep.format.log import (
 )
 from everstep.format.names import (
     LOG_DIR,
+    LOSSY_DIR,
     marker_name,
     parse_segment,
     segment_dir,
@@ -52,6 +53,8 @@ class SegmentFound:
     Attributes:
         marker: None where it cannot be used, for the reason ``problem``.
         heads: what its records are; read with the marker.
+        lossy: its gradients are not what training has consumed.
+        files: where it is read from; None: from the run folder.
     """
 
     timeline: int
@@ -62,31 +65,45 @@ class SegmentFound:
     problem: str | None
     heads: tuple[RecordHead, ...] = ()
     size_bytes: int = 0
+    lossy: bool = False
+    files: FileSystem | None = None
 
 
 def scan_log(
-    filesystem: FileSystem, run: PurePath, timelines: list[int], *, rank: int = 0
+    filesystem: FileSystem,
+    run: PurePath,
+    timelines: list[int],
+    *,
+    rank: int = 0,
+    wanted: Callable[[int, int, int], bool] = lambda timeline, after, last: True,
 ) -> list[SegmentFound]:
-    """All segments of these timelines, in order; one without its marker was never finished and
-    is left out.
+    """All segments of these timelines, in order, lossy ones behind the others; one without its
+    marker was never finished and is left out.
+
+    Args:
+        wanted: whether a segment of these steps of a timeline is looked at; else it is left out,
+            too.
 
     Raises:
         NewerFormatError: one was written by a newer everstep.
         OSError: a directory cannot be read.
     """
     found = []
-    for timeline in sorted(timelines):
-        try:
-            entries = filesystem.scan(timeline_dir(run, timeline) / LOG_DIR)
-        except FileNotFoundError:
-            continue
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            steps = parse_segment(entry.name)
-            if steps is None or entry.kind != "dir":
+    for lossy, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
+        for timeline in sorted(timelines):
+            try:
+                entries = filesystem.scan(timeline_dir(run, timeline) / kind)
+            except FileNotFoundError:
                 continue
-            segment = _scan(filesystem, run, timeline, *steps, rank)
-            if segment is not None:
-                found.append(segment)
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                steps = parse_segment(entry.name)
+                if steps is None or entry.kind != "dir":
+                    continue
+                if not wanted(timeline, *steps):
+                    continue
+                segment = _scan(filesystem, run, timeline, *steps, rank, lossy=lossy)
+                if segment is not None:
+                    found.append(segment)
     return found
 
 
@@ -214,20 +231,32 @@ def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | No
 
 
 def _scan(
-    filesystem: FileSystem, run: PurePath, timeline: int, after: int, last: int, rank: int
+    filesystem: FileSystem,
+    run: PurePath,
+    timeline: int,
+    after: int,
+    last: int,
+    rank: int,
+    *,
+    lossy: bool,
 ) -> SegmentFound | None:
-    path = segment_dir(run, timeline, after, last)
-    names = {entry.name: entry for entry in filesystem.scan(path) if entry.kind == "file"}
+    path = segment_dir(run, timeline, after, last, lossy=lossy)
     name = marker_name(rank)
-    size_bytes = sum(entry.size_bytes for entry in names.values())
-    if name not in names:
-        return None
 
     def bad(problem: str) -> SegmentFound:
-        return SegmentFound(timeline, after, last, path, None, problem, (), size_bytes)
+        return SegmentFound(timeline, after, last, path, None, problem, (), 0, lossy)
 
     try:
-        marker = Marker.decode(read_record_bytes(filesystem, path / name), path / name)
+        # By name: a store takes as long for a listing as for this, and there are many segments.
+        data = read_record_bytes(filesystem, path / name)
+    except FileNotFoundError:
+        return None
+    except EverstepError as error:
+        return bad(error.message)
+    except OSError as error:
+        return bad(f"{path}: {error.strerror or error}")
+    try:
+        marker = Marker.decode(data, path / name)
         if (marker.timeline, marker.step, marker.rank, len(marker.files)) != (
             timeline,
             last,
@@ -242,7 +271,8 @@ def _scan(
         return bad(error.message)
     except OSError as error:
         return bad(f"{path}: {error.strerror or error}")
-    return SegmentFound(timeline, after, last, path, marker, None, heads, size_bytes)
+    size_bytes = len(data) + sum(file.length for file in marker.files)
+    return SegmentFound(timeline, after, last, path, marker, None, heads, size_bytes, lossy)
 
 
 def _heads(filesystem: FileSystem, path: PurePath, marker: Marker) -> tuple[RecordHead, ...]:

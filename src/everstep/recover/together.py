@@ -106,6 +106,7 @@ class _Start:
         self.skipped: list[Skipped] = []
         self.went: Go | None = None
         self._refused: str | None = None
+        self._looked: Offer | None = None
         self._agreement = Agreement(
             meeting.rank,
             meeting.world,
@@ -153,7 +154,8 @@ class _Start:
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("looks at what it can read")
-                todo += self._agreement.done(InventorySeen(self._offer()))
+                offer, self._looked = self._looked or self._offer(), None
+                todo += self._agreement.done(InventorySeen(offer))
             elif isinstance(out, Restore):
                 self._others.begin(f"restores {out.choice.base or 'nothing'}")
                 todo += self._agreement.done(self._restore(out.choice))
@@ -197,16 +199,21 @@ class _Start:
             held.append((self._held.marker, "memory"))
         mine = [one for one in self.fetched if one.is_of(inventory)]
         held += [(one.held.marker, one.tier) for one in mine]
-        log = () if self._log is None else self._log.runs(inventory)
-        offer = offer_of(self._filesystem, inventory, rank, disk, held, log)
+        offer = offer_of(self._filesystem, inventory, rank, disk, held)
         named = {one.record.timeline: one.record for one in mine}
         named |= {} if self._log is None else self._log.timelines(inventory)
-        offer = replace(offer, timelines={**offer.timelines, **named})
-        return self._copies.add_to(offer)
+        offer = self._copies.add_to(replace(offer, timelines={**offer.timelines, **named}))
+        if self._log is None:
+            return offer
+        return replace(offer, log=self._log.runs(inventory, self._copies.logs, offer.bases))
 
     def fetch(self, fetch: Fetch) -> None:
-        """What is held in the memory of other nodes, and is needed here, comes here."""
-        brought = fetch(self._offer())
+        """What is held in the memory of other nodes, and is needed here, comes here. Where nothing
+        comes, the look that was taken for it is the first of the agreement, too."""
+        self._looked = offer = self._offer()
+        brought = fetch(offer)
+        if brought.bases or brought.logs:
+            self._looked = None
         self.fetched += brought.bases
         if self._log is not None:
             self._log.lent = brought.logs

@@ -44,6 +44,7 @@ FAILPOINTS: dict[str, str] = {
     "rebuild.after": "keeper: a base is whole, and it has not taken note",
     "log.before_rename": "a segment is whole and synced under its temporary name",
     "log.before_marker": "a segment has its name, its marker is not written",
+    "log_copy.before_marker": "a segment's file is in another tier, its marker is not",
     "copy.before_marker": "of several ranks: a rank's files are in a tier, its marker is not",
     "copy.before_manifest": "of several ranks: all markers are in a tier, the manifest is not",
     "resume.before_timeline": "the state is loaded, the new timeline is not open",

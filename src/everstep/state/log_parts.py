@@ -12,13 +12,20 @@ from dataclasses import dataclass
 import xxhash
 
 from everstep.state.common import common_of
-from everstep.state.dtensors import is_dtensor
+from everstep.state.dtensors import LocalPart, is_dtensor
 from everstep.state.image import State
 from everstep.state.objects import join_path
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.sharing import spread
 
-__all__ = ["Part", "digest_of_names", "left_to_others_bytes", "log_parts", "others_of"]
+__all__ = [
+    "Part",
+    "digest_of_names",
+    "left_to_others_bytes",
+    "log_parts",
+    "others_of",
+    "recorded_by_several",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,26 @@ def others_of(parts: Mapping[str, Mapping[str, Part]], rank: int) -> Sequence[in
     """Ranks whose logs this one needs, beside its own."""
     named: Iterable[Part] = (part for found in parts.values() for part in found.values())
     return sorted({other for part in named for other in part.ranks} - {rank})
+
+
+def recorded_by_several(state: State) -> str:
+    """A parameter of which several ranks train the same elements, and each records them; "" if
+    there is none: a DTensor that is replicated along a dimension of its mesh, or what is none
+    beside DTensors."""
+    plain: list[str] = []
+    sharded, split = False, log_parts(state)
+    for key, provider in state.providers.items():
+        if not isinstance(provider, OptimizerProvider):
+            continue
+        for name, parameter in provider.named():
+            if not is_dtensor(parameter):
+                plain += [] if name in split.get(key, ()) else [join_path(key, name)]
+                continue
+            sharded, placement = True, LocalPart.of(parameter).placement
+            sides = zip(placement.cuts, placement.mesh, strict=True)
+            if any(cut.dim is None and side > 1 for cut, side in sides):
+                return join_path(key, name)
+    return plain[0] if sharded and plain else ""
 
 
 def digest_of_names(names: Iterable[str]) -> str:

@@ -37,6 +37,15 @@ __all__ = [
     "unwrap",
 ]
 
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_FSDP2_HOOKS = (
+    (
+        f"{_FSDP2}._fsdp_param_group",
+        "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+    ),
+    (f"{_FSDP2}._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -253,8 +262,8 @@ class ModuleProvider:
         if not _from_torch(self._module.load_state_dict):
             return True
         return any(
-            module._load_state_dict_pre_hooks
-            or module._load_state_dict_post_hooks
+            not all(map(_is_of_fsdp2, module._load_state_dict_pre_hooks.values()))
+            or not all(map(_is_of_fsdp2, module._load_state_dict_post_hooks.values()))
             or not _from_torch(module._load_from_state_dict)
             for module in self._module.modules()
         )
@@ -406,6 +415,14 @@ def _shape_of(entry: Entry) -> tuple[int, ...]:
 def _from_torch(method: Any) -> bool:
     """Whether it is torch's own; a user's override may do more than fill tensors."""
     return str(getattr(method, "__module__", "")).startswith("torch.nn.")
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    """Whether a hook is FSDP2's: before loading it brings parameters into their sharded form, and
+    behind it it follows those that others have taken the place of. Where parameters are the memory
+    that was read into, nothing of that is left to do; and to copy each DTensor onto itself would
+    take longer than to read all of them."""
+    return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _FSDP2_HOOKS
 
 
 def _same_memory(owner: Any, tensor: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import UnsupportedStateError
+from everstep.state.dtensors import is_dtensor
 from everstep.state.objects import MAX_DEPTH, TensorRef, join_path
 
 __all__ = ["join", "references", "split"]
@@ -39,7 +40,7 @@ def split(value: object, name: str, tensors: dict[str, torch.Tensor], depth: int
         unique, number = name, 2
         while unique in tensors:  # keys 0 and "0" in one dict share a path
             unique, number = f"{name}~{number}", number + 1
-        tensors[unique] = value if is_lazy(value) else value.detach()
+        tensors[unique] = value if is_lazy(value) or _is_apart(value) else value.detach()
         return TensorRef(unique)
     if kind not in (dict, OrderedDict, list, tuple):
         return _copied(value, name, depth)
@@ -58,6 +59,12 @@ def split(value: object, name: str, tensors: dict[str, torch.Tensor], depth: int
     if _IMMUTABLE.issuperset(map(type, value)):
         return type(value)(value)
     return type(value)(part(index, item) for index, item in enumerate(value))
+
+
+def _is_apart(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor that has nothing to do with any graph: to detach it would go
+    through its dispatcher, which takes twenty times as long as with a plain tensor."""
+    return is_dtensor(tensor) and not tensor.requires_grad
 
 
 def _copied(value: object, name: str, depth: int) -> object:

@@ -18,32 +18,11 @@ from everstep.errors import (
 from everstep.seams.filesystem import DirEntry, ReadFile, WriteFile
 from everstep.tiers.contract import Item, Tier
 
-__all__ = ["TierFileSystem"]
+__all__ = ["ReadingFileSystem", "TierFileSystem"]
 
 
-class TierFileSystem:
-    """Implements the reading half of :class:`everstep.seams.filesystem.FileSystem` on a tier.
-
-    Errors are the ``OSError`` that a file system would raise, with the tier's own words; whatever
-    would write raises EROFS.
-
-    Args:
-        root: the path that stands for the tier's root.
-    """
-
-    def __init__(self, tier: Tier, root: PurePath) -> None:
-        self._tier = tier
-        self._root = root
-
-    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
-        with _system_errors(path):
-            return _File(self._tier.open(self._name(path)), path)
-
-    def scan(self, path: PurePath) -> list[DirEntry]:
-        """Nothing under a name is an empty folder: stores have no others."""
-        name = self._name(path)
-        with _system_errors(path):
-            return [_entry(item) for item in self._tier.scan(name)]
+class ReadingFileSystem:
+    """The half of :class:`everstep.seams.filesystem.FileSystem` that writes: each raises EROFS."""
 
     def free_bytes(self, path: PurePath) -> int:
         """Nothing can be written here."""
@@ -72,6 +51,31 @@ class TierFileSystem:
 
     def sync_dir(self, path: PurePath) -> None:
         """Everything that can be seen is durable."""
+
+
+class TierFileSystem(ReadingFileSystem):
+    """Implements the reading half of :class:`everstep.seams.filesystem.FileSystem` on a tier.
+
+    Errors are the ``OSError`` that a file system would raise, with the tier's own words; whatever
+    would write raises EROFS.
+
+    Args:
+        root: the path that stands for the tier's root.
+    """
+
+    def __init__(self, tier: Tier, root: PurePath) -> None:
+        self._tier = tier
+        self._root = root
+
+    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        with _system_errors(path):
+            return _File(self._tier.open(self._name(path)), path)
+
+    def scan(self, path: PurePath) -> list[DirEntry]:
+        """Nothing under a name is an empty folder: stores have no others."""
+        name = self._name(path)
+        with _system_errors(path):
+            return [_entry(item) for item in self._tier.scan(name)]
 
     def _name(self, path: PurePath) -> str:
         name = path.relative_to(self._root).as_posix()

@@ -1,0 +1,262 @@
+"""A run goes on from the log in another tier, where the memory and the disks it was on are lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import everstep
+from everstep import LogOptions
+from everstep.cli import app
+from everstep.errors import OptionError
+from everstep.format.header import ShardIdentity
+from everstep.keeper import copies as copies_module
+from everstep.keeper.keepers import Keepers
+from everstep.keeper.log_mirror import LogMirror, shrinking
+from everstep.keeper.parts import _refuse_lossy_replicas
+from everstep.keeper.place import CopyPlace
+from everstep.seams import SystemClock
+from everstep.state.image import State
+from everstep.state.log_parts import recorded_by_several
+from everstep.tiers.memory import MemoryTier
+from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.tiers.rate import ObjectRate
+from tests.unit.rank_copying import Job
+from tests.unit.serving import die, serving
+from tests.unit.sharding import as_rank, build
+from tests.unit.test_log import World, opened, run_steps
+from tests.unit.test_log_together import die as all_die
+from tests.unit.test_together import resume, train
+from tests.unit.together import RankTraining, trained, trainings
+from tests.unit.world import forget
+
+STEPS = 7  # three behind the base of step 4
+
+
+def trained_with_copies(
+    run: Path, copies: Path, **place: Any
+) -> tuple[dict[int, dict[str, bytes]], everstep.Stats]:
+    """A run of which nothing but the copies is left; its states, and what was done."""
+    options = TierOptions(str(copies), **place)
+    with serving(run) as bench:
+        world = World()
+        ckpt = opened(run, world, tiers=[options])
+        ckpt.resume()
+        states = run_steps(ckpt, world, STEPS)
+        ckpt._saver.finish_captures()
+        bench.settled()
+        mirrors = bench.server._duties.mirrors
+        assert mirrors is not None
+        bench.until(lambda: not any(one.busy for one in mirrors._mirrors), "the copy of the base")
+        die(ckpt)
+        bench.turn(3)
+        bench.until(lambda: not any(one.busy for one in mirrors._logs), "the copy of the log")
+        stats = bench.server._duties.keeper.stats  # type: ignore[union-attr]
+        mirrors.add_to(stats)
+    shutil.rmtree(run)
+    return states, stats  # type: ignore[return-value]
+
+
+@pytest.fixture
+def again(run_folder: Path) -> Iterator[Any]:
+    """Another machine."""
+    made: list[everstep.Checkpointer] = []
+
+    def start(copies: Path, **options: Any) -> tuple[World, everstep.Recovery]:
+        world = World(seed=9)
+        place = TierOptions(str(copies), **options)
+        made.append(opened(run_folder, world, tiers=[place]))
+        return world, made[-1].resume()
+
+    yield start
+    for one in made:
+        one.close()
+    forget(run_folder)
+
+
+@pytest.mark.parametrize("log_steps", [1, 2, 100])
+def test_without_disk_and_keeper_a_run_is_back_at_its_last_step(
+    run_folder: Path, tmp_path: Path, again: Any, log_steps: int
+) -> None:
+    """However long segments are: when training dies, its keeper copies the rest."""
+    copies = tmp_path / "copies"
+    states, stats = trained_with_copies(run_folder, copies, log="whole", log_steps=log_steps)
+    assert (stats.copied_steps, stats.copy_missed) == (STEPS, 0)  # type: ignore[attr-defined]
+    world, recovery = again(copies, log="whole")
+    assert (recovery.step, recovery.base_step, recovery.replayed) == (STEPS, 4, 3)
+    assert recovery.exact, recovery.evidence
+    assert world.snapshot() == states[STEPS]
+
+
+def test_without_a_copy_of_the_log_it_is_back_at_its_base(
+    run_folder: Path, tmp_path: Path, again: Any
+) -> None:
+    states, stats = trained_with_copies(run_folder, tmp_path / "copies")
+    assert stats.copied_steps == 0  # type: ignore[attr-defined]
+    world, recovery = again(tmp_path / "copies")
+    assert (recovery.step, recovery.replayed) == (4, 0)
+    assert world.snapshot() == states[4]
+
+
+def test_from_a_lossy_log_it_is_near_its_last_step_and_says_so(
+    run_folder: Path, tmp_path: Path, again: Any
+) -> None:
+    copies = tmp_path / "copies"
+    lossy = {"log": "adaptive", "log_ratio": 0.5}
+    states, _ = trained_with_copies(run_folder, copies, **lossy)
+    assert not list(copies.glob("timeline-*/log/*")), "under a name of its own"
+    world, recovery = again(copies, **lossy)
+    assert (recovery.step, recovery.base_step, recovery.replayed) == (STEPS, 4, 3)
+    assert not recovery.exact
+    assert "lossy" in str(recovery.evidence) or "approximate" in str(recovery.evidence), recovery
+    found, wanted, base = world.snapshot(), states[STEPS], states[4]
+    assert {key for key in wanted if key in ("rng", "scheduler", "groups", "plain")} <= {
+        key for key in wanted if found[key] == wanted[key]
+    }, "marks are whole"
+    for key in ("0.weight", "3.weight", "4.weight"):
+        near, far = _distance(found[key], wanted[key]), _distance(base[key], wanted[key])
+        assert 0 < near < 0.2 * far, f"{key}: {near} next to {far}"
+
+
+def _distance(one: bytes, other: bytes) -> float:
+    a, b = (torch.frombuffer(bytearray(data), dtype=torch.float32) for data in (one, other))
+    return float((a - b).norm())
+
+
+def test_the_log_in_a_copy_is_listed(run_folder: Path, tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    trained_with_copies(run_folder, copies, log="whole", log_steps=3)
+    told = CliRunner().invoke(app, ["ls", str(copies)])
+    assert told.exit_code == 0, told.output
+    assert "7" in told.output
+
+
+# --- Several ranks ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
+    """What all ranks find under any place; what is there was copied by hand."""
+    tier = MemoryTier()
+    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(Keepers, "copy_to", lambda self, tiers: None)
+    return tier
+
+
+def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) -> None:
+    """What the keeper of a rank would do."""
+    keeper = one.ckpt._keepers.current
+    assert keeper is not None
+    place = CopyPlace(tier, 1, ObjectRate(None, SystemClock()))
+    identity = ShardIdentity(one.ckpt._run_id, 1, 0, 0, one.rank, 2, True)
+    about = place, keeper.records, identity, SystemClock()  # type: ignore[attr-defined]
+    posted: list[Any] = []
+    LogMirror(*about, posted.append, batch_steps=1, lossy=shrinking(ratio)).turn(flush=True)
+    assert not posted
+
+
+def until(
+    runs: list[Path], store: MemoryTier, steps: int, *, ratio: float | None = None, **options: Any
+) -> None:
+    """Two ranks with a base at step 4, whose copies and logs are in the store."""
+    settings = {"method": "logged", "every": 4, "tiers": ["/copies"], **options}
+    with trainings(*runs, **settings) as ranks:
+        resume(ranks)
+        train(ranks, 4)
+        for one in ranks:
+            one.ckpt.wait(20)
+        Job(runs, store).copy()
+        train(ranks, steps - 4)
+        all_die(ranks)
+        for one in ranks:
+            copy_log(one, store, ratio)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "who"),
+    [("ddp", 2, ""), ("fsdp", 4, ""), ("tp", 2, "."), ("hsdp", 4, "."), ("fsdp_tp", 4, ".")],
+)
+def test_a_lossy_log_is_refused_where_replicas_would_part(
+    layout: str, world: int, who: str
+) -> None:
+    """Each of these ranks records the whole of what others record, too."""
+    with as_rank(1, world) as ranks:
+        values = build(layout, ranks, 3)
+        state = State({key: values[key] for key in ("model", "optimizer")}, ranks=ranks)
+        assert bool(who) == bool(recorded_by_several(state))
+        places = [TierOptions("/copies", log="adaptive")]
+        if who:
+            with pytest.raises(OptionError, match="would part"):
+                _refuse_lossy_replicas(state, None, places)
+            with pytest.raises(OptionError, match="would part"):
+                _refuse_lossy_replicas(state, PeerOptions(log="adaptive"), [])
+        else:
+            _refuse_lossy_replicas(state, None, places)
+        _refuse_lossy_replicas(state, PeerOptions(), [TierOptions("/copies", log="whole")])
+
+
+ON_DISK = {"log": LogOptions(to="disk", batch_steps=1)}
+
+
+@pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one disk", "both disks"])
+def test_ranks_without_disks_are_back_at_the_last_step(
+    tmp_path: Path, store: MemoryTier, lost: tuple[int, ...]
+) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    for rank in lost:
+        shutil.rmtree(runs[rank])
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        found = resume(ranks)
+        for rank, one in enumerate(found):
+            assert (one.step, one.replayed, one.exact) == (6, 2, True), one
+            assert torch.equal(ranks[rank].weight, trained(rank, 6))
+        train(ranks, 2)
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 8))
+
+
+def test_one_rank_from_a_lossy_log_makes_all_inexact(tmp_path: Path, store: MemoryTier) -> None:
+    """The other has its own, whole, on its disk; it still goes on with a neighbour that is not."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, ratio=0.5, **ON_DISK)
+    shutil.rmtree(runs[1])
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        found = resume(ranks)
+        assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, False)] * 2
+        assert torch.equal(ranks[0].weight, trained(0, 6))
+        assert torch.allclose(ranks[1].weight, trained(1, 6), atol=0.02)
+
+
+def test_a_damaged_segment_in_the_store_is_the_end_for_all(
+    tmp_path: Path, store: MemoryTier
+) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    shutil.rmtree(runs[1])
+    (name,) = [
+        item.name
+        for item in store.walk("timeline-00001/log")
+        if item.name.endswith("rank-00001.safetensors")
+    ]
+    data = bytearray(_contents(store, name))
+    data[-1] ^= 1
+    store.delete(name)
+    store.create(name, bytes(data))
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        found = resume(ranks)
+        assert [one.step for one in found] == [4, 4]
+        assert "damaged" in str(found[0].skipped) + str(found[1].skipped)
+
+
+def _contents(store: MemoryTier, name: str) -> bytes:
+    file = store.open(name)
+    data = bytearray(file.size_bytes)
+    file.read_into(memoryview(data), 0)
+    return bytes(data)

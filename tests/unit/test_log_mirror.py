@@ -1,0 +1,355 @@
+"""The log in other tiers: whole steps or nothing, whatever fails; nothing behind the fence; and no
+more objects than were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+import pytest
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError, FencedError, OptionError, StorageError, UnreachableError
+from everstep.format.header import ShardIdentity
+from everstep.format.log import LogRecord
+from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.writer import ChunkRing
+from everstep.keeper.log_mirror import LogMirror
+from everstep.keeper.place import ROOT, CopyPlace
+from everstep.recover.logs import LogFound
+from everstep.recover.scan import Inventory
+from everstep.recover.segments import read_segment, scan_log
+from everstep.seams import ManualClock, failpoints
+from everstep.testing.faultytier import FaultyTier, TierFault
+from everstep.tiers.contract import Tier
+from everstep.tiers.files import TierFileSystem
+from everstep.tiers.memory import MemoryTier
+from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
+from everstep.tiers.rate import ObjectRate
+from everstep.tiers.retry import RetryingTier
+from tests.unit.peer_logs import Log, records_of_steps
+from tests.unit.peering import record_of
+
+IDENTITY = ShardIdentity("0" * 32, 1, 0, 0, 1, 2, True)
+RUN = PurePath("/run")
+
+
+class Copying:
+    """The mirror of rank 1 of two, in no thread of its own."""
+
+    def __init__(self, tier: Tier | None = None, *, cap: int | None = None, **more: Any) -> None:
+        self.tier = tier or MemoryTier()
+        self.clock = ManualClock()
+        self.posted: list[EverstepError] = []
+        self.log = Log()
+        self.rate = ObjectRate(cap, self.clock)
+        more = {"batch_steps": 2, "leads": False, "objects_per_hour": cap, **more}
+        place, identity = CopyPlace(self.tier, 1, self.rate), more.pop("identity", IDENTITY)
+        about = place, self.log.store, identity, self.clock, self.posted.append
+        self.mirror = LogMirror(*about, **more)
+
+    def train(self, *steps: int, flush: bool = False) -> None:
+        for step in steps:
+            self.log.step(step)
+            self.mirror.turn(flush=flush)
+
+    def there(self, rank: int = 1) -> list[tuple[int, int]]:
+        """Steps of the segments that can be read, each compared with what was logged."""
+        files, ring, found = TierFileSystem(self.tier, RUN), ChunkRing(3, 1), []
+        try:
+            for segment in scan_log(files, RUN, [1, 2], rank=rank):
+                assert segment.problem is None
+                read = read_segment(files, segment, ring, timeout_s=20.0)
+                wanted = records_of_steps(segment.after + 1, segment.last)
+                assert [_told(one) for one in read] == [_told(one) for one in wanted]
+                found.append((segment.after, segment.last))
+        finally:
+            ring.close()
+        return found
+
+
+def _told(record: LogRecord) -> tuple[Any, ...]:
+    return record.head, bytes(record.data), dict(record.objects)
+
+
+def test_steps_are_copied_batch_by_batch() -> None:
+    copying = Copying()
+    copying.train(1)
+    assert copying.there() == []
+    copying.train(2, 3, 4, 5)
+    assert copying.there() == [(0, 2), (2, 4)]
+    copying.mirror.turn(flush=True)
+    assert copying.there() == [(0, 2), (2, 4), (4, 5)]
+    assert (copying.mirror.stats.steps, copying.mirror.stats.step) == (5, 5)
+    assert copying.there(rank=0) == [], "each rank's are its own"
+
+
+def test_many_steps_that_have_waited_make_one_segment() -> None:
+    copying = Copying()
+    for step in range(1, 8):
+        copying.log.step(step)
+    copying.mirror.turn()
+    assert copying.there() == [(0, 7)]
+    assert copying.rate.total == 2
+
+
+FAULTS = ["unavailable", "timeout", "lost_answer"]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("at", range(1, 13))
+def test_at_any_failure_what_is_there_is_whole_and_the_rest_follows(kind: Any, at: int) -> None:
+    copying, failed = Copying(place := MemoryTier()), 0
+    tier = FaultyTier(place, [TierFault(kind, at)])
+    about = CopyPlace(tier, 1, copying.rate), copying.log.store, IDENTITY, copying.clock
+    copying.mirror = LogMirror(*about, copying.posted.append, batch_steps=2)
+    for step in range(1, 7):
+        copying.log.step(step)
+        try:
+            copying.mirror.turn()
+        except UnreachableError:
+            failed += 1
+        copying.there()  # compares
+    copying.mirror.turn(flush=True)
+    steps = [step for after, last in copying.there() for step in range(after + 1, last + 1)]
+    assert steps == list(range(1, 7))
+    assert failed <= 1
+
+
+def test_whoever_dies_before_a_marker_leaves_nothing_that_is_read() -> None:
+    copying = Copying()
+    copying.train(1, 2)
+    failpoints.arm("log_copy.before_marker", "raise")
+    try:
+        with pytest.raises(failpoints.FailpointError):
+            copying.train(3, 4)
+    finally:
+        failpoints.disarm_all()
+    assert copying.there() == [(0, 2)]
+    place = CopyPlace(copying.tier, 1, copying.rate)
+    about = place, copying.log.store, IDENTITY, copying.clock, copying.posted.append
+    LogMirror(*about, batch_steps=1).turn()
+    assert copying.there() == [(0, 2), (0, 4)], "a keeper begins with what is in memory"
+
+
+def test_behind_retries_nobody_notices_faults() -> None:
+    for seed in range(20):
+        print("seed", seed)
+        faulty = FaultyTier.seeded(MemoryTier(), seed)
+        copying = Copying()
+        place = CopyPlace(RetryingTier(faulty, clock=copying.clock), 1, copying.rate)
+        about = place, copying.log.store, IDENTITY, copying.clock, copying.posted.append
+        copying.mirror, copying.tier = LogMirror(*about, batch_steps=2), place.tier
+        copying.train(*range(1, 9))
+        assert copying.there() == [(0, 2), (2, 4), (4, 6), (6, 8)]
+
+
+def test_whoever_is_fenced_off_copies_nothing() -> None:
+    copying = Copying()
+    copying.train(1, 2)
+    name = (timeline_dir(ROOT, 2) / TIMELINE_RECORD).relative_to(ROOT).as_posix()
+    copying.tier.create(name, record_of(2).encode())
+    with pytest.raises(FencedError):
+        copying.train(3, 4)
+    assert copying.there() == [(0, 2)]
+
+
+def test_memory_that_is_used_again_is_not_copied() -> None:
+    """Nobody has said so yet; its digests do."""
+    copying = Copying()
+    copying.train(1, 2)
+    copying.log.step(3)
+    copying.log.step(4)
+    copying.log.overwrite()
+    copying.mirror.turn()
+    assert copying.there() == [(0, 2)]
+    assert (copying.mirror.stats.missed, len(copying.posted)) == (2, 1)
+    assert "steps 3 to 4" in str(copying.posted[0])
+    copying.train(5, 6)
+    assert copying.there() == [(0, 2), (4, 6)]
+    copying.log.step(7)
+    copying.log.overwrite()
+    copying.mirror.turn()
+    assert copying.mirror.stats.missed == 3
+    assert len(copying.posted) == 1, "once is enough"
+
+
+def test_steps_before_a_durable_base_are_not_worth_a_word() -> None:
+    copying = Copying()
+    copying.log.step(1)
+    copying.log.overwrite()
+    copying.mirror.base_durable(BaseId(1, 1))
+    copying.mirror.turn()
+    assert (copying.mirror.stats.missed, copying.posted) == (1, [])
+
+
+def test_what_was_let_go_is_missed_and_leaves_a_hole_between_segments() -> None:
+    copying = Copying()
+    copying.train(1, 2)
+    copying.log.step(3)
+    copying.log.forget_all()
+    copying.train(4, 5)
+    assert copying.there() == [(0, 2), (3, 5)]
+    assert copying.mirror.stats.missed == 1
+
+
+def test_a_segment_ends_before_a_hole() -> None:
+    copying = Copying(batch_steps=10)
+    copying.train(1, 2)
+    copying.log.step(3)
+    copying.log.forget_all()
+    copying.train(4, 5)
+    copying.mirror.turn(flush=True)
+    assert copying.there() == [(0, 2), (3, 5)]
+
+
+def test_a_cap_makes_segments_longer_and_leaves_objects_for_bases() -> None:
+    copying = Copying(cap=16)  # six segments and four other objects
+    for step in range(1, 1201):  # two hours
+        copying.clock.advance(6.0)
+        copying.log.step(step)
+        copying.mirror.turn()
+    segments = copying.there()
+    assert [after for after, _ in segments[1:]] == [last for _, last in segments[:-1]]
+    assert 11 <= len(segments) <= 12
+    assert copying.rate.total <= 2 * 12
+
+
+def test_the_last_steps_do_not_wait_for_the_cap_and_say_so() -> None:
+    copying = Copying(cap=4)
+    copying.train(1, 2)
+    copying.rate.wrote(2)
+    copying.log.step(3)
+    with pytest.raises(StorageError, match="cap of objects"):
+        copying.mirror.turn(flush=True)
+    assert copying.there() == [(0, 2)]
+
+
+def _base(copying: Copying, step: int, *, whole: bool = True) -> None:
+    """The name of a base in the place, as a listing shows it."""
+    folder = f"timeline-00001/base/{step:012d}"
+    copying.tier.create(f"{folder}/rank-00000.done", b"no marker")
+    if whole:
+        copying.tier.create(f"{folder}/manifest.json", b"no manifest")
+
+
+def test_segments_go_when_no_base_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, other = Copying(), Copying()
+    other.tier = copying.tier
+    place = CopyPlace(copying.tier, 1, copying.rate)
+    identity = replace(IDENTITY, rank=0)
+    about = place, other.log.store, identity, other.clock, other.posted.append
+    other.mirror = LogMirror(*about, batch_steps=2)
+    bases: list[tuple[int, str]] = []
+
+    def inventory(self: CopyPlace) -> Any:
+        found = [_Base(BaseId(1, step), status) for step, status in bases]
+        return _Inventory(found, {1: None})
+
+    monkeypatch.setattr(CopyPlace, "inventory", inventory)
+    copying.train(*range(1, 7))
+    other.train(*range(1, 7))
+    copying.mirror.base_durable()
+    copying.mirror.turn()
+    assert copying.there() == [(0, 2), (2, 4), (4, 6)], "no base is seen: nothing goes"
+    bases[:] = [(3, "committed"), (4, "incomplete")]
+    copying.mirror.base_durable()
+    copying.mirror.turn()
+    assert copying.there() == [(2, 4), (4, 6)], "step 4 is behind the base of step 3"
+    assert copying.there(rank=0) == [(0, 2), (2, 4), (4, 6)], "another rank's are its own"
+    bases[:] = [(6, "committed")]
+    copying.mirror.turn()
+    assert copying.there() == [(2, 4), (4, 6)], "only behind a new base"
+    copying.mirror.base_durable()
+    copying.mirror.turn()
+    assert copying.there() == []
+    assert not [item for item in copying.tier.walk() if "rank-00001" in item.name]
+
+
+class _Base:
+    def __init__(self, identity: BaseId, status: str) -> None:
+        self.id, self.status = identity, status
+
+
+class _Inventory:
+    def __init__(self, bases: list[_Base], timelines: dict[int, Any]) -> None:
+        self.bases, self.timelines = bases, timelines
+
+
+def test_the_nearest_record_is_read_and_a_lossy_one_only_alone() -> None:
+    """In memory, in a segment, in a lossy one: the same steps with other bytes in each."""
+
+    def lossy(record: LogRecord) -> LogRecord:
+        return replace(record, objects={"o": b"lossy"}, digest=_digest(record, {"o": b"lossy"}))
+
+    exact = Copying(batch_steps=1)
+    exact.train(1, 2)
+    poor = Copying(exact.tier, batch_steps=1, lossy=lossy)
+    poor.train(1, 2, 3)
+    files = TierFileSystem(exact.tier, RUN)
+    there = Inventory(RUN, timelines={1: record_of(1)})
+    found = LogFound([], scan_log(files, RUN, [1], rank=1))
+    ring = ChunkRing(3, 1)
+    try:
+        for step, wanted in ((1, "exact"), (2, "exact"), (3, "lossy")):
+            for record in found.records_of(1, step, files, ring, 20.0):
+                told = "lossy" if record.objects["o"] == b"lossy" else "exact"
+                assert told == wanted, record.head
+        near = records_of_steps(2, 2)
+        both = LogFound.of(files, replace(there, timelines={}), [], rank=1, lent=near)
+        assert not both.records_of(1, 1, files, ring, 20.0)
+        both = LogFound.of(
+            TierFileSystem(MemoryTier(), RUN),
+            replace(there, timelines={}),
+            [],
+            rank=1,
+            lent=near,
+            copies=[(files, there)],
+            bases=[BaseId(1, 2)],
+        )
+        assert not both.records_of(1, 1, files, ring, 20.0), "no base needs it"
+        assert both.records_of(1, 2, files, ring, 20.0)[0] is near[0]
+        assert len(both.records_of(1, 3, files, ring, 20.0)) == 2
+    finally:
+        found.close()
+        both.close()
+        ring.close()
+
+
+def _digest(record: LogRecord, objects: dict[str, bytes]) -> str:
+    from everstep.format.log import record_digest
+
+    return record_digest(record.data, objects)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"log": "lossy"}, "log must be one of"),
+        ({"log_ratio": 0}, "log_ratio"),
+        ({"log_ratio": 1.5}, "log_ratio"),
+        ({"log_steps": 0}, "log_steps"),
+        ({"log": "whole", "objects_per_hour": 3}, "too little for a log"),
+    ],
+)
+def test_options_that_cannot_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        TierOptions("/place", **given)
+
+
+def test_a_log_that_is_none_cannot_be_copied() -> None:
+    for tiers, peers in (
+        ([TierOptions("/place", log="whole")], None),
+        ([], PeerOptions(log="adaptive")),
+    ):
+        with pytest.raises(OptionError, match="keeps none"):
+            validate_tiers(tiers, 1, peers)
+        validate_tiers(tiers, 1, peers, logs=True)
+
+
+def test_a_cap_must_do_for_all_ranks() -> None:
+    options = TierOptions("/place", log="whole", objects_per_hour=12)
+    assert options.of_rank(3).objects_per_hour == 4
+    with pytest.raises(OptionError, match="log of 4 rank"):
+        options.of_rank(4)
