@@ -72,6 +72,7 @@ def test_files() -> None:
         base / names.AUDIT_RECORD,
         names.segment_dir(run, 2, 1200, 1205) / names.shard_name(0),
         names.segment_dir(run, 2, 1200, 1205) / names.marker_name(0),
+        names.segment_dir(run, 2, 1200, 1205, lossy=True),
         names.timeline_dir(run, 2) / names.SLOTS_DIR / "slot-00000",
     }
     assert paths == {str(path) for path in expected} | {"*" + names.TEMPORARY_SUFFIX}
