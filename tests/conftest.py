@@ -45,6 +45,7 @@ from everstep.bench.workloads.training import (  # noqa: E402
     TrainingConfig,
     training_of,
 )
+from everstep.replay import engine  # noqa: E402
 from everstep.seams import failpoints  # noqa: E402
 from tests.trainers import end_server  # noqa: E402
 
@@ -93,6 +94,14 @@ def nothing_is_left() -> Iterator[None]:
     left = left_behind(RUN_ID, _RUNTIME_DIR, before=None if WORKER else before)
     shutil.rmtree(_RUNTIME_DIR)
     assert not left, "\n".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_states_are_replayed_in_blocks() -> Iterator[None]:
+    """What tests replay is small, and what is to be seen is how large states go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "BLOCKS_PAY_ELEMENTS", 0)
+        yield
 
 
 _SHARING = pytest.StashKey[set[str]]()

@@ -18,11 +18,11 @@ from everstep.commit.messages import MarkerTold, decode_message
 from everstep.commit.offers import Choice
 from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
 from everstep.testing.faults import SimulatedCrash
-from everstep.testing.simcluster import SimCluster, SimViolationError, _records_once
 from everstep.testing.simjob import Job, Plan
 from everstep.testing.simnet import NetworkFaults
 from everstep.testing.simrank import SimRank
 from everstep.testing.simtruth import RUN, ViolatedError
+from tests.crash.story import Story
 
 __all__ = ["ENDINGS", "LAYOUTS", "NEW", "OLD", "Commit", "Death", "Ending"]
 
@@ -52,7 +52,7 @@ class Death:
     after: bool
 
 
-class Commit(SimCluster):
+class Commit(Story):
     """A job that has a base, takes one more, and is started again; and again, if that start dies.
 
     Args:
@@ -82,18 +82,6 @@ class Commit(SimCluster):
         self.recovered: list[BaseId | None] = []
         self.reported: set[int] = set()
         self._goes_on = self._starts = False
-
-    def run_through(self) -> None:
-        """All of it.
-
-        Raises:
-            SimViolationError: a promise was broken.
-        """
-        try:
-            with _records_once():
-                self._run_through()
-        except AssertionError as error:
-            raise SimViolationError(self.plan, str(error), self.trace) from error
 
     def _run_through(self) -> None:
         self.launch(self.all_nodes())

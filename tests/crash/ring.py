@@ -21,12 +21,12 @@ from everstep.commit.peers import Rounds, Shelf, peer_of
 from everstep.commit.steps import Send
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Marker
-from everstep.testing.simcluster import SimCluster, SimViolationError, _records_once
 from everstep.testing.simhost import Disk
 from everstep.testing.simjob import Job, Plan
 from everstep.testing.simnet import NetworkFaults
 from everstep.testing.simrank import SimRank
 from everstep.testing.simtruth import RUN, ViolatedError
+from tests.crash.story import Story
 
 __all__ = ["Pair", "Ring"]
 
@@ -47,7 +47,7 @@ class _Keeper:
     copies: dict[tuple[int, BaseId], tuple[Marker, bytes]] = field(default_factory=dict)
 
 
-class Ring(SimCluster):
+class Ring(Story):
     """Trains, loses two nodes at once, is started again with two new ones; twice.
 
     Args:
@@ -73,18 +73,6 @@ class Ring(SimCluster):
         self._rounds = Rounds(_NODES)
         self.tiers: list[set[str]] = []
         self.back: list[bool] = []
-
-    def run_through(self) -> None:
-        """All of it.
-
-        Raises:
-            SimViolationError: a promise was broken.
-        """
-        try:
-            with _records_once():
-                self._run_through()
-        except AssertionError as error:
-            raise SimViolationError(self.plan, str(error), self.trace) from error
 
     def _run_through(self) -> None:
         self.launch(self.all_nodes())

@@ -803,9 +803,7 @@ def test_an_arm_that_says_it_is_not_exact_may_be_near() -> None:
         ("everstep_lossy", 4.0, True),
     ]
     text = " ".join(shown(found).split())
-    assert (
-        "NEAR: everstep_lossy, node, as it says itself: loss at the end 2.6250, undi" in text
-    )
+    assert "NEAR: everstep_lossy, node, as it says itself: loss at the end 2.6250, undi" in text
     assert "IDENTICAL: 2 recoveries" in text
     assert not report(replace(near, exact=True)).same
 

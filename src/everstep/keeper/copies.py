@@ -27,6 +27,7 @@ def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath)
 
     Raises:
         ForeignDirectoryError: they hold those of another run.
+        RecoveryError: they have gone another way than the folder since.
         OptionError, UnavailableError: a tier is none.
         StorageError: it cannot be reached.
     """
@@ -37,6 +38,7 @@ def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath)
     try:
         inventory = open_run_folder(both, run)
         both.check_run(RunRecord(run=inventory.run or "").encode())
+        both.check_timelines(inventory.timelines)
     except StorageError as error:
         if isinstance(error.__cause__, OSError):
             inner = error.__cause__.__cause__

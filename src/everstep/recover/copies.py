@@ -12,10 +12,16 @@ disk in common. Nothing else is written to a copy but a manifest that its marker
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from everstep.errors import ForeignDirectoryError, StorageError
+from everstep.errors import (
+    DamageError,
+    ForeignDirectoryError,
+    FormatError,
+    RecoveryError,
+    StorageError,
+)
 from everstep.format.names import (
     CONDEMNED,
     DELETING,
@@ -23,8 +29,10 @@ from everstep.format.names import (
     RUN_RECORD,
     TEMPORARY_SUFFIX,
     TIMELINE_RECORD,
+    timeline_dir,
 )
 from everstep.format.reader import read_record_bytes
+from everstep.format.records import TimelineRecord
 from everstep.recover.lift import lift_mark_in
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
@@ -80,6 +88,34 @@ class RunWithCopies:
                     path=tier.url,
                     hint="give each run a place of its own",
                 )
+
+    def check_timelines(self, timelines: Mapping[int, TimelineRecord | None]) -> None:
+        """Looks whether the disk and the copies mean the same timelines. Where a process has gone
+        on without copies, and another from them, both have opened the same number: a base of the
+        one with the log of the other behind it would be a state that nobody has ever had.
+
+        Args:
+            timelines: of the disk and the copies together, the disk's first.
+
+        Raises:
+            RecoveryError: they have gone different ways.
+        """
+        for number, record in timelines.items():
+            path = timeline_dir(self._run, number) / TIMELINE_RECORD
+            for tier, copy in zip(self._tiers, self._copies, strict=True):
+                try:
+                    theirs = TimelineRecord.decode(read_record_bytes(copy, path), path)
+                except (FileNotFoundError, DamageError, FormatError):
+                    continue
+                if record is not None and theirs != record:
+                    raise RecoveryError(
+                        f"timeline {number} of {tier.url} was opened by another process, which "
+                        "has not seen this run's disk: the two go different ways",
+                        tier=tier.traits.kind,
+                        path=tier.url,
+                        hint="resume from one of the two: leave tiers= out, or give the run an "
+                        "empty folder",
+                    )
 
     def distrust(self, directory: PurePath) -> bool:
         """From now on files of this directory are read from a copy that has them, for what the

@@ -9,7 +9,7 @@ from dataclasses import replace
 from everstep.arena.reused import ReusedMemory
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
-from everstep.errors import EverstepError, StorageError
+from everstep.errors import EverstepError, FormatError, StorageError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.recover.chain import Chain, LogIndex
@@ -19,6 +19,8 @@ from everstep.recover.scan import Inventory
 from everstep.recover.segment_reads import SegmentReads
 from everstep.recover.segments import SegmentFound, scan_log, vetted
 from everstep.seams.filesystem import FileSystem
+from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.objects import decode
 
 __all__ = ["LogFound"]
 
@@ -26,21 +28,32 @@ __all__ = ["LogFound"]
 class LogFound:
     """Records by what they are; those on disk are read when they are needed.
 
+    Args:
+        records: in memory.
+        near_lossy: likewise, of peers that have lossy gradients of them.
+
     Attributes:
         index: which records there are.
+        whole: which of them there are without those that copies have lossy gradients of.
         skipped: segments that cannot be used.
         parts: of updates, by timeline and LSN: other ranks' records, which go with this one's.
 
     Of the same record in several places the one that is nearest is read: in memory, on the disk, in
-    a copy; and a lossy one only where there is no other.
+    a copy; and a lossy one only where there is no other, wherever that is.
     """
 
-    def __init__(self, records: Sequence[LogRecord], segments: Sequence[SegmentFound]) -> None:
+    def __init__(
+        self,
+        records: Sequence[LogRecord],
+        segments: Sequence[SegmentFound],
+        near_lossy: Sequence[LogRecord] = (),
+    ) -> None:
         self._memory = {_key(record): record for record in records}
+        self._lossy = {_key(record): record for record in near_lossy}
         self._segments: dict[tuple[str, int, int], tuple[SegmentFound, int]] = {}
         self._reads: SegmentReads | None = None
         self._room = ReusedMemory()
-        heads: list[RecordHead] = []
+        heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # by whether they are lossy
         self.skipped: list[Skipped] = []
         self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
         for segment in sorted(segments, key=lambda segment: not segment.lossy):
@@ -48,10 +61,14 @@ class LogFound:
                 self.skipped.append(Skipped(segment.timeline, segment.last, segment.problem))
                 continue
             for place, head in enumerate(segment.heads):
-                heads.append(head)
+                heads[segment.lossy].append(head)
                 number = head.step if head.kind == "mark" else head.lsn
                 self._segments[head.kind, head.timeline, number] = segment, place
-        self.index = LogIndex([*heads, *(record.head for record in records)])
+        whole = [*heads[False], *(record.head for record in records)]
+        every = [*heads[True], *(record.head for record in near_lossy), *whole]
+        self.index = self.whole = LogIndex(every)
+        if heads[True]:
+            self.whole = LogIndex(every[len(heads[True]) :])
 
     @classmethod
     def of(
@@ -94,10 +111,14 @@ class LogFound:
                 others[number] = Skipped(number, max(last), why)
         mine = [record for record in mine if record.head.timeline not in others]
         found = [segment for segment in found if segment.timeline not in others]
-        near = {(one.timeline, one.after, one.last) for one in found}
-        steps = {(timeline, step) for timeline, *ends in near for step in range(*ends)}
-        steps = {(timeline, step + 1) for timeline, step in steps}
-        steps |= {(one.head.timeline, one.head.step) for one in (*lent, *mine)}
+        found = [vetted(segment, inventory.run) for segment in found]
+        poor = [record for record in lent if _is_lossy(record)]
+        lent = [record for record in lent if not _is_lossy(record)]
+        lossy = {_step(record) for record in poor}  # a copy may have them whole
+        steps = {_step(record) for record in lent} - lossy | {_step(record) for record in mine}
+        for one in found:
+            if one.problem is None:
+                steps |= {(one.timeline, step) for step in range(one.after + 1, one.last + 1)}
 
         def wanted(timeline: int, after: int, last: int) -> bool:
             if not needed_by((timeline, after, last), bases):
@@ -109,7 +130,7 @@ class LogFound:
             with own_words():
                 here = scan_log(files, inventory.path, known, rank=rank, wanted=wanted)
             found = [*(replace(segment, files=files) for segment in here), *found]
-        log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found])
+        log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()
         return log
 
@@ -190,6 +211,9 @@ class LogFound:
         key = (kind, timeline, number)
         if key in self._memory:
             return self._memory[key]
+        there = self._segments.get(key)
+        if key in self._lossy and (there is None or there[0].lossy):
+            return self._lossy[key]
         segment, place = self._segments[key]
         try:
             reads, files = self._reads, segment.files or filesystem
@@ -209,6 +233,22 @@ class LogFound:
         reads, self._reads = self._reads, None
         if reads is not None:
             reads.close()
+
+
+def _step(record: LogRecord) -> tuple[int, int]:
+    return record.head.timeline, record.head.step
+
+
+def _is_lossy(record: LogRecord) -> bool:
+    """Whether it says that its gradients are not what training has consumed."""
+    for name in (PART_OBJECT, UPDATE_OBJECT):
+        if name in record.objects:
+            try:
+                about = decode(record.objects[name])
+            except FormatError:  # whoever replays it says so
+                return False
+            return isinstance(about, dict) and bool(about.get("lossy"))
+    return False
 
 
 def _key(record: LogRecord) -> tuple[str, int, int]:

@@ -60,7 +60,7 @@ class Copies:
     def __init__(self, tiers: Sequence[Tier], run: PurePath) -> None:
         by_cost = sorted(tiers, key=lambda tier: tier.traits.cost)
         self.places = tuple(CopyOfRun.of(tier, run) for tier in by_cost)
-        self._logs = [SmallFiles(place.files) for place in self.places]
+        self._small = [SmallFiles(place.files) for place in self.places]
         self._run = run
         self._found: list[tuple[CopyOfRun, Inventory]] = []
 
@@ -121,9 +121,9 @@ class Copies:
             StorageError: it cannot be read.
         """
         self._found = []
-        for place in self.places:
+        for place, files in zip(self.places, self._small, strict=True):
             with own_words():
-                inventory = scan_run(place.files, self._run)
+                inventory = scan_run(files, self._run)
             self._found.append((place, inventory))
             offer = _with_copy(offer, place, inventory)
         return offer
@@ -132,7 +132,7 @@ class Copies:
     def logs(self) -> list[tuple[FileSystem, Inventory]]:
         """Where to look for a log: each place, cheapest first, and what else the last look has
         found there."""
-        found = zip(self._logs, self._found, strict=True)
+        found = zip(self._small, self._found, strict=True)
         return [(files, inventory) for files, (_, inventory) in found]
 
     @property

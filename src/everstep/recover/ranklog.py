@@ -116,6 +116,11 @@ class RankLog:
         self._lent_out = self._log.twin()
         return runs_of(self._log.index.marks, self._log.index.updates)
 
+    @property
+    def whole(self) -> tuple[LogRun, ...]:
+        """Of what was last found, what copies do not have lossy gradients of."""
+        return runs_of(self._log.whole.marks, self._log.whole.updates)
+
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
         """Records of what has come from other nodes, so that all see whether they mean the same."""
         return {log.record.timeline: log.record for log in self.lent if log.is_of(inventory)}

@@ -51,6 +51,9 @@ __all__ = [
 STEPS_AT_ONCE = 5
 """Steps that are replayed in one pass over the state, at most: beyond that nothing is gained."""
 
+_Surveyed = tuple[Sequence[torch.Tensor], Sequence[int], Mapping[str, torch.Tensor]]
+"""What optimizers hold, where it lies, and all of the state."""
+
 _SHARE_OF_MEMORY = 8  # of what is available, for gradients that were read and wait
 _READ_BYTES_MAX = 256 << 20
 """And never more. What is read ahead beyond the next step gains nothing: replay and reading are
@@ -128,7 +131,7 @@ class Redo:
         self._last: LogRecord | None = None
         self._compared: LogRecord | None = None
         self._comparison = Comparison()
-        self._surveyed: tuple[Sequence[torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
         self.compares = False
 
@@ -167,7 +170,6 @@ class Redo:
                 self._apply()
             if update is None:
                 self._declared.run(record)
-                self._surveyed = None  # it may have bound other tensors
         self._last = mark
         self._waiting += 1
         self._waiting_bytes += step.read_bytes
@@ -286,11 +288,13 @@ class Redo:
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         """All of the state by entry name. Replay updates in place: as long as optimizers hold the
-        same tensors, those that were found before are the ones."""
+        same tensors, and these the same memory, those that were found before are the ones."""
         owned = [tensor for one in self._state.optimizers.values() for tensor in _owned(one)]
-        if self._surveyed is None or not same_objects(owned, self._surveyed[0]):
-            self._surveyed = owned, self._state.survey().tensors
-        return self._surveyed[1]
+        places = [local_of(tensor).data_ptr() for tensor in owned]
+        known = self._surveyed
+        if known is None or known[1] != places or not same_objects(owned, known[0]):
+            known = self._surveyed = owned, places, self._state.survey().tensors
+        return known[2]
 
     def _replayer(self, key: str) -> Replayer:
         replayer = self._replayers.get(key)

@@ -1,7 +1,7 @@
 """Small files of a place that is far away: each is read once, as a whole.
 
-A segment of a log is looked at several times before it is replayed: what it is, in each look at
-what a rank could restore, and then its records. Over a network each look costs more than all of its
+A record is looked at in each look at what a rank could restore, and a segment of a log once more
+before it is replayed. Over a network each look costs more than all of its
 bytes. Files of a run are written once, so what was read stays true.
 """
 
@@ -25,6 +25,7 @@ class SmallFiles(ReadingFileSystem):
     def __init__(self, files: FileSystem) -> None:
         self._files = files
         self._kept: dict[PurePath, MemoryFile] = {}
+        self._listed: dict[PurePath, tuple[int, float]] = {}
         self._left_bytes = _KEPT_BYTES_MAX
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
@@ -46,4 +47,14 @@ class SmallFiles(ReadingFileSystem):
         return found
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        return self._files.scan(path)
+        """What another listing shows than the one before is read anew: an audit, for one, takes
+        the place of an older one."""
+        found = self._files.scan(path)
+        for entry in found:
+            name, stamp = path / entry.name, (entry.size_bytes, entry.mtime_s)
+            if self._listed.setdefault(name, stamp) == stamp:
+                continue
+            self._listed[name] = stamp
+            if (kept := self._kept.pop(name, None)) is not None:
+                self._left_bytes += kept.size_bytes
+        return found

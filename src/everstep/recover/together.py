@@ -208,10 +208,11 @@ class _Start:
         return replace(offer, log=self._log.runs(inventory, self._copies.logs, offer.bases))
 
     def fetch(self, fetch: Fetch) -> None:
-        """What is held in the memory of other nodes, and is needed here, comes here. Where nothing
+        """What is held in the memory of other nodes, and is needed here, comes here: also steps
+        of which copies have lossy gradients, as a peer may have them whole. Where nothing
         comes, the look that was taken for it is the first of the agreement, too."""
         self._looked = offer = self._offer()
-        brought = fetch(offer)
+        brought = fetch(offer if self._log is None else replace(offer, log=self._log.whole))
         if brought.bases or brought.logs:
             self._looked = None
         self.fetched += brought.bases

@@ -45,6 +45,15 @@ _OF_ADAM = ("lr", "eps", "weight_decay")
 _log = logging.getLogger("everstep")
 
 
+def _widened(gradient: torch.Tensor, parameter: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """In the dtype of the parameter; where that is a block, in memory that is there."""
+    if gradient.dtype == parameter.dtype:
+        return gradient
+    if parameter.dim() == 1:
+        return wide[: parameter.numel()].copy_(gradient)
+    return gradient.to(parameter.dtype)
+
+
 def _adam(
     parameters: list[torch.Tensor],
     moments: list[list[torch.Tensor]],
@@ -59,12 +68,7 @@ def _adam(
             parameter, mean, square, own = parameters[i], means[i], squares[i], known[i]
             line = parameter.dim() == 1
             work = room[: parameter.numel()] if line else torch.empty_like(square)
-            gradient = logged[i]
-            if gradient.dtype != parameter.dtype:
-                if line:
-                    gradient = wide[: parameter.numel()].copy_(gradient)
-                else:
-                    gradient = gradient.to(parameter.dtype)
+            gradient = _widened(logged[i], parameter, wide)
             if own[0] == 1.0:
                 parameter.mul_(own[1])
             elif own[0] == 2.0:
@@ -106,12 +110,7 @@ def _sgd(
             parameter, own = parameters[i], known[i]
             line = parameter.dim() == 1
             work = room[: parameter.numel()] if line else torch.empty_like(parameter)
-            gradient = logged[i]
-            if gradient.dtype != parameter.dtype:
-                if line:
-                    gradient = wide[: parameter.numel()].copy_(gradient)
-                else:
-                    gradient = gradient.to(parameter.dtype)
+            gradient = _widened(logged[i], parameter, wide)
             if own[0] != 0.0:
                 gradient = torch.add(gradient, parameter, alpha=own[0], out=work)
             if len(moments) > 0:

@@ -1,0 +1,161 @@
+"""Of a step that several places have, the one is taken that is whole; and none where two timelines
+of the same number have parted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+import torch
+
+import everstep.keeper.job as job_module
+from everstep import LogOptions
+from everstep.commit.lineage import BaseId
+from everstep.errors import RecoveryError
+from everstep.format.log import LogRecord, record_digest
+from everstep.format.writer import ChunkRing
+from everstep.keeper.job import Job
+from everstep.recover.logs import LogFound
+from everstep.recover.peer_log import PeerLog, packed
+from everstep.recover.scan import Inventory, scan_run
+from everstep.recover.segments import read_segment, scan_log
+from everstep.seams import PosixFileSystem
+from everstep.state.log import UPDATE_OBJECT
+from everstep.state.objects import encode
+from everstep.tiers.files import TierFileSystem
+from everstep.tiers.memory import MemoryTier
+from everstep.tiers.options import TierOptions
+from tests.unit.peer_logs import records_of_steps
+from tests.unit.peering import record_of
+from tests.unit.test_log import World, opened, run_steps
+from tests.unit.test_log_copies import ON_DISK, store, until
+from tests.unit.test_log_mirror import Copying
+from tests.unit.test_together import resume
+from tests.unit.together import trained, trainings
+from tests.unit.world import forget
+
+__all__ = ["store"]  # a fixture
+
+RUN = PurePath("/run")
+
+
+def lossy(record: LogRecord) -> LogRecord:
+    """What a peer that gets lossy gradients holds of a record."""
+    if record.head.kind == "mark":
+        return record
+    objects = {UPDATE_OBJECT: encode({"lossy": True})}
+    digest = record_digest(record.data, objects)
+    return LogRecord(record.head, record.layout, objects, record.data, digest)
+
+
+@pytest.mark.parametrize("where", ["disk", "copy"])
+def test_whole_steps_on_disk_or_in_a_copy_go_before_lossy_ones_of_a_peer(where: str) -> None:
+    whole = Copying(batch_steps=1)
+    whole.train(1, 2, 3)
+    files, empty = TierFileSystem(whole.tier, RUN), TierFileSystem(MemoryTier(), RUN)
+    there = Inventory(RUN, timelines={1: record_of(1)})
+    copies = [(files, there)] if where == "copy" else []
+    lent = [lossy(record) for record in records_of_steps(2, 4)]
+    mine = records_of_steps(1, 1)
+    disk = files if where == "disk" else empty
+    ring = ChunkRing(3, 1)
+    log = LogFound.of(disk, there, mine, rank=1, lent=lent, copies=copies, bases=[BaseId(1, 0)])
+    try:
+        told = {
+            step: [
+                UPDATE_OBJECT in one.objects for one in log.records_of(1, step, disk, ring, 20.0)
+            ]
+            for step in range(1, 5)
+        }
+        assert log.records_of(1, 1, disk, ring, 20.0)[0] is mine[0]
+    finally:
+        log.close()
+        ring.close()
+    assert told == {1: [False] * 2, 2: [False] * 2, 3: [False] * 2, 4: [True] * 2}
+    assert sorted(log.index.marks) == [(1, step) for step in range(1, 5)]
+
+
+def test_a_segment_that_cannot_be_used_does_not_hide_its_copy() -> None:
+    disk, copy = Copying(batch_steps=2), Copying(batch_steps=2)
+    for one in (disk, copy):
+        one.train(1, 2)
+    (name,) = [item.name for item in disk.tier.walk() if item.name.endswith("safetensors")]
+    disk.tier.delete(name)
+    here, far = (TierFileSystem(one.tier, RUN) for one in (disk, copy))
+    there = Inventory(RUN, timelines={1: record_of(1)})
+    ring = ChunkRing(3, 1)
+    log = LogFound.of(here, there, [], rank=1, copies=[(far, there)], bases=[BaseId(1, 0)])
+    try:
+        assert len(log.records_of(1, 2, here, ring, 20.0)) == 2
+    finally:
+        log.close()
+        ring.close()
+    assert [one.step for one in log.skipped] == [2]
+
+
+@pytest.mark.parametrize("upto", [6, 5], ids=["as far", "less far"])
+def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch, upto: int
+) -> None:
+    """Rank 1 has lost all that it had. Its peer holds the log whole, the store lossy."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, ratio=0.5, **ON_DISK)
+    files, ring, path = PosixFileSystem(), ChunkRing(3, 1), PurePath(runs[1])
+    try:
+        records = [
+            record
+            for segment in scan_log(files, path, [1], rank=1)
+            if 4 < segment.last <= upto
+            for record in read_segment(files, segment, ring, timeout_s=20.0)
+        ]
+    finally:
+        ring.close()
+    about = scan_run(files, path).timelines[1]
+    assert about is not None
+    held = [PeerLog(1, about.encode(), packed(records))]
+    fetch = job_module.fetch_from_peers
+
+    def fetched(meeting: Any, *about: Any, **more: Any) -> Any:
+        return fetch(meeting, *about, **{**more, "logs": held if meeting.rank == 0 else ()})
+
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetched)
+    always = property(lambda self: True, lambda self, value: None)
+    monkeypatch.setattr(Job, "_fetches", always, raising=False)
+    shutil.rmtree(runs[1])
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        found = resume(ranks)
+        assert [(one.step, one.exact) for one in found] == [(6, upto == 6)] * 2
+        assert torch.equal(ranks[0].weight, trained(0, 6))
+        if upto == 6:
+            assert torch.equal(ranks[1].weight, trained(1, 6))
+
+
+def test_a_disk_and_a_copy_that_have_parted_are_not_mixed(tmp_path: Path) -> None:
+    """One process goes on without copies, another on a machine of its own, from these: both open
+    timeline 2, and a base of the one fits the log of the other."""
+    run, copies = tmp_path / "run", tmp_path / "copies"
+    place, disk = TierOptions(str(copies), log="whole", log_steps=1), LogOptions(to="disk")
+    try:
+        for tiers, seed in (([place], 1), ([], 2)):
+            world = World(seed=seed)
+            with opened(run, world, tiers=tiers, log=disk) as ckpt:
+                ckpt.resume()
+                run_steps(ckpt, world, 2)
+            forget(run)
+        shutil.move(run, tmp_path / "kept")
+        world = World(seed=3)
+        with opened(run, world, tiers=[place], log=disk) as ckpt:
+            assert ckpt.resume().step == 2
+            run_steps(ckpt, world, 4)
+        forget(run)
+        shutil.rmtree(run)
+        shutil.move(tmp_path / "kept", run)
+        with pytest.raises(RecoveryError, match=r"timeline 2 .* go different ways"):
+            opened(run, World(seed=4), tiers=[place], log=disk)
+        world = World(seed=4)
+        with opened(run, world, log=disk) as ckpt:
+            assert ckpt.resume().step == 4, "without the copies it goes on"
+    finally:
+        forget(run)

@@ -1,0 +1,80 @@
+"""The inventory of a run folder is of what lies there now, however often it was looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everstep.format import records
+from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, timeline_dir
+from everstep.format.records import RunRecord, TimelineRecord
+from everstep.recover.scan import scan_run
+from everstep.seams import PosixFileSystem
+
+FS = PosixFileSystem()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / RUN_RECORD).write_bytes(RunRecord(tmp_path.name).encode())
+    for number in range(1, 6):
+        parent = number - 1 or None
+        record = TimelineRecord(tmp_path.name, number, parent, 0, True, 1, {}, 0.0)
+        path = Path(timeline_dir(tmp_path, number))
+        path.mkdir()
+        (path / TIMELINE_RECORD).write_bytes(record.encode())
+    return tmp_path
+
+
+def record_of(run: Path, timeline: int) -> Path:
+    return Path(timeline_dir(run, timeline) / TIMELINE_RECORD)
+
+
+def test_what_was_verified_is_not_decoded_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = scan_run(FS, run)
+    decoded: list[object] = []
+    decode = records._decode
+
+    def counted(kind: str, data: bytes, path: Path) -> object:
+        decoded.append(path)
+        return decode(kind, data, path)
+
+    monkeypatch.setattr(records, "_decode", counted)
+    assert scan_run(FS, run) == first
+    assert not decoded
+
+
+def test_what_has_changed_since_is_noticed(run: Path) -> None:
+    assert not scan_run(FS, run).problems
+    path = record_of(run, 2)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"true")] ^= 1
+    path.write_bytes(data)
+    for _ in range(2):  # what was refused is not taken for good the next time
+        found = scan_run(FS, run)
+        assert [place for place, _ in found.problems] == [path]
+        assert found.timelines[2] is None
+        assert found.timelines[3] is not None
+
+
+def test_the_same_bytes_elsewhere_are_judged_by_where_they_are(run: Path) -> None:
+    scan_run(FS, run)
+    record_of(run, 4).write_bytes(record_of(run, 2).read_bytes())
+    found = scan_run(FS, run)
+    assert found.problems == [(record_of(run, 4), "is of another timeline")]
+
+
+def test_the_same_damage_in_two_places_is_told_of_both(run: Path) -> None:
+    for number in (2, 3):
+        record_of(run, number).write_bytes(b"{}")
+    found = scan_run(FS, run)
+    assert [place for place, _ in found.problems] == [record_of(run, 2), record_of(run, 3)]
+    assert all(why == "timeline.json: not a timeline record" for _, why in found.problems)
+
+
+def test_bytes_of_another_kind_of_record_are_no_record_of_this_one(run: Path) -> None:
+    scan_run(FS, run)
+    record_of(run, 5).write_bytes((run / RUN_RECORD).read_bytes())
+    found = scan_run(FS, run)
+    assert found.problems == [(record_of(run, 5), "timeline.json: not a timeline record")]
