@@ -343,6 +343,24 @@ def pids(drill: str, host: int | None = None) -> set[int]:
     return {item.pid for item in find_marked(drill, host)}
 
 
+def test_a_program_that_is_being_started_is_not_overlooked(
+    monkeypatch: pytest.MonkeyPatch, sleeper: Callable[[str], int]
+) -> None:
+    """For a moment the kernel shows an empty environment."""
+    word = os.urandom(6).hex()
+    pid, read, empty = sleeper(f"{word}.1"), Path.read_bytes, [2]
+
+    def reading(path: Path) -> bytes:
+        if path == Path(f"/proc/{pid}/environ") and empty[0]:
+            empty[0] -= 1
+            return b""
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    assert pids(word) == {pid}
+    assert not empty[0]
+
+
 def test_only_what_has_the_mark_is_ended(sleeper: Callable[[str], int]) -> None:
     word = os.urandom(6).hex()
     first, second, tenth = sleeper(f"{word}.1"), sleeper(f"{word}.2"), sleeper(f"{word}.10")

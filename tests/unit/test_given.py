@@ -63,6 +63,8 @@ FITS: dict[str, tuple[Any, ...]] = {
     "PeerOptions.host_bytes": (None, 5, 10**400),
     "PeerOptions.emulated_node": (None, "x", "10 min"),
     "PeerOptions.if_there": (True, False),
+    "PeerOptions.log": (),
+    "PeerOptions.log_ratio": (0.5,),
     "Preemption.signals": (),
     "Preemption.grace_s": (5, 0.5),
     "Preemption.agree_steps": (5, 10**400),
@@ -70,6 +72,9 @@ FITS: dict[str, tuple[Any, ...]] = {
     "TierOptions.every_s": (5, 0, 0.5),
     "TierOptions.keep": (None, 5, 10**400),
     "TierOptions.objects_per_hour": (None, 5, 10**400),
+    "TierOptions.log": (),
+    "TierOptions.log_steps": (5, 10**400),
+    "TierOptions.log_ratio": (0.5,),
 }
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 5, -1, 0.5, -0.5, math.nan, math.inf, -math.inf, 10**400),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,20 @@ from everstep.cli import app
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
 from everstep.keeper import copies as copies_module
+from everstep.keeper import mirrors as mirrors_module
+from everstep.keeper.duties import Duties
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.log_mirror import LogMirror, shrinking
 from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
+from everstep.recover import resume as resume_module
 from everstep.seams import SystemClock
 from everstep.state.image import State
 from everstep.state.log_parts import recorded_by_several
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
+from everstep.tiers.urls import open_tier
 from tests.unit.rank_copying import Job
 from tests.unit.serving import die, serving
 from tests.unit.sharding import as_rank, build
@@ -34,7 +40,7 @@ from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_together import die as all_die
 from tests.unit.test_together import resume, train
 from tests.unit.together import RankTraining, trained, trainings
-from tests.unit.world import forget
+from tests.unit.world import TIMEOUT_S, forget
 
 STEPS = 7  # three behind the base of step 4
 
@@ -137,6 +143,92 @@ def test_the_log_in_a_copy_is_listed(run_folder: Path, tmp_path: Path) -> None:
     assert "7" in told.output
 
 
+def test_a_lossy_log_is_listed_measured_and_restored_as_what_it_is(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    copies = tmp_path / "copies"
+    trained_with_copies(run_folder, copies, log="adaptive", log_ratio=0.5, log_steps=3)
+
+    def said(*words: str) -> dict[str, Any]:
+        told = CliRunner().invoke(app, [*words, "--json"])
+        assert told.exit_code == 0, told.output
+        found: dict[str, Any] = json.loads(told.stdout)
+        return found
+
+    told = CliRunner().invoke(app, ["ls", str(copies)])
+    assert "steps 5 to 7 by replay (3 segments, 3 of them lossy" in told.output, told.output
+    (timeline,) = said("du", str(copies))["timelines"]
+    assert (timeline["log"]["segments"], timeline["other"]["files"]) == (3, 0)
+    assert all(one["lossy"] for one in said("verify", str(copies))["segments"])
+    restored = said("restore", str(copies), "--step", str(STEPS), "--out", str(tmp_path / "out"))
+    assert not restored["exact"], restored
+
+
+class _Held:
+    """A place whose log waits for a gate."""
+
+    def __init__(self, tier: Any, gate: threading.Event) -> None:
+        self._tier, self._gate, self.entered = tier, gate, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def put(self, name: str, source: Any) -> None:
+        if "/log/" in name:
+            self.entered.set()
+            assert self._gate.wait(TIMEOUT_S)
+        self._tier.put(name, source)
+
+
+def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keeper finds the new timeline in the place before it hears of it."""
+    gate, shut_out, places = threading.Event(), threading.Event(), []
+
+    def open_held(*about: Any, **more: Any) -> Any:
+        places.append(_Held(open_tier(*about, **more), gate))
+        return places[-1]
+
+    def fail(self: LogMirror, *about: Any, **more: Any) -> None:
+        failed(self, *about, **more)
+        shut_out.set()
+
+    turns = threading.Semaphore(0)
+
+    def pass_on(self: Duties, channel: Any) -> None:
+        passed_on(self, channel)
+        turns.release()
+
+    def open_slowly(*about: Any, **more: Any) -> int:
+        number = opens(*about, **more)
+        gate.set()
+        assert shut_out.wait(TIMEOUT_S)
+        while turns.acquire(blocking=False):
+            pass
+        for _ in range(3):  # whatever there is to be told has been told by then
+            assert turns.acquire(timeout=TIMEOUT_S)
+        return number
+
+    failed, passed_on, opens = LogMirror._fail, Duties.pass_on, resume_module.open_timeline
+    with serving(run_folder):
+        world = World()
+        monkeypatch.setattr(mirrors_module, "open_tier", open_held)
+        place = TierOptions(str(tmp_path / "copies"), log="whole", log_steps=1)
+        ckpt = opened(run_folder, world, every=100, tiers=[place])
+        ckpt.resume()
+        states = run_steps(ckpt, world, 3)
+        assert places[0].entered.wait(TIMEOUT_S)
+        monkeypatch.setattr(LogMirror, "_fail", fail)
+        monkeypatch.setattr(Duties, "pass_on", pass_on)
+        monkeypatch.setattr(resume_module, "open_timeline", open_slowly)
+        assert ckpt.rewind(2).step == 2
+        assert world.snapshot() == states[2]
+        assert run_steps(ckpt, world, 2)[3] == states[3]
+        ckpt._saver.finish_captures()
+        die(ckpt)
+
+
 # --- Several ranks ----------------------------------------------------------------------
 
 
@@ -232,6 +324,7 @@ def test_one_rank_from_a_lossy_log_makes_all_inexact(tmp_path: Path, store: Memo
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, False)] * 2
         assert torch.equal(ranks[0].weight, trained(0, 6))
         assert torch.allclose(ranks[1].weight, trained(1, 6), atol=0.02)
+        all_die(ranks)  # or one would wait for the other to save, too
 
 
 def test_a_damaged_segment_in_the_store_is_the_end_for_all(

@@ -8,9 +8,18 @@ from pathlib import PurePath
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError, FencedError, OptionError, StorageError, UnreachableError
+from everstep.errors import (
+    EverstepError,
+    FencedError,
+    FormatError,
+    OptionError,
+    StorageError,
+    UnreachableError,
+)
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
@@ -26,7 +35,7 @@ from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
-from everstep.tiers.rate import ObjectRate
+from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier
 from tests.unit.peer_logs import Log, records_of_steps
 from tests.unit.peering import record_of
@@ -224,6 +233,54 @@ def test_the_last_steps_do_not_wait_for_the_cap_and_say_so() -> None:
     with pytest.raises(StorageError, match="cap of objects"):
         copying.mirror.turn(flush=True)
     assert copying.there() == [(0, 2)]
+
+
+def test_the_last_steps_wait_for_no_pace_where_the_cap_has_room() -> None:
+    copying = Copying(cap=8)
+    copying.train(1, 2, 3)
+    assert copying.there() == [(0, 2)], "the next segment has its time"
+    copying.mirror.turn(flush=True)
+    assert copying.there() == [(0, 2), (2, 3)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 1500), st.booleans()), min_size=20, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_in_no_hour_bases_and_log_are_more_objects_than_the_cap(
+    turns: list[tuple[int, bool]],
+) -> None:
+    """Whoever copies a base asks for all of its objects, and writes them one by one, meanwhile."""
+    cap, base_objects = 12, 5
+    copying = Copying(cap=cap, batch_steps=1)
+    rate, written, left, step = copying.rate, [], 0, 0
+    for after_s, base in turns:
+        copying.clock.advance(float(after_s))
+        if left:
+            rate.wrote(1)
+            left -= 1
+            if not left:
+                rate.settled("base")
+        elif base and rate.wait_s(base_objects, "base") == 0:
+            left = base_objects
+        before, step = rate.total, step + 1
+        copying.train(step)
+        assert rate.total - before in (0, 2)
+        written.append((copying.clock.monotonic_s(), rate.total))
+        hour = [total for at_s, total in written if at_s <= written[-1][0] - HOUR_S]
+        assert rate.total - max(hour, default=0) <= cap
+
+
+def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -> None:
+    def lossy(record: LogRecord) -> LogRecord:
+        if record.head.step == 2:
+            raise FormatError(f"{record.head} is no record of an update")
+        return record
+
+    copying = Copying(batch_steps=1, lossy=lossy)
+    copying.train(1, 2, 3, 4)
+    there = scan_log(TierFileSystem(copying.tier, RUN), RUN, [1], rank=1)
+    assert [(one.after, one.last) for one in there] == [(0, 1), (2, 3), (3, 4)]
+    assert copying.mirror.stats.missed == 1
+    assert "is no record" in str(copying.posted)
 
 
 def _base(copying: Copying, step: int, *, whole: bool = True) -> None:

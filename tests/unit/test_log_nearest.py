@@ -32,6 +32,7 @@ from tests.unit.peering import record_of
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_copies import ON_DISK, store, until
 from tests.unit.test_log_mirror import Copying
+from tests.unit.test_log_together import die as all_die
 from tests.unit.test_together import resume
 from tests.unit.together import trained, trainings
 from tests.unit.world import forget
@@ -130,6 +131,7 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
         assert torch.equal(ranks[0].weight, trained(0, 6))
         if upto == 6:
             assert torch.equal(ranks[1].weight, trained(1, 6))
+        all_die(ranks)  # or one would wait for the other to save, too
 
 
 def test_a_disk_and_a_copy_that_have_parted_are_not_mixed(tmp_path: Path) -> None:

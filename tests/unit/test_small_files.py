@@ -79,3 +79,6 @@ def test_each_look_at_copies_after_the_first_reads_what_is_new(
     second = opens(2)
     assert look() == [1, 2]
     assert opened == [second]
+    copies.forget()
+    assert look() == [1, 2]
+    assert opened == ["run.json", first, second], "what was let go of is read anew"

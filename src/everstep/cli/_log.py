@@ -36,17 +36,18 @@ _ROWS_MAX = 100
 
 def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
     """The log of a run on disk; None, found out at little cost, if there is none."""
-    from everstep.format.names import LOG_DIR, parse_segment, timeline_dir
+    from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 
-    def has_segments(timeline: int) -> bool:
+    def has_segments(timeline: int, kind: str) -> bool:
         try:
-            entries = filesystem.scan(timeline_dir(inventory.path, timeline) / LOG_DIR)
+            entries = filesystem.scan(timeline_dir(inventory.path, timeline) / kind)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return any(parse_segment(entry.name) is not None for entry in entries)
 
     with reading(inventory.path):
-        if not any(map(has_segments, inventory.timelines)):
+        kinds = (LOG_DIR, LOSSY_DIR)
+        if not any(has_segments(number, kind) for number in inventory.timelines for kind in kinds):
             return None
         from everstep.recover.logged import RunLog
 
@@ -69,9 +70,12 @@ def steps_in_words(steps: Iterable[int]) -> str:
 
 def in_line(reach: Reach) -> str:
     """What the log of one timeline adds, in one line."""
+    lossy = sum(segment.lossy for segment in reach.segments)
+    of_which = f", {lossy} of them lossy" if lossy else ""
     return (
         f"log of timeline {reach.timeline}: {steps_in_words(reach.steps)} by replay "
-        f"({count_of(len(reach.segments), 'segment')}, {count_of(reach.records, 'record')}, "
+        f"({count_of(len(reach.segments), 'segment')}{of_which}, "
+        f"{count_of(reach.records, 'record')}, "
         f"{in_words(reach.size_bytes)})"
     )
 
@@ -100,6 +104,7 @@ def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
         "last": segment.last,
         "records": len(segment.heads),
         "size_bytes": segment.size_bytes,
+        "lossy": segment.lossy,
         "path": str(segment.path),
         "problem": segment.problem,
     }
@@ -132,7 +137,7 @@ def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:
             str(segment.timeline),
             str(len(segment.heads)),
             in_words(segment.size_bytes),
-            label(segment.problem or "", "yellow"),
+            label(segment.problem or ("lossy" if segment.lossy else ""), "yellow"),
         )
     out.print(made)
     _left_out(out, len(segments))

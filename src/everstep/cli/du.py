@@ -116,6 +116,7 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
     from everstep.format.names import (
         BASE_DIR,
         LOG_DIR,
+        LOSSY_DIR,
         RUN_RECORD,
         SLOTS_DIR,
         TIMELINE_RECORD,
@@ -136,7 +137,7 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
                 part.slots = _below(filesystem, directory / item.name)
             elif item.name == BASE_DIR and item.kind == "dir":
                 _add_bases(filesystem, part, directory / item.name, known)
-            elif item.name == LOG_DIR and item.kind == "dir":
+            elif item.name in (LOG_DIR, LOSSY_DIR) and item.kind == "dir":
                 _add_segments(filesystem, part, directory / item.name)
             else:
                 _add_file(filesystem, part, directory, item, records=(TIMELINE_RECORD,))

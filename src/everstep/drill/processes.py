@@ -24,6 +24,7 @@ MARK = "EVERSTEP_DRILL"
 _PROC = Path("/proc")
 _KILL_S = 20.0
 _LOOK_AGAIN_S = 0.02
+_EXEC_TRIES, _EXEC_S = 5, 0.002
 
 
 class DrillError(EverstepError):
@@ -113,7 +114,12 @@ def _has(pid: int, wanted: str, prefix: bool) -> bool:
     """Whether a process has the mark; not if it has ended, or is somebody else's."""
     try:
         data = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+        for _ in range(_EXEC_TRIES):
+            if data or not os.readlink(_PROC / str(pid) / "exe"):
+                break
+            time.sleep(_EXEC_S)  # a program has none for a moment, while it is being started
+            data = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # or it is the kernel's, or a zombie
         return False
     words = data.decode("utf-8", "surrogateescape").split("\0")
     return any(word.startswith(wanted) if prefix else word == wanted for word in words)

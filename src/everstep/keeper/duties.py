@@ -298,9 +298,10 @@ class Duties:
 
     def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
         """Hands over what is in memory: the newest base, and the logs."""
-        keeper = self.keeper
-        audit = keeper.audit if keeper is not None else lambda plan, written: None
+        audit = self.keeper.audit if self.keeper is not None else lambda plan, written: None
         own = bool(message.get("own"))
+        if own and self.mirrors is not None:
+            self.mirrors.pause()
         self.replicas.freeze(trainer, own=own)
         found = self.holding.recall(trainer.arena, audit, own=own)
         base: dict[str, Any] | None = None
@@ -321,16 +322,15 @@ class Duties:
         copies, memories = self.peers.recall()
         for place, copy in enumerate(copies, len(arenas)):
             copy["arena"] = place
-        recalled = {"kind": "recalled", "base": base, "logs": logs, "copies": copies}
+        recalled = {"base": base, "logs": logs, "copies": copies, "peer_logs": []}
         places, (rows, memory) = [*arenas, *memories], self.peers.recall_logs()
-        recalled["peer_logs"] = []
         if rows and memory is not None:
             for part in parts_of(msgpack.packb(rows)):
                 trainer.connection.send({"kind": "blob", "number": len(blobs), "part": part})
             recalled["peer_logs"] = [[len(blobs), len(places)]]
             places.append(memory)
         fds = [arena.fd for arena in places if arena.fd is not None]
-        trainer.connection.send(recalled, fds)
+        trainer.connection.send({"kind": "recalled", **recalled}, fds)
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
         """A base is due, which the replica is to give."""

@@ -257,6 +257,8 @@ class Job:
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             reads = self._all_reads(resumed)
+            if self._copies is not None:
+                self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)
         self.seat = self._seat(session, keepers, choice)
         return replace(resumed, reads=reads)

@@ -24,6 +24,7 @@ from everstep.errors import (
     EverstepError,
     FencedError,
     ForeignDirectoryError,
+    FormatError,
     InfeasibleError,
     StorageError,
 )
@@ -56,6 +57,7 @@ _SEGMENT_BYTES = 32 << 20  # of several steps; one may be larger
 _AGAIN_S = 5.0  # after a failure
 _STOP_TIMEOUT_S = 5.0
 _OBJECTS = 2  # of a segment
+_SLOW = "its memory was needed before, as the link is slower than the log"
 _SHARE = 0.75  # of the cap of objects, for the log; the rest is for bases
 
 
@@ -109,7 +111,7 @@ class LogMirror:
         cap = objects_per_hour
         self._every_s = 0.0 if cap is None else _OBJECTS * HOUR_S / (cap * _SHARE)
         self._changed = threading.Condition()
-        self._stirred = self._flushing = self._retains = False
+        self._stirred = self._flushing = self._retains = self._paused = False
         self._at_work = self._closed = self._refused = False
         self._not_before_s = clock.monotonic_s()
         self._wake_s: float | None = None  # when to look again, without another step
@@ -134,10 +136,16 @@ class LogMirror:
             over = self._closed or self._refused
             return not over and (self._at_work or self._flushing)
 
+    def pause(self) -> None:
+        """Another timeline may be opened by the very process that is served: nothing is begun, and
+        it is no error to be shut out, until there is another step, which says that it was not."""
+        with self._changed:
+            self._paused = True
+
     def flush(self) -> None:
         """No further step may come: what is left of a batch is copied, too; tried once."""
         with self._changed:
-            self._flushing = True
+            self._flushing, self._paused = True, False
             self._changed.notify_all()
 
     def base_durable(self, base: BaseId | None = None) -> None:
@@ -168,14 +176,17 @@ class LogMirror:
             StorageError, DeadlineError, InfeasibleError
         """
         while self._is_due(flush=flush):
-            self._copy()
+            try:
+                self._copy()
+            finally:
+                self._place.rate.settled(self)
         if self._retains and self.stats.steps:
             self._retains = False
             self._retain()
 
     def _stir(self) -> None:
         with self._changed:
-            self._stirred = True
+            self._stirred, self._paused = True, False
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -211,14 +222,15 @@ class LogMirror:
     def _is_due(self, *, flush: bool) -> bool:
         """Takes out of the log what has come, and says whether a segment is to be made of it."""
         held_bytes, more = self._take()
-        if self._closed or not self._records:
+        if self._closed or self._paused or not self._records:
             return False
         full = more or held_bytes >= _SEGMENT_BYTES
         steps = sum(record.head.kind == "mark" for record in self._records)
         if not (flush or self._tried or full or steps >= self._batch_steps):
             return False
         now_s = self._clock.monotonic_s()
-        wait_s = max(self._not_before_s - now_s, self._place.rate.wait_s(_OBJECTS))
+        early_s = 0.0 if flush else self._not_before_s - now_s  # the last ones only keep to the cap
+        wait_s = early_s if early_s > 0 else self._place.rate.wait_s(_OBJECTS, self)
         if wait_s > 0 and not flush:
             with self._changed:
                 self._wake_s = now_s + wait_s
@@ -252,15 +264,15 @@ class LogMirror:
                 return held_bytes, True  # behind a hole
             try:
                 found = unpacked(packed(records))
-            except DamageError:  # their memory is being used again
+                if self._lossy is not None:
+                    found = [self._lossy(record) for record in found]
+            except (DamageError, FormatError) as error:  # never tried again: it would stay so
                 self._number, self._last = number, last
-                self._miss(first, last)
+                self._miss(first, last, _SLOW if isinstance(error, DamageError) else error.message)
                 continue
             del records
             if self._last is not None and first > self._last + 1:
-                self._miss(self._last + 1, first - 1)
-            if self._lossy is not None:
-                found = [self._lossy(record) for record in found]
+                self._miss(self._last + 1, first - 1, _SLOW)
             self._records += found
             self._number, self._last = number, last
             held_bytes += sum(record.size_bytes for record in found)
@@ -337,19 +349,18 @@ class LogMirror:
         for name in sorted(mine, key=lambda name: (parse_marker(name) is None, name)):
             self._place.tier.delete(f"{directory}/{name}")
 
-    def _miss(self, first: int, last: int) -> None:
+    def _miss(self, first: int, last: int, why: str) -> None:
         """Steps were let go before they could be copied: once that is said aloud, unless a base
         behind them is durable, which is going to be copied."""
         self.stats.missed += last - first + 1
         url = self._place.tier.url
-        _log.info("steps %d to %d of the log are not copied to %s", first, last, url)
+        _log.info("steps %d to %d of the log are not copied to %s: %s", first, last, url, why)
         if self._missed_said or last <= self._base_step:
             return
         self._missed_said = True
         self._post(
             StorageError(
-                f"the log of steps {first} to {last} is not copied to {url}: its memory was needed "
-                "before, as the link is slower than the log",
+                f"the log of steps {first} to {last} is not copied to {url}: {why}",
                 step=last,
                 rank=self._identity.rank,
                 tier=self._place.tier.traits.kind,
@@ -361,8 +372,9 @@ class LogMirror:
 
     def _fail(self, error: EverstepError, *, for_good: bool = False) -> None:
         with self._changed:
-            self._refused = self._refused or for_good
-            if self._closed:
+            paused = self._paused and isinstance(error, FencedError)
+            self._refused = self._refused or (for_good and not paused)
+            if self._closed or paused:
                 _log.info("not copied: %s", error)
                 return
             self.stats.failed += 1

@@ -109,7 +109,7 @@ class Mirror:
         self._retention = CopyRetention(self._place, keep, post, timeout_s=timeout_s)
         self._changed = threading.Condition()
         self._due = self._at_work = self._closed = self._refused = self._hurried = False
-        self._published = False
+        self._published = self._paused = False
         self._not_before_s = clock.monotonic_s()
         self._thread: threading.Thread | None = None
         self.stats = MirrorStats()
@@ -131,8 +131,14 @@ class Mirror:
             if self._closed or self._refused:
                 return
             self.stats.passed_over += self._due
-            self._due = True
+            self._due, self._paused = True, False
             self._begin()
+
+    def pause(self) -> None:
+        """Another timeline may be opened by the very process that is served: until there is another
+        base, which says that it was not, it is no error to be shut out."""
+        with self._changed:
+            self._paused = True
 
     def hurry(self) -> None:
         """The keeper is about to end: the last base does not wait for its time. A cap of objects
@@ -212,6 +218,7 @@ class Mirror:
                 ours.__cause__ = error
                 self._fail(ours)
             finally:
+                self._rate.settled(self)
                 with self._changed:
                     self._at_work = False
 
@@ -320,7 +327,7 @@ class Mirror:
 
     def _await_rate(self, count: int) -> None:
         """Waits until the cap lets so many objects through."""
-        while (wait_s := self._rate.wait_s(count)) > 0:
+        while (wait_s := self._rate.wait_s(count, self)) > 0:
             with self._changed:
                 if self._closed or self._hurried:
                     self.waits_for_the_cap = False
@@ -342,8 +349,9 @@ class Mirror:
 
     def _fail(self, error: EverstepError, *, for_good: bool = False) -> None:
         with self._changed:
-            self._refused = self._refused or for_good
-            if self._closed:
+            paused = self._paused and isinstance(error, FencedError)
+            self._refused = self._refused or (for_good and not paused)
+            if self._closed or paused:
                 _log.info("not copied: %s", error)
                 return
             self.stats.failed += 1

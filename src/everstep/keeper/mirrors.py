@@ -100,6 +100,11 @@ class Mirrors:
         for mirror in self._every:
             mirror.base_durable(base)
 
+    def pause(self) -> None:
+        """Training is about to open another timeline itself: what it shuts out here is no error."""
+        for mirror in self._every:
+            mirror.pause()
+
     def lost(self) -> None:
         """Training has died: what is left of the log is copied, too."""
         for log in self._logs:

@@ -64,6 +64,11 @@ class Copies:
         self._run = run
         self._found: list[tuple[CopyOfRun, Inventory]] = []
 
+    def forget(self) -> None:
+        """Lets go of what was read of them."""
+        for files in self._small:
+            files.forget()
+
     def run_id(self) -> str | None:
         """Of the run whose copies they are; None: there are none yet.
 

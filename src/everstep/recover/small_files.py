@@ -46,6 +46,12 @@ class SmallFiles(ReadingFileSystem):
         self._left_bytes -= size_bytes
         return found
 
+    def forget(self) -> None:
+        """Lets go of the memory; what is asked for later is read anew."""
+        self._kept.clear()
+        self._listed.clear()
+        self._left_bytes = _KEPT_BYTES_MAX
+
     def scan(self, path: PurePath) -> list[DirEntry]:
         """What another listing shows than the one before is read anew: an audit, for one, takes
         the place of an older one."""

@@ -18,6 +18,7 @@ from everstep.seams.clock import Clock
 __all__ = ["HOUR_S", "ObjectRate", "batch_steps_for", "objects_per_hour"]
 
 HOUR_S = 3600.0
+_LOOK_AGAIN_S = 1.0
 
 
 def objects_per_hour(
@@ -91,10 +92,15 @@ class ObjectRate:
         self._clock = clock
         self._lock = threading.Lock()
         self._written: deque[tuple[float, int]] = deque()
+        self._claims: dict[object, int] = {}
         self.total = 0
 
-    def wait_s(self, count: int) -> float:
+    def wait_s(self, count: int, claim: object = None) -> float:
         """Seconds until ``count`` more objects may be written; 0: now.
+
+        Args:
+            claim: who asks; where the answer is 0, they are nobody else's until :meth:`settled`:
+                from the first object of a base to the last others write, too.
 
         Raises:
             InfeasibleError: the cap is smaller than that.
@@ -112,13 +118,23 @@ class ObjectRate:
         with self._lock:
             while self._written and self._written[0][0] <= now_s - HOUR_S:
                 self._written.popleft()
-            over = sum(number for _, number in self._written) + count - self._cap
+            claimed = sum(number for who, number in self._claims.items() if who is not claim)
+            over = sum(number for _, number in self._written) + claimed + count - self._cap
+            if over <= 0 and claim is not None:
+                self._claims[claim] = count
             for at_s, number in self._written:  # until so many are more than an hour old
                 if over <= 0:
                     break
                 over -= number
                 free_s = at_s + HOUR_S - now_s
+            if over > 0:  # only who has claimed them knows when
+                free_s = max(free_s, _LOOK_AGAIN_S)
         return max(0.0, free_s)
+
+    def settled(self, claim: object) -> None:
+        """What was claimed is written, or will not be."""
+        with self._lock:
+            self._claims.pop(claim, None)
 
     def wrote(self, count: int) -> None:
         """``count`` objects were written, or at least tried."""
