@@ -3,6 +3,7 @@ more objects than were asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -24,6 +25,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.writer import ChunkRing
+from everstep.keeper import log_mirror
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.place import ROOT, CopyPlace
 from everstep.recover.logs import LogFound
@@ -267,6 +269,54 @@ def test_in_no_hour_bases_and_log_are_more_objects_than_the_cap(
         written.append((copying.clock.monotonic_s(), rate.total))
         hour = [total for at_s, total in written if at_s <= written[-1][0] - HOUR_S]
         assert rate.total - max(hour, default=0) <= cap
+    copying.log.store.close()
+
+
+class _Calling(MemoryTier):
+    """Calls back in each transfer."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def put(self, name: str, source: Any) -> None:
+        self._call()
+        super().put(name, source)
+
+
+def test_a_keeper_that_is_about_to_end_begins_no_other_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But if training has died, it copies all that there is."""
+    monkeypatch.setattr(log_mirror, "_SEGMENT_BYTES", 1)
+    copying = Copying(_Calling(lambda: copying.mirror.pause()), batch_steps=1)
+    for step in (1, 2, 3):
+        copying.log.step(step)
+    copying.mirror.turn()
+    assert copying.there() == [(0, 1)]
+    copying.mirror.turn()
+    assert copying.there() == [(0, 1)]
+    copying.mirror._stir()
+    copying.mirror.turn()
+    assert copying.there() == [(0, 1), (1, 2)], "it has not ended"
+    copying.log.step(4)
+    copying.mirror.flush()
+    copying.mirror.turn(flush=True)
+    assert copying.there() == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_whoever_is_shut_out_by_its_own_process_says_so_only_if_it_goes_on() -> None:
+    copying = Copying(batch_steps=1)
+    copying.train(1)
+    name = (timeline_dir(ROOT, 2) / TIMELINE_RECORD).relative_to(ROOT).as_posix()
+    copying.tier.create(name, record_of(2).encode())
+    error = FencedError("shut out")
+    copying.mirror.pause()
+    copying.mirror._fail(error, for_good=True)
+    assert copying.posted == []
+    copying.mirror._stir()
+    copying.mirror._fail(error, for_good=True)
+    assert copying.posted == [error]
 
 
 def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -> None:

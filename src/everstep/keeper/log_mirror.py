@@ -44,7 +44,7 @@ from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
 from everstep.keeper.place import ROOT, CopyPlace, own_errors
-from everstep.recover.peer_log import packed, unpacked
+from everstep.recover.peer_log import copied
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
@@ -137,10 +137,11 @@ class LogMirror:
             return not over and (self._at_work or self._flushing)
 
     def pause(self) -> None:
-        """Another timeline may be opened by the very process that is served: nothing is begun, and
-        it is no error to be shut out, until there is another step, which says that it was not."""
+        """The keeper is about to end, or the process that it serves may open another timeline:
+        nothing is begun, and it is no error to be shut out, until there is another step, which says
+        that it was not so. Training that has died is another matter."""
         with self._changed:
-            self._paused = True
+            self._paused = not self._flushing
 
     def flush(self) -> None:
         """No further step may come: what is left of a batch is copied, too; tried once."""
@@ -263,7 +264,7 @@ class LogMirror:
             if self._records and first != (self._last or 0) + 1:
                 return held_bytes, True  # behind a hole
             try:
-                found = unpacked(packed(records))
+                found = copied(records)
                 if self._lossy is not None:
                     found = [self._lossy(record) for record in found]
             except (DamageError, FormatError) as error:  # never tried again: it would stay so

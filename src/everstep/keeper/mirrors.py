@@ -124,6 +124,8 @@ class Mirrors:
         """The keeper is about to end; whether a copy is still being made."""
         for mirror in self._mirrors:
             mirror.hurry()
+        for log in self._logs:
+            log.pause()  # a base is better than the rest of a log that it is behind
         return any(mirror.busy for mirror in self._every)
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ def assemble(
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
         keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.peered
-        recorder.rooms.waits_for_peers = peers is not None
+        recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
         if options.has_replica:
             refuse_unfollowable(state)
             standby = Standby(saver, channel)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import numpy as np
+
 from everstep.commit.logs import LogRun
 from everstep.commit.peerlog import run_of
 from everstep.errors import DamageError, FormatError
@@ -22,6 +24,7 @@ __all__ = [
     "LentLog",
     "Packed",
     "PeerLog",
+    "copied",
     "laid_out",
     "packed",
     "read_packed",
@@ -98,6 +101,14 @@ def packed(records: Sequence[LogRecord]) -> Packed:
     return found
 
 
+def copied(records: Sequence[LogRecord]) -> list[LogRecord]:
+    """A copy of whole steps that follow each other, in memory of its own, every byte compared with
+    its digest; errors as for :func:`packed`."""
+    run = run_of([record.head for record in records])
+    memory, index_bytes = laid_out(records)
+    return records_in(run.timeline, memory, index_bytes, digest(memory[-index_bytes:]))
+
+
 def laid_out(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
     """A copy of records in one piece of memory, and the bytes of the index at its end."""
     offsets, end = [], 0
@@ -106,11 +117,17 @@ def laid_out(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
         end += -(-record.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     places = b"".join(offset.to_bytes(_OFFSET_BYTES, "little") for offset in offsets)
     index = len(offsets).to_bytes(_OFFSET_BYTES, "little") + places + pack_index(records)
-    memory = memoryview(bytearray(end + len(index)))
-    memory[end:] = index
+    # NumPy's copy lets other threads run meanwhile, a memoryview's does not; nor does a bytearray,
+    # which is filled with zeros first.
+    memory = np.empty(end + len(index), np.uint8)
+    memory[end:] = np.frombuffer(index, np.uint8)
+    before = 0
     for record, offset in zip(records, offsets, strict=True):
-        memory[offset : offset + record.data.nbytes] = record.data
-    return memory, len(index)
+        memory[before:offset] = 0  # between two records
+        before = offset + record.data.nbytes
+        memory[offset:before] = np.frombuffer(record.data, np.uint8)
+    memory[before:end] = 0
+    return memory.data, len(index)
 
 
 def unpacked(steps: Packed) -> list[LogRecord]:
