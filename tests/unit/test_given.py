@@ -65,6 +65,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "PeerOptions.if_there": (True, False),
     "PeerOptions.log": (),
     "PeerOptions.log_ratio": (0.5,),
+    "PeerOptions.log_int8_below": (5, 0, 10**400),
     "Preemption.signals": (),
     "Preemption.grace_s": (5, 0.5),
     "Preemption.agree_steps": (5, 10**400),
@@ -75,6 +76,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "TierOptions.log": (),
     "TierOptions.log_steps": (5, 10**400),
     "TierOptions.log_ratio": (0.5,),
+    "TierOptions.log_int8_below": (5, 0, 10**400),
 }
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 5, -1, 0.5, -0.5, math.nan, math.inf, -math.inf, 10**400),

@@ -221,8 +221,9 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
         place = TierOptions(str(tmp_path / "copies"), log="whole", log_steps=1)
         ckpt = opened(run_folder, world, every=100, tiers=[place])
         ckpt.resume()
-        states = run_steps(ckpt, world, 3)
+        run_steps(ckpt, world, 1)
         assert places[0].entered.wait(TIMEOUT_S)
+        states = run_steps(ckpt, world, 2)  # which are another segment
         monkeypatch.setattr(LogMirror, "_fail", fail)
         monkeypatch.setattr(Duties, "pass_on", pass_on)
         monkeypatch.setattr(resume_module, "open_timeline", open_slowly)
@@ -253,7 +254,8 @@ def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) ->
     identity = ShardIdentity(one.ckpt._run_id, 1, 0, 0, one.rank, 2, True)
     about = place, keeper.records, identity, SystemClock()  # type: ignore[attr-defined]
     posted: list[Any] = []
-    LogMirror(*about, posted.append, batch_steps=1, lossy=shrinking(ratio)).turn(flush=True)
+    form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()
+    LogMirror(*about, posted.append, batch_steps=1, lossy=shrinking(form)).turn(flush=True)
     assert not posted
 
 

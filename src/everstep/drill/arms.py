@@ -40,8 +40,8 @@ class Arm:
         tiers: of the Checkpointer; ``{durable}`` stands for the durable tier, and each host is
             another node to ``"peer"``.
         log: arguments of ``LogOptions``.
-        lossy: how the log goes to peers and to the durable tier: an argument ``log_steps`` of
-            ``TierOptions``, with lossy gradients in both; None: to peers as it is, to no tier.
+        lossy: steps of a segment of the log in the durable tier, with lossy gradients there and
+            with peers; None: to peers it goes as it is, and to no tier.
         at_once: what goes to peers is sent as fast as the link goes where links have rates to
             scale, and not in four fifths of the interval; GEMINI always does.
         words: what it is, for people.

@@ -41,6 +41,7 @@ __all__ = ["main", "trained"]
 _EXIT_LOST = 71
 _LINGER_S = 120.0  # longer than any restart takes
 _KEEPER_THREADS = 2
+_INT8_BELOW = 1000  # a hundredth of a large tensor's part of a small GPT, as TierCheck's 100,000 is
 
 
 def main(
@@ -148,11 +149,14 @@ def _place(tier: str, rank: int, arm: Mapping[str, Any]) -> Any:
     """A tier as the Checkpointer takes it: to peers, each host of a drill is a node."""
     lossy: int | None = arm["lossy"]
     if tier != "peer":
-        return tier if lossy is None else TierOptions(tier, log="adaptive", log_steps=lossy)
+        if lossy is None:
+            return tier
+        return TierOptions(tier, log="adaptive", log_steps=lossy, log_int8_below=_INT8_BELOW)
     return PeerOptions(
         bytes_per_s=arm["peer_bytes_per_s"],
         emulated_node=f"host {rank}",
         log="whole" if lossy is None else "adaptive",
+        log_int8_below=_INT8_BELOW,
     )
 
 

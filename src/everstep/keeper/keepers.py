@@ -155,7 +155,7 @@ class Keepers:
             "bound_bytes": bound_bytes - (log_bytes or 0),
             "log_bytes": log_bytes or 0,
             "sends_log": log_bytes is not None,
-            "log_ratio": peers.log_ratio if peers.log == "adaptive" else None,
+            "log": {k: getattr(peers, k) for k in ("log", "log_ratio", "log_int8_below")},
             "bytes_per_s": peers.bytes_per_s,
             "holds": self._options.method.in_memory,
         }

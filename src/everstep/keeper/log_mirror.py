@@ -11,6 +11,7 @@ the next base that is copied, which recovery sees by itself. Training waits for 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
 from everstep.errors import (
     DamageError,
+    DeadlineError,
     EverstepError,
     FencedError,
     ForeignDirectoryError,
@@ -48,6 +50,7 @@ from everstep.recover.peer_log import copied
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
+from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import HOUR_S
 
 __all__ = ["LogMirror", "LogMirrorStats", "shrinking"]
@@ -56,6 +59,7 @@ _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20  # of several steps; one may be larger
 _AGAIN_S = 5.0  # after a failure
 _STOP_TIMEOUT_S = 5.0
+_SETTLE_S = 5.0
 _OBJECTS = 2  # of a segment
 _SLOW = "its memory was needed before, as the link is slower than the log"
 _SHARE = 0.75  # of the cap of objects, for the log; the rest is for bases
@@ -176,6 +180,9 @@ class LogMirror:
             FencedError: a newer timeline has been opened in the place.
             StorageError, DeadlineError, InfeasibleError
         """
+        if flush:  # the last records may be on their way
+            with contextlib.suppress(DeadlineError):
+                self._log.settle(_SETTLE_S)
         while self._is_due(flush=flush):
             try:
                 self._copy()
@@ -387,17 +394,13 @@ class LogMirror:
             _log.warning("%s", error)
 
 
-def shrinking(ratio: float | None) -> Callable[[LogRecord], LogRecord] | None:
-    """What makes a record lossy; None: nothing does.
-
-    Args:
-        ratio: the share of a large gradient's elements that is kept; None: all of it.
-    """
-    if ratio is None:
+def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
+    """What makes a record lossy, for a place; None: nothing does."""
+    if options.log != "adaptive":
         return None
     from everstep.keeper.lossy_log import lossy_record
 
-    return partial(lossy_record, ratio=ratio)
+    return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
 
 
 def _rank_of(name: str) -> int | None:

@@ -14,7 +14,7 @@ from everstep.format.log import LogRecord
 __all__ = ["lossy_record"]
 
 
-def lossy_record(record: LogRecord, ratio: float) -> LogRecord:
+def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> LogRecord:
     """A copy in memory of its own, with lossy gradients in the place of dense ones.
 
     Everything else is there bit for bit: the head, hyperparameters, gradients that have no lossy
@@ -25,6 +25,7 @@ def lossy_record(record: LogRecord, ratio: float) -> LogRecord:
         record: compared with its digest before; an update, or one rank's part of one, without
             the parts of others.
         ratio: the share of a large gradient's elements that is kept, in (0, 1].
+        int8_below: of fewer elements is a small one.
 
     Raises:
         OptionError: for a ratio that cannot be.
@@ -35,7 +36,7 @@ def lossy_record(record: LogRecord, ratio: float) -> LogRecord:
         # Takes seconds the first time; other threads go on meanwhile.
         from everstep.keeper.lossy_update import lossy_update
 
-        found = lossy_update(record, ratio)
+        found = lossy_update(record, ratio, int8_below)
         if found is not None:
             return found
     # Of its own, too: records that came together share their memory, and any would keep all of it.

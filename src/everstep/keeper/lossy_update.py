@@ -26,7 +26,7 @@ from everstep.state.tensors import host_bytes, stored_form
 __all__ = ["lossy_update"]
 
 
-def lossy_update(record: LogRecord, ratio: float) -> LogRecord | None:
+def lossy_update(record: LogRecord, ratio: float, int8_below: int) -> LogRecord | None:
     """A lossy copy of an update; None: training consumed a gradient of it compressed.
 
     As training would have recorded it. (Where one optimizer has gradients of several dtypes, they
@@ -45,7 +45,7 @@ def lossy_update(record: LogRecord, ratio: float) -> LogRecord | None:
         for number, place in enumerate(placed)
         if place.entry.name.startswith(GRADIENT)
     }
-    copies = lossy_copies(gradients, ratio)
+    copies = lossy_copies(gradients, ratio, int8_below=int8_below)
     compressed: dict[str, Any] = {}
     forms: dict[str, torch.Tensor] = {}
     for number, copy in copies.items():

@@ -163,7 +163,7 @@ def _log_mirror(
         seams.clock,
         post,
         batch_steps=options.log_steps,
-        lossy=shrinking(options.log_ratio if options.log == "adaptive" else None),
+        lossy=shrinking(options),
         leads=identity.rank == COORDINATOR,
         objects_per_hour=options.objects_per_hour,
     )

@@ -23,6 +23,7 @@ from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import files_over
 from everstep.recover.scan import scan_base
 from everstep.seams import Clock, FileSystem, ReadFile
+from everstep.tiers.options import PeerOptions
 
 if TYPE_CHECKING:  # loaded where there are several ranks
     from everstep.keeper.commits import RankCommits
@@ -66,7 +67,7 @@ class Peers:
 
         Args:
             told: ``bound_bytes`` for bases of others, ``log_bytes`` for their logs, ``sends_log``
-                whether this rank's is sent, lossy where there is a ``log_ratio``, ``bytes_per_s``
+                whether this rank's is sent, in the form that options ``log`` say, ``bytes_per_s``
                 of what is, whether this rank ``holds`` bases in memory; None: no rank sends or
                 holds anything.
             tell: told of what fails; training goes on.
@@ -116,7 +117,7 @@ class Peers:
                 self._record_of,
                 lambda message: commits.send(replicator.peer, message),
                 replicator.complain,
-                shrink=shrinking(told.get("log_ratio")),
+                shrink=shrinking(PeerOptions(**told.get("log", {}))),
                 timeout_s=timeout_s,
             )
             sender.on_step = on_step

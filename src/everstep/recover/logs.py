@@ -128,7 +128,7 @@ class LogFound:
         for files, there_too in copies:
             known = sorted(n for n, record in there_too.timelines.items() if record is not None)
             with own_words():
-                here = scan_log(files, inventory.path, known, rank=rank, wanted=wanted)
+                here = scan_log(files, inventory.path, known, rank=rank, wanted=wanted, threads=8)
             found = [*(replace(segment, files=files) for segment in here), *found]
         log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()

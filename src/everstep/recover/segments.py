@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -76,6 +77,7 @@ def scan_log(
     *,
     rank: int = 0,
     wanted: Callable[[int, int, int], bool] = lambda timeline, after, last: True,
+    threads: int = 1,
 ) -> list[SegmentFound]:
     """All segments of these timelines, in order, lossy ones behind the others; one without its
     marker was never finished and is left out.
@@ -83,12 +85,13 @@ def scan_log(
     Args:
         wanted: whether a segment of these steps of a timeline is looked at; else it is left out,
             too.
+        threads: look at segments at a time: of use where each look waits for a network.
 
     Raises:
         NewerFormatError: one was written by a newer everstep.
         OSError: a directory cannot be read.
     """
-    found = []
+    places = []
     for lossy, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
         for timeline in sorted(timelines):
             try:
@@ -101,10 +104,17 @@ def scan_log(
                     continue
                 if not wanted(timeline, *steps):
                     continue
-                segment = _scan(filesystem, run, timeline, *steps, rank, lossy=lossy)
-                if segment is not None:
-                    found.append(segment)
-    return found
+                places.append((timeline, *steps, lossy))
+
+    def look(place: tuple[int, int, int, bool]) -> SegmentFound | None:
+        return _scan(filesystem, run, *place[:3], rank, lossy=place[3])
+
+    if threads == 1 or len(places) < 2:
+        found = [look(place) for place in places]
+    else:
+        with ThreadPoolExecutor(threads, "everstep-segments") as pool:
+            found = list(pool.map(look, places))
+    return [segment for segment in found if segment is not None]
 
 
 def read_segment(

@@ -19,11 +19,13 @@ _YEAR_S = 366 * 86_400.0
 _LOG_OBJECTS_MIN = 4  # an hour, of each rank: a segment, and room for parts of a base
 
 
-def _check_log(kind: str, log: object, ratio: object) -> None:
+def _check_log(kind: str, log: object, ratio: object, int8_below: object) -> None:
     if log not in LOG_FORMS:
         raise OptionError(f"{kind}.log must be one of {', '.join(LOG_FORMS)}, not {log!r}")
     if not is_number(ratio) or not 0 < ratio <= 1:  # type: ignore[operator]
         raise OptionError(f"{kind}.log_ratio must be in (0, 1], not {ratio!r}")
+    if not is_int(int8_below) or int8_below < 0:  # type: ignore[operator]
+        raise OptionError(f"{kind}.log_int8_below must be at least 0, not {int8_below!r}")
 
 
 @checked
@@ -43,6 +45,7 @@ class TierOptions:
         log_steps: steps of a segment; more where the cap of objects wants it (TierCheck batches
             5).
         log_ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
+        log_int8_below: of fewer elements is a small one (TierCheck: 100,000).
     """
 
     where: str
@@ -52,6 +55,7 @@ class TierOptions:
     log: str = "none"
     log_steps: int = 5
     log_ratio: float = 0.01
+    log_int8_below: int = 100_000
 
     def __post_init__(self) -> None:
         if isinstance(self.where, PurePath):
@@ -64,7 +68,7 @@ class TierOptions:
             value = getattr(self, name)
             if value is not None and (not is_int(value) or value < 1):
                 raise OptionError(f"TierOptions.{name} must be at least 1, not {value!r}")
-        _check_log("TierOptions", self.log, self.log_ratio)
+        _check_log("TierOptions", self.log, self.log_ratio, self.log_int8_below)
         if not is_int(self.log_steps) or self.log_steps < 1:
             raise OptionError(f"TierOptions.log_steps must be at least 1, not {self.log_steps!r}")
         self._check_cap(1)
@@ -103,6 +107,7 @@ class PeerOptions:
         log: what of a gradient log is sent: ``"whole"``, or ``"adaptive"`` or ``"none"`` (see
             :class:`TierOptions`).
         log_ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
+        log_int8_below: of fewer elements is a small one.
     """
 
     bytes_per_s: float | None = None
@@ -111,9 +116,10 @@ class PeerOptions:
     if_there: bool = False
     log: str = "whole"
     log_ratio: float = 0.01
+    log_int8_below: int = 100_000
 
     def __post_init__(self) -> None:
-        _check_log("PeerOptions", self.log, self.log_ratio)
+        _check_log("PeerOptions", self.log, self.log_ratio, self.log_int8_below)
         for name in ("bytes_per_s", "host_bytes"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value > 0):
