@@ -62,7 +62,7 @@ def trained_with_copies(
         assert mirrors is not None
         bench.until(lambda: not any(one.busy for one in mirrors._mirrors), "the copy of the base")
         die(ckpt)
-        bench.turn(3)
+        bench.until(lambda: bench.server._trainer is None, "the end of training")
         bench.until(lambda: not any(one.busy for one in mirrors._logs), "the copy of the log")
         stats = bench.server._duties.keeper.stats  # type: ignore[union-attr]
         mirrors.add_to(stats)
