@@ -8,6 +8,7 @@ really read.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -25,8 +26,11 @@ from everstep.recover.small_files import SmallFiles
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
+from everstep.tiers.streams import read_record
 
 __all__ = ["Copies", "CopyOfRun", "own_words"]
+
+_LOOKS, _LOOK_AGAIN_S = 20, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +166,16 @@ class Copies:
                     place.tier.create(self._name(old.timeline), old.encode())
             self._roll_forward(place.tier, inventory)
 
-    def open_timeline(self, record: TimelineRecord) -> bool:
+    def open_timeline(self, record: TimelineRecord, *, leads: bool = True) -> bool:
         """Opens a timeline in every place: from now on older processes write nothing there (I11).
 
         Every rank does so before it opens it on its disk, with the same bytes, and all go through
         the places in the same order: where the number was taken no disk gets it.
+
+        Args:
+            leads: this rank is the first; the others look for what it writes, for a while, before
+                they write it themselves: a store makes those wait who create the same object at
+                the same moment, for a second or more.
 
         Returns:
             False: it was taken in some place.
@@ -175,7 +184,10 @@ class Copies:
             StorageError: a place cannot be written.
         """
         name, data = self._name(record.timeline), record.encode()
-        return all(place.tier.create(name, data) for place in self.places)
+        return all(
+            (not leads and _appears(place.tier, name, data)) or place.tier.create(name, data)
+            for place in self.places
+        )
 
     def take_back(self, base: BaseId) -> None:
         """Lifts the mark of what was chosen, wherever it has one, behind the fence (``adr/004``).
@@ -200,6 +212,17 @@ class Copies:
     def _name(self, timeline: int) -> str:
         path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
         return path.relative_to(self._run).as_posix()
+
+
+def _appears(tier: Tier, name: str, data: bytes) -> bool:
+    """Whether an object is there with these bytes, or comes within a moment."""
+    for _ in range(_LOOKS):
+        try:
+            with contextlib.closing(tier.open(name)) as file:
+                return read_record(file, name) == data
+        except FileNotFoundError:
+            time.sleep(_LOOK_AGAIN_S)
+    return False
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ class _Start:
         if leads:
             self._copies.prepare(out.choice)
         unique = f"{self._meeting.session}-{self._meeting.rank}"
-        ours = self._copies.open_timeline(out.record) and open_on_disk(
+        ours = self._copies.open_timeline(out.record, leads=leads) and open_on_disk(
             self._filesystem, self._run, out.record, out.choice, unique
         )
         if ours and leads and out.choice.base is not None:
