@@ -55,11 +55,22 @@ def trained_with_copies(
         world = World()
         ckpt = opened(run, world, tiers=[options])
         ckpt.resume()
-        states = run_steps(ckpt, world, STEPS)
-        ckpt._saver.finish_captures()
-        bench.settled()
-        mirrors = bench.server._duties.mirrors
+        duties = bench.server._duties
+
+        def took(step: int) -> bool:
+            return duties.mirrors is not None and all(
+                one._last == step for one in duties.mirrors._logs
+            )
+
+        states: dict[int, dict[str, bytes]] = {}
+        for step in range(1, STEPS + 1):
+            states |= run_steps(ckpt, world, 1)
+            ckpt._saver.finish_captures()
+            # Before a base lets go of its memory: a busy machine may take a while.
+            bench.until(lambda at=step: took(at), "a step")  # type: ignore[misc]
+        mirrors = duties.mirrors
         assert mirrors is not None
+        bench.settled()
         bench.until(lambda: not any(one.busy for one in mirrors._mirrors), "the copy of the base")
         die(ckpt)
         bench.until(lambda: bench.server._trainer is None, "the end of training")
