@@ -20,7 +20,6 @@ from everstep.cli import app
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
 from everstep.keeper import copies as copies_module
-from everstep.keeper import mirrors as mirrors_module
 from everstep.keeper.duties import Duties
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.log_mirror import LogMirror, shrinking
@@ -33,12 +32,12 @@ from everstep.state.log_parts import recorded_by_several
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
-from everstep.tiers.urls import open_tier
 from tests.unit.rank_copying import Job
 from tests.unit.serving import die, serving
 from tests.unit.sharding import as_rank, build
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_together import die as all_die
+from tests.unit.test_tiers_mirror import wait_for
 from tests.unit.test_together import resume, train
 from tests.unit.together import RankTraining, trained, trainings
 from tests.unit.world import TIMEOUT_S, forget
@@ -67,14 +66,14 @@ def trained_with_copies(
             states |= run_steps(ckpt, world, 1)
             ckpt._saver.finish_captures()
             # Before a base lets go of its memory: a busy machine may take a while.
-            bench.until(lambda at=step: took(at), "a step")  # type: ignore[misc]
+            assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
         mirrors = duties.mirrors
         assert mirrors is not None
-        bench.settled()
-        bench.until(lambda: not any(one.busy for one in mirrors._mirrors), "the copy of the base")
+        assert duties.keeper is not None
+        assert wait_for(lambda: not duties.keeper.waiting)  # type: ignore[union-attr]
+        assert wait_for(lambda: not any(one.busy for one in mirrors._mirrors))
         die(ckpt)
-        bench.until(lambda: bench.server._trainer is None, "the end of training")
-        bench.until(lambda: not any(one.busy for one in mirrors._logs), "the copy of the log")
+        assert wait_for(lambda: all(one.stats.step == STEPS for one in mirrors._logs))
         stats = bench.server._duties.keeper.stats  # type: ignore[union-attr]
         mirrors.add_to(stats)
     shutil.rmtree(run)
@@ -179,31 +178,18 @@ def test_a_lossy_log_is_listed_measured_and_restored_as_what_it_is(
     assert not restored["exact"], restored
 
 
-class _Held:
-    """A place whose log waits for a gate."""
-
-    def __init__(self, tier: Any, gate: threading.Event) -> None:
-        self._tier, self._gate, self.entered = tier, gate, threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
-
-    def put(self, name: str, source: Any) -> None:
-        if "/log/" in name:
-            self.entered.set()
-            assert self._gate.wait(TIMEOUT_S)
-        self._tier.put(name, source)
-
-
 def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its keeper finds the new timeline in the place before it hears of it."""
-    gate, shut_out, places = threading.Event(), threading.Event(), []
+    gate, shut_out, entered = threading.Event(), threading.Event(), threading.Event()
 
-    def open_held(*about: Any, **more: Any) -> Any:
-        places.append(_Held(open_tier(*about, **more), gate))
-        return places[-1]
+    def check_late(self: CopyPlace) -> None:
+        """The copy of the log waits before it looks at the fence."""
+        if threading.current_thread().name == "everstep-log-copy":
+            entered.set()
+            assert gate.wait(TIMEOUT_S)
+        checked(self)
 
     def fail(self: LogMirror, *about: Any, **more: Any) -> None:
         failed(self, *about, **more)
@@ -226,15 +212,15 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
         return number
 
     failed, passed_on, opens = LogMirror._fail, Duties.pass_on, resume_module.open_timeline
+    checked = CopyPlace.check_fence
     with serving(run_folder):
         world = World()
-        monkeypatch.setattr(mirrors_module, "open_tier", open_held)
+        monkeypatch.setattr(CopyPlace, "check_fence", check_late)
         place = TierOptions(str(tmp_path / "copies"), log="whole", log_steps=1)
         ckpt = opened(run_folder, world, every=100, tiers=[place])
         ckpt.resume()
-        run_steps(ckpt, world, 1)
-        assert places[0].entered.wait(TIMEOUT_S)
-        states = run_steps(ckpt, world, 2)  # which are another segment
+        states = run_steps(ckpt, world, 3)
+        assert entered.wait(TIMEOUT_S)
         monkeypatch.setattr(LogMirror, "_fail", fail)
         monkeypatch.setattr(Duties, "pass_on", pass_on)
         monkeypatch.setattr(resume_module, "open_timeline", open_slowly)
