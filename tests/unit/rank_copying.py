@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+import pytest
+
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
+from everstep.keeper import copies as copies_module
+from everstep.keeper.keepers import Keepers
 from everstep.keeper.place import ROOT
 from everstep.keeper.rank_mirror import FollowingMirror, LeadingMirror
 from everstep.recover.load import all_contents
@@ -19,10 +23,20 @@ from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
+from everstep.tiers.memory import MemoryTier
 
-__all__ = ["FILES", "Job", "names_in", "usable"]
+__all__ = ["FILES", "Job", "names_in", "store", "usable"]
 
 FILES = PosixFileSystem()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
+    """What all ranks find under any place; what is there was copied by hand."""
+    tier = MemoryTier()
+    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(Keepers, "copy_to", lambda self, tiers: None)
+    return tier
 
 
 class _Leader(LeadingMirror):

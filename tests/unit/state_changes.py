@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["CHANGES", "EXTRA", "SHAPES", "Values", "step", "world"]
+__all__ = ["CHANGES", "EXTRA", "SHAPES", "Values", "outcome", "step", "world"]
 
 Values = dict[str, Any]
 
@@ -557,3 +557,12 @@ def draw_random_numbers(v: Values) -> None:
 def scheduler_step(v: Values) -> None:
     v["scheduler"].last_epoch += 1
     v["scheduler"].base_lrs[0] *= 2
+
+
+def outcome(survey: Callable[[], Any]) -> Any:
+    """What a survey finds, to be compared with what another does."""
+    try:
+        found = survey()
+    except Exception as error:  # of a hook, for example
+        return type(error), getattr(error, "leaves", None)
+    return found.shape.entries, found.shape.aliases, found.objects()

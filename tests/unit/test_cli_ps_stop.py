@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -17,9 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
-from everstep.cli import app
 from everstep.cli._common import ExitCode
 from everstep.cli.ps import Status, in_time, steps_of
 from everstep.errors import KeeperError
@@ -30,6 +27,7 @@ from everstep.keeper.wire import error_to_wire
 from everstep.seams.processes import PidWatch
 from everstep.seams.runtime import runtime_folder
 from tests.unit.fakekeeper import STATUS, TIMEOUT_S, info_of, running
+from tests.unit.logged import document, invoke
 
 # The package offers functions of these names.
 ps_module: Any = importlib.import_module("everstep.cli.ps")
@@ -53,22 +51,6 @@ def run(tmp_path: Path) -> Path:
 
 def options_of(run: Path, rank: int = 0) -> SpawnOptions:
     return SpawnOptions(str(run), "id", rank, detach=False)
-
-
-def invoke(*args: object) -> Result:
-    """Runs the command in this process; nothing but an exit may come out of it."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    assert "Traceback" not in result.output
-    return result
-
-
-def document(*args: object, status: int = 0) -> dict[str, Any]:
-    result = invoke(*args, "--json")
-    assert result.exit_code == status, result.output
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
 
 
 def lives(process: subprocess.Popen[bytes]) -> bool:

@@ -13,6 +13,7 @@ from everstep.format.names import (
     marker_name,
     parse_base,
     parse_marker,
+    parse_rank,
     parse_shard,
     parse_timeline,
     shard_name,
@@ -31,6 +32,7 @@ def test_names_are_parsed_back(timeline: int, step: int, rank: int, part: int) -
     assert parse_base(base_dir(RUN, timeline, step).name) == step
     assert parse_marker(marker_name(rank)) == rank
     assert parse_shard(shard_name(rank, part)) == (rank, part)
+    assert parse_rank(marker_name(rank)) == parse_rank(shard_name(rank, part)) == rank
 
 
 @given(a=st.integers(0, 99_999), b=st.integers(0, 99_999))
@@ -79,6 +81,7 @@ def test_other_names_are_none_of_ours(name: str) -> None:
     assert parse_base(name) is None
     assert parse_marker(name) is None
     assert parse_shard(name) is None
+    assert parse_rank(name) is None
 
 
 @given(name=st.text("timelnrak-0123456789.dosf\n ", max_size=24))

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import DamageError, FormatError, NewerFormatError
+from everstep.format.header import ShardIdentity
 from everstep.format.records import (
     RECORD_BYTES_MAX,
     VERDICTS,
@@ -47,6 +48,12 @@ def markers(draw: Any, rank: int | None = None, world: int | None = None) -> Mar
     fields = draw(st.tuples(texts, numbers, numbers, numbers, st.booleans()))
     run, timeline, step, lsn, exact = fields
     return Marker(run, timeline, step, lsn, number, size, exact, tuple(files))
+
+
+def test_a_marker_is_of_the_base_that_its_files_are_of() -> None:
+    file = FileRecord("rank-00005.safetensors", 8192, 4096, "a" * 32, "b" * 32)
+    identity = ShardIdentity("r" * 32, 1, 2, 3, 5, 7, False)
+    assert Marker.of(identity, (file,)) == Marker("r" * 32, 1, 2, 3, 5, 7, False, (file,))
 
 
 @given(run=texts)

@@ -17,34 +17,16 @@ from torch import nn
 
 import everstep
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.keeper.saver import Saver
 from tests.trainers import run_trainer, whole_lines
+from tests.unit.lanes import held
 from tests.unit.world import TIMEOUT_S, Gate, assert_same, freeze, opened
 
+__all__ = ["held"]  # a fixture
+
 LAZY = ["lazy", "checkfreq"]
-
-
-class HeldLane(CpuLane):
-    """A lane whose thread waits at a gate before each copy."""
-
-    gate = Gate()
-
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        self.gate.wait_at()
-        super()._copy(batch, block)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Copies wait until the test lets them go."""
-    monkeypatch.setattr(HeldLane, "gate", Gate())
-    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
-    yield HeldLane.gate
-    HeldLane.gate.open()
 
 
 class World:

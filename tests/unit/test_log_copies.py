@@ -19,10 +19,9 @@ from everstep import LogOptions
 from everstep.cli import app
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
-from everstep.keeper import copies as copies_module
 from everstep.keeper.duties import Duties
-from everstep.keeper.keepers import Keepers
-from everstep.keeper.log_mirror import LogMirror, shrinking
+from everstep.keeper.log_mirror import LogMirror
+from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
 from everstep.recover import resume as resume_module
@@ -32,15 +31,17 @@ from everstep.state.log_parts import recorded_by_several
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
-from tests.unit.rank_copying import Job
+from tests.unit.rank_copying import Job, store
 from tests.unit.serving import die, serving
 from tests.unit.sharding import as_rank, build
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_together import die as all_die
-from tests.unit.test_tiers_mirror import wait_for
+from tests.unit.test_tiers_mirror import contents, wait_for
 from tests.unit.test_together import resume, train
 from tests.unit.together import RankTraining, trained, trainings
 from tests.unit.world import TIMEOUT_S, forget
+
+__all__ = ["store"]  # a fixture
 
 STEPS = 7  # three behind the base of step 4
 
@@ -234,15 +235,6 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
 # --- Several ranks ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
-    """What all ranks find under any place; what is there was copied by hand."""
-    tier = MemoryTier()
-    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
-    monkeypatch.setattr(Keepers, "copy_to", lambda self, tiers: None)
-    return tier
-
-
 def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) -> None:
     """What the keeper of a rank would do."""
     keeper = one.ckpt._keepers.current
@@ -341,7 +333,7 @@ def test_a_damaged_segment_in_the_store_is_the_end_for_all(
         for item in store.walk("timeline-00001/log")
         if item.name.endswith("rank-00001.safetensors")
     ]
-    data = bytearray(_contents(store, name))
+    data = bytearray(contents(store)[name])
     data[-1] ^= 1
     store.delete(name)
     store.create(name, bytes(data))
@@ -349,10 +341,3 @@ def test_a_damaged_segment_in_the_store_is_the_end_for_all(
         found = resume(ranks)
         assert [one.step for one in found] == [4, 4]
         assert "damaged" in str(found[0].skipped) + str(found[1].skipped)
-
-
-def _contents(store: MemoryTier, name: str) -> bytes:
-    file = store.open(name)
-    data = bytearray(file.size_bytes)
-    file.read_into(memoryview(data), 0)
-    return bytes(data)

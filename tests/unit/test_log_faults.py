@@ -17,7 +17,6 @@ from torch import nn
 
 import everstep
 from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane
 from everstep.capture.spots import Spots
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError
@@ -26,6 +25,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.recorder import Recorder
 from everstep.options import Budget, LogOptions
 from everstep.recover.chain import LogIndex, path_of
+from tests.unit.lanes import HeldLane
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start
 from tests.unit.test_keeper_takeover import until
@@ -182,14 +182,6 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
 
 
 # --- What is recorded is what was consumed ----------------------------------------------
-
-
-class HeldLane(CpuLane):
-    gate = Gate()
-
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        self.gate.wait_at()
-        super()._copy(batch, block)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -319,6 +319,22 @@ def test_whoever_is_shut_out_by_its_own_process_says_so_only_if_it_goes_on() -> 
     assert copying.posted == [error]
 
 
+def test_each_outage_is_told_of_once() -> None:
+    """A thread's part of it, for any error; what lasts is in the log of the keeper."""
+    copying, first, second = Copying(batch_steps=1), StorageError("one"), StorageError("another")
+    copying.train(1)
+    for error in (first, first):
+        copying.mirror._fail(error)
+    assert copying.posted == [first]
+    copying.clock.advance(HOUR_S)
+    copying.train(2)
+    assert copying.there() == [(0, 1), (1, 2)]
+    for error in (second, second):
+        copying.mirror._fail(error)
+    assert copying.posted == [first, second]
+    assert copying.mirror.stats.failed == 4
+
+
 def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -> None:
     def lossy(record: LogRecord) -> LogRecord:
         if record.head.step == 2:
@@ -331,6 +347,29 @@ def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -
     assert [(one.after, one.last) for one in there] == [(0, 1), (2, 3), (3, 4)]
     assert copying.mirror.stats.missed == 1
     assert "is no record" in str(copying.posted)
+    assert 'TierOptions(log="whole") copies what is there' in str(copying.posted[0])
+
+
+@pytest.mark.parametrize(
+    ("cap", "lossy", "said", "unsaid"),
+    [
+        (None, False, ['log="adaptive"', 'log="none"'], ["log_ratio", "objects_per_hour"]),
+        (None, True, ["smaller log_ratio", 'log="none"'], ['log="adaptive"', "objects_per_hour"]),
+        (1000, False, ['log="adaptive"', "objects_per_hour"], ["log_ratio"]),
+        (1000, True, ["smaller log_ratio", "objects_per_hour"], ['log="adaptive"']),
+    ],
+)
+def test_the_way_out_of_missed_steps_is_one_that_is_left(
+    cap: int | None, lossy: bool, said: list[str], unsaid: list[str]
+) -> None:
+    copying = Copying(cap=cap, lossy=replace if lossy else None)
+    copying.log.step(1)
+    copying.log.overwrite()
+    copying.mirror.turn()
+    (error,) = copying.posted
+    assert error.hint is not None
+    assert all(one in error.hint for one in said), error.hint
+    assert not any(one in error.hint for one in unsaid), error.hint
 
 
 def _base(copying: Copying, step: int, *, whole: bool = True) -> None:

@@ -29,8 +29,9 @@ from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from tests.unit.peer_logs import records_of_steps
 from tests.unit.peering import record_of
+from tests.unit.rank_copying import store
 from tests.unit.test_log import World, opened, run_steps
-from tests.unit.test_log_copies import ON_DISK, store, until
+from tests.unit.test_log_copies import ON_DISK, until
 from tests.unit.test_log_mirror import Copying
 from tests.unit.test_log_together import die as all_die
 from tests.unit.test_together import resume

@@ -30,7 +30,7 @@ from everstep.state.image import State
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.log_parts import left_to_others_bytes, log_parts
 from everstep.state.ranks import RankInfo
-from tests.unit.test_log_together import ON_DISK, segment
+from tests.unit.test_log_together import ON_DISK, die, segment
 from tests.unit.together import on_all, rank_seams
 from tests.unit.world import HookedFileSystem
 
@@ -124,16 +124,6 @@ def resume(ranks: list[Replica]) -> list[everstep.Recovery]:
 
 def train(ranks: list[Replica], steps: int) -> None:
     on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
-
-
-def die(ranks: list[Replica]) -> None:
-    for one in ranks:
-        one.ckpt.wait(20)
-        recorder, keeper = one.ckpt._recorder, one.ckpt._keepers.current
-        assert recorder is not None
-        recorder.base_step = 1 << 40
-        assert keeper is not None
-        keeper.records.settle(20.0)  # type: ignore[attr-defined]
 
 
 def until(paths: tuple[Path, ...], steps: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
 from tests.unit.test_together import bases, folders, resume, train
-from tests.unit.together import RankTraining, on_all, trained, trainings
+from tests.unit.together import on_all, trained, trainings
 
 FS = PosixFileSystem()
 ON_DISK: dict[str, Any] = {
@@ -32,7 +33,7 @@ ON_DISK: dict[str, Any] = {
 }
 
 
-def die(ranks: list[RankTraining]) -> None:
+def die(ranks: Sequence[Any]) -> None:
     """Nothing more is written than what is under way: no base at the end."""
     for one in ranks:
         one.ckpt.wait(20)

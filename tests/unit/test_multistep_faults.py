@@ -14,8 +14,6 @@ from torch import nn
 
 import everstep
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane
 from everstep.errors import (
     AuditError,
     EverstepError,
@@ -30,9 +28,12 @@ from everstep.keeper.multistep_gradients import GradientCheck, HeldGradients
 from everstep.keeper.multistep_updates import UpdateCopies
 from everstep.seams.failpoints import arm
 from tests.unit.following import opened, run_steps, steps_on_disk
+from tests.unit.lanes import HeldLane, held
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_multistep import over, restored
 from tests.unit.world import TIMEOUT_S, Gate
+
+__all__ = ["held"]  # a fixture
 
 Method = everstep.Method
 
@@ -41,25 +42,6 @@ Method = everstep.Method
 def served(run_folder: Path) -> Iterator[Bench]:
     with serving(run_folder) as made:
         yield made
-
-
-class HeldLane(CpuLane):
-    """A lane whose thread waits at a gate before each copy."""
-
-    gate = Gate()
-
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        self.gate.wait_at()
-        super()._copy(batch, block)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Copies wait until the test lets them go."""
-    monkeypatch.setattr(HeldLane, "gate", Gate())
-    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
-    yield HeldLane.gate
-    HeldLane.gate.open()
 
 
 class World:

@@ -39,12 +39,13 @@ from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.retry import RetryingTier
-from tests.unit.rank_copying import FILES, Job, names_in, usable
-from tests.unit.test_tiers_mirror import contents, put, wait_for
+from tests.unit.rank_copying import FILES, Job, names_in, store, usable
+from tests.unit.test_tiers_mirror import FOREVER, Interloper, contents, put, wait_for
 from tests.unit.test_together import resume, save, train
 from tests.unit.together import trained, trainings
 
-FOREVER = 1 << 40
+__all__ = ["store"]  # a fixture
+
 BASE = "timeline-00001/base/{:012d}/"
 
 
@@ -245,17 +246,6 @@ def test_a_cap_that_is_too_low_for_one_rank_says_what_all_need(apart: list[Path]
 # --- The fence and retention ------------------------------------------------------------
 
 
-class Interloper(FaultyTier):
-    """Opens a newer timeline just before an operation."""
-
-    at = FOREVER
-
-    def begin(self, op: Any, name: Any) -> Any:
-        if len(self.log) + 1 == self.at:
-            self._inner.create("timeline-00002/timeline.json", b"somebody else's")
-        return super().begin(op, name)
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_whoever_is_fenced_off_commits_nothing(apart: list[Path], late: int) -> None:
     """A newer timeline at any moment: either the manifest was there before it, or never comes."""
@@ -442,15 +432,6 @@ def test_mirrors_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
 
 
 # --- Resuming ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
-    """What all ranks find under any place; bases are copied there by hand."""
-    tier = MemoryTier()
-    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
-    monkeypatch.setattr(Keepers, "copy_to", lambda self, tiers: None)
-    return tier
 
 
 def fill(store: MemoryTier, apart: list[Path], folder: Path, *steps: int) -> None:

@@ -16,9 +16,8 @@ from torch import nn
 
 import everstep
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch
 from everstep.capture.emulated import EmulatedLink
-from everstep.capture.lane import CpuLane, Lane
+from everstep.capture.lane import Lane
 from everstep.capture.scheduled import Dispatch
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.keeper import scheduled
@@ -26,8 +25,11 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
+from tests.unit.lanes import HeldLane, held
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, forget, freeze, inventory_of
+
+__all__ = ["held"]  # a fixture
 
 SLOW = 30e6  # bytes per second: a step's copies take as long as the step
 OVERFLOWS = (5, 9, 10)  # steps whose gradients are infinite, where there is a scaler
@@ -220,24 +222,6 @@ def test_a_step_that_updates_nothing(kind: str, run_folder: Path) -> None:
         assert after["model"][parameter] == before["model"][parameter]
         assert after["model"]["1.running_mean"] != before["model"]["1.running_mean"]
         assert restored(run_folder, kind, step) == after
-
-
-class HeldLane(CpuLane):
-    """A lane whose thread waits at a gate before each copy."""
-
-    gate = Gate()
-
-    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
-        self.gate.wait_at()
-        super()._copy(batch, block)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Copies wait until the test lets them go."""
-    monkeypatch.setattr(HeldLane, "gate", Gate())
-    yield HeldLane.gate
-    HeldLane.gate.open()
 
 
 def test_the_update_waits_for_the_copy(held: Gate, run_folder: Path) -> None:

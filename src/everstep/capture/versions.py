@@ -11,8 +11,6 @@ from operator import attrgetter
 
 import torch
 
-from everstep.state.fields import counters_of
-
 __all__ = ["Versions"]
 
 _VERSION = attrgetter("_version")
@@ -29,15 +27,10 @@ class Versions:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         counted = {name: tensor for name, tensor in tensors.items() if _is_counted(tensor)}
         self._names, self._tensors = tuple(counted), tuple(counted.values())
-        # Views share the counters, and nobody gives them others: they can be read where they lie.
-        self._views = [tensor.detach() for tensor in self._tensors]
-        self._read = counters_of(self._views)
-        if self._read is not None and self._read.take().tolist() != self._ask():
-            self._read = None
 
     def now(self) -> list[int]:
         """The counters."""
-        return self._ask() if self._read is None else self._read.take().tolist()
+        return list(map(_VERSION, self._tensors))
 
     def moved(self, since: list[int]) -> str | None:
         """The name of a tensor that was written to since they were so; None if there is none."""
@@ -46,9 +39,6 @@ class Versions:
             return None
         pairs = zip(self._names, now, since, strict=True)
         return next(name for name, version, seen in pairs if version != seen)
-
-    def _ask(self) -> list[int]:
-        return list(map(_VERSION, self._tensors))
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:

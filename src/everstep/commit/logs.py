@@ -1,13 +1,16 @@
 """How far the logs of all ranks lead together: decisions without I/O (I4, I7).
 
 Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
-every one of them reaches: where one log ends, or has a hole, that is the end for all.
+every one of them reaches: where one log ends, or has a hole, that is the end for all. The same goes
+for the logs of ranks that trained in another number (``adr/033``): the job that starts needs those of
+all of them, whoever can read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from everstep.commit.lineage import BaseId, Branch
 from everstep.format.log import RecordHead
@@ -15,6 +18,7 @@ from everstep.format.records import Manifest, TimelineRecord
 
 __all__ = [
     "JobLogs",
+    "LogReader",
     "LogRun",
     "Reach",
     "common_reach",
@@ -58,6 +62,22 @@ class LogRun:
         if at == 0:
             return self.after <= lsn <= self.lsns[0]
         return 0 < at < len(self.lsns) and self.lsns[at - 1] == lsn
+
+
+class LogReader(NamedTuple):
+    """Who reads steps of the log of a rank that trained in another number of them.
+
+    Attributes:
+        source: that rank.
+        timeline, first, last: the steps, both ends included.
+        rank: of the job that starts.
+    """
+
+    source: int
+    timeline: int
+    first: int
+    last: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +194,9 @@ def reach_of(
         step += 1
         timeline = timeline_of(step, path)
         here = by_timeline.get(timeline, []) if timeline is not None else []
-        one = next((run for run in here if run.first <= step <= run.last), None)
+        fit = (run for run in here if run.first <= step <= run.last and run.follows(step, lsn))
+        one = next(fit, None)
         if one is None or (one.timeline, step) in spoilt or shape not in (None, one.shape):
-            return found
-        if not one.follows(step, lsn):
             return found
         lsn, shape = one.lsns[step - one.first], one.shape
         found.append((one.timeline, step, lsn))
@@ -247,10 +266,8 @@ class JobLogs:
         records: of all timelines.
         branches: where each forked from.
         spoilt: rank, timeline and step of what turned out to be of no use.
-
-    Attributes:
-        refused: timeline and last step of logs that another number of ranks has written, and why
-            they are of no use: which rank's gradients were of which parameters is not told by them.
+        others: by rank: what it can read of the logs of ranks that trained in another number, by
+            the number of that rank then.
     """
 
     def __init__(
@@ -259,32 +276,74 @@ class JobLogs:
         records: Mapping[int, TimelineRecord | None],
         branches: Mapping[int, Branch],
         spoilt: Collection[tuple[int, int, int]] = (),
+        others: Sequence[Mapping[int, Sequence[LogRun]]] = (),
     ) -> None:
         self._world, self._spoilt = len(runs), spoilt
-        worlds = {number: record.world for number, record in records.items() if record is not None}
-        fit = [[run for run in own if worlds.get(run.timeline) == len(runs)] for own in runs]
-        self._runs = fit
-        self._path = log_path(branches, {run.timeline for own in fit for run in own})
-        last: dict[int, int] = {}
-        for run in (run for own in runs for run in own):
-            if worlds.get(run.timeline, len(runs)) != len(runs):
-                last[run.timeline] = max(last.get(run.timeline, 0), run.last)
-        self.refused = tuple(
-            (BaseId(number, step), f"log: {worlds[number]} rank(s) wrote it, and {len(runs)} start")
-            for number, step in sorted(last.items())
-        )
+        self._worlds = {n: record.world for n, record in records.items() if record is not None}
+        self._runs = [
+            [run for run in own if self._worlds.get(run.timeline) == len(runs)] for own in runs
+        ]
+        self._others: dict[int, dict[int, list[tuple[int, LogRun]]]] = {}  # by world, then rank
+        for rank, seen in enumerate(others):
+            for source, run in ((s, run) for s, found in seen.items() for run in found):
+                world = self._worlds.get(run.timeline, len(runs))
+                if world != len(runs):
+                    known = self._others.setdefault(world, {})
+                    known.setdefault(source, []).append((rank, run))
+        self._last: dict[int, int] = {}  # step of each timeline
+        every = [run for own in self._runs for run in own]
+        every += [run for w in self._others.values() for s in w.values() for _, run in s]
+        for run in every:
+            self._last[run.timeline] = max(self._last.get(run.timeline, 0), run.last)
+        self._path = log_path(branches, self._last)
 
     def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
-        """The last step that all ranks reach from a base; None: another number of ranks has saved
-        it, and a log does not say which gradients would be whose here.
+        """The last step that all ranks reach from a base, by the logs of the ranks that saved it;
+        None: they were another number than now, and nobody can read any of their logs.
 
         Args:
             until: no step behind this one.
         """
-        if len(manifest.markers) != self._world:
+        lsn, world = manifest.markers[0].lsn, len(manifest.markers)  # that of all
+        if world == self._world:
+            logs: Sequence[Iterable[LogRun]] = self._runs
+            spoilt = self._spoilt
+        elif world in self._others:
+            logs = [self._of(world, source) for source in range(world)]
+            bad = {(timeline, step) for _, timeline, step in self._spoilt}
+            spoilt = {(source, *one) for source in range(world) for one in bad}
+        else:
             return None
-        lsn = manifest.markers[0].lsn  # that of all
-        return common_reach(self._runs, base, lsn, self._path, until=until, spoilt=self._spoilt)
+        return common_reach(logs, base, lsn, self._path, until=until, spoilt=spoilt)
+
+    def readers(self, base: BaseId, manifest: Manifest, reach: Reach) -> tuple[LogReader, ...]:
+        """Who reads which steps up to ``reach``, where another number of ranks has written them:
+        each step of each log is read once, mostly by who needs it; none where every rank reads its
+        own."""
+        world, found = len(manifest.markers), list[LogReader]()
+        if world == self._world:
+            return ()
+        for source in range(world):
+            nearest = source * self._world // world
+            held = sorted(
+                self._others[world].get(source, ()), key=lambda one: (abs(one[0] - nearest), one[0])
+            )
+            lsn = manifest.markers[0].lsn
+            for step in range(base.step + 1, reach.step + 1):
+                timeline = timeline_of(step, self._path)
+                fit = ((rank, run) for rank, run in held if run.timeline == timeline)
+                rank, run = next(
+                    (rank, run)
+                    for rank, run in fit
+                    if run.first <= step <= run.last and run.follows(step, lsn)
+                )
+                lsn = run.lsns[step - run.first]
+                one = LogReader(source, run.timeline, step, step, rank)
+                if found and found[-1]._replace(last=step) == one._replace(first=found[-1].first):
+                    found[-1] = found[-1]._replace(last=step)
+                else:
+                    found.append(one)
+        return tuple(found)
 
     def best(
         self, bases: Mapping[BaseId, Manifest], step: int | None
@@ -305,3 +364,26 @@ class JobLogs:
             return None
         _, base, reach = max(found, key=lambda one: one[:2])
         return base, reach
+
+    def refused(self, end: BaseId, manifest: Manifest) -> list[tuple[BaseId, str]]:
+        """Timeline and last step of logs behind what is restored that other ranks have written than
+        its base, and why they are of no use: nothing says which part of a tensor their gradients
+        are of.
+
+        Args:
+            end: timeline and step that are restored.
+            manifest: of the base.
+        """
+        world = len(manifest.markers)
+        return [
+            (
+                BaseId(timeline, step),
+                f"log: {self._worlds[timeline]} rank(s) wrote it, and {world} the base before it",
+            )
+            for timeline, step in sorted(self._last.items())
+            if self._worlds[timeline] != world and timeline >= end.timeline and step > end.step
+        ]
+
+    def _of(self, world: int, source: int) -> list[LogRun]:
+        """What anybody can read of the log of one of ``world`` ranks."""
+        return [run for _, run in self._others[world].get(source, ())]

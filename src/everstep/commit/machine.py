@@ -162,7 +162,7 @@ class BaseCommit:
             return self._on_fence(event.newest)
         if isinstance(event, FilesDurable):
             self._advance(Phase.WRITING, Phase.MARKING)
-            return WriteMarker(self._marker(event.files))
+            return WriteMarker(Marker.of(self._identity, event.files))
         if isinstance(event, MarkerDurable):
             self._advance(Phase.MARKING, Phase.GATHERING)
             return GatherMarkers()
@@ -194,19 +194,6 @@ class BaseCommit:
         assert self.phase is Phase.GATHERING
         self._manifest = manifest_of(seen.markers)
         return CheckFence() if self._leads and self._manifest is not None else GatherMarkers()
-
-    def _marker(self, files: tuple[FileRecord, ...]) -> Marker:
-        identity = self._identity
-        return Marker(
-            run=identity.run,
-            timeline=identity.timeline,
-            step=identity.step,
-            lsn=identity.lsn,
-            rank=identity.rank,
-            world=identity.world,
-            exact=identity.exact,
-            files=files,
-        )
 
     def _advance(self, expected: Phase, next_phase: Phase) -> None:
         assert self.phase is expected, f"{self.phase} where {expected} was expected"

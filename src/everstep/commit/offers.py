@@ -11,11 +11,11 @@ offers decides the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.commit.lineage import BaseId, branches_of, split_by_history
-from everstep.commit.logs import JobLogs, LogRun, Reach
+from everstep.commit.lineage import BaseId, Branch, branches_of, split_by_history
+from everstep.commit.logs import JobLogs, LogReader, LogRun, Reach
 from everstep.commit.reclaim import COPY_TIERS, TIERS, VOLATILE_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
@@ -73,6 +73,8 @@ class Offer:
         bases: those that have a manifest, and those that have markers.
         lost: bases of which there is something that cannot be read.
         log: this rank's own log, in its keeper's memory and on its disk.
+        others: of the logs of ranks that trained in another number than this job has, those that
+            this rank would read, by the number of that rank then.
     """
 
     rank: int
@@ -83,6 +85,14 @@ class Offer:
     bases: Mapping[BaseId, BaseOffer]
     lost: tuple[BaseId, ...] = ()
     log: tuple[LogRun, ...] = ()
+    others: Mapping[int, tuple[LogRun, ...]] = field(default_factory=dict)
+
+    @property
+    def logs(self) -> Iterator[LogRun]:
+        """All of them."""
+        yield from self.log
+        for runs in self.others.values():
+            yield from runs
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,6 +130,7 @@ class Choice:
         elsewhere: bases that the ranks can read all of only with what copies hold: no disk may
             count on them.
         reach: the step that every rank replays to behind the base; None: the base itself.
+        readers: where another number of ranks has written the log up to there: who reads what.
     """
 
     base: BaseId | None
@@ -134,6 +145,7 @@ class Choice:
     durable: bool = False
     elsewhere: tuple[BaseId, ...] = ()
     reach: Reach | None = None
+    readers: tuple[LogReader, ...] = ()
 
     @property
     def end(self) -> BaseId | None:
@@ -207,11 +219,10 @@ def choose(
     lost = {base for offer in offers for base in offer.lost}
     # Not those that are half deleted: where a timeline forked from one, all of its parent counts.
     whole = {base for base, known in bases.items() if len(known.markers) == _world(known)}
-    runs = [[r for r in offer.log if (offer.rank, r.timeline) not in apart] for offer in offers]
-    runs = [runs[at] for at in sorted(range(len(runs)), key=lambda at: offers[at].rank)]
-    branches = branches_of(records, whole | lost, {run.timeline for own in runs for run in own})
+    logged = {r.timeline for o in offers for r in o.logs if (o.rank, r.timeline) not in apart}
+    branches = branches_of(records, whole | lost, logged)
     here, elsewhere = split_by_history(readable, branches)
-    logs = JobLogs(runs, records, branches, spoilt_log)
+    logs = _logs_of(offers, apart, records, branches, spoilt_log)
     best = logs.best({base: readable[base] for base in here}, step)
     others = [base for base in elsewhere if step is not None and base.step == step]
     chosen = [best] if best is not None else [(base, None) for base in others[:1]]
@@ -220,6 +231,7 @@ def choose(
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else readable[base]
     newer = [other for other in bases if base is None or other > base]
+    leads = reach is not None and reach.count > 0
     return Choice(
         base,
         manifest,
@@ -230,7 +242,7 @@ def choose(
         max(offer.next_timeline for offer in offers),
         (
             *((other, bases[other].why or _why(other, readable)) for other in sorted(newer)),
-            *logs.refused,
+            *(() if base is None or manifest is None else logs.refused(base if reach is None else reach.end, manifest)),
             *_cut_off(base, reach, step),
         ),
         tuple(sorted(b for b in bases if b not in readable and bases[b].manifests)),
@@ -242,8 +254,29 @@ def choose(
                 bases[other].without_copies(), readable[other], offers, needs, fetch
             )
         ),
-        reach if reach is not None and reach.count else None,
+        reach if leads else None,
+        logs.readers(base, manifest, reach) if leads and base and manifest and reach else (),
     )
+
+
+def _logs_of(
+    offers: Sequence[Offer],
+    apart: Collection[tuple[int, int]],
+    records: Mapping[int, TimelineRecord | None],
+    branches: Mapping[int, Branch],
+    spoilt: Collection[tuple[int, int, int]],
+) -> JobLogs:
+    """All logs, without what belongs to no timeline."""
+    own: list[list[LogRun]] = []
+    others: list[dict[int, list[LogRun]]] = []
+    for offer in sorted(offers, key=lambda offer: offer.rank):
+
+        def fit(runs: Iterable[LogRun], rank: int = offer.rank) -> list[LogRun]:
+            return [run for run in runs if (rank, run.timeline) not in apart]
+
+        own.append(fit(offer.log))
+        others.append({source: fit(runs) for source, runs in offer.others.items()})
+    return JobLogs(own, records, branches, spoilt, others)
 
 
 def _run_of(offers: Sequence[Offer]) -> str | None:
@@ -296,7 +329,7 @@ def timelines_of(
 
 def _trained_on(offer: Offer, timeline: int) -> bool:
     """Whether a rank has anything of a timeline but its record."""
-    logged = any(run.timeline == timeline for run in offer.log)
+    logged = any(run.timeline == timeline for run in offer.logs)
     return logged or any(base.timeline == timeline for base in offer.bases)
 
 

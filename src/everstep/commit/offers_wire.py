@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from everstep.commit.logs import LogRun, Reach
+from everstep.commit.logs import LogReader, LogRun, Reach
 from everstep.commit.messages import plain_base, to_base
 from everstep.commit.offers import BaseOffer, Choice, Offer, Piece, Source
 from everstep.commit.reclaim import TIERS
@@ -44,8 +44,9 @@ def encode_offer(offer: Offer) -> bytes:
     timelines = [[n, None if r is None else r.encode()] for n, r in offer.timelines.items()]
     lost = [plain_base(base) for base in offer.lost]
     log = [run_to_wire(run) for run in offer.log]
+    others = [[source, [*map(run_to_wire, runs)]] for source, runs in offer.others.items()]
     about = [offer.rank, offer.disk, offer.run, offer.next_timeline]
-    return _pack([*about, timelines, bases, lost, log])
+    return _pack([*about, timelines, bases, lost, log, others])
 
 
 def decode_offer(data: bytes) -> Offer:
@@ -74,6 +75,7 @@ def encode_choice(choice: Choice) -> bytes:
             choice.durable,
             [plain_base(base) for base in choice.elsewhere],
             None if choice.reach is None else [*astuple(choice.reach)],
+            [list(one) for one in choice.readers],
         ]
     )
 
@@ -119,7 +121,7 @@ def decode_restored(
 
 
 def _offer(found: Any) -> Offer:
-    rank, disk, run, next_timeline, timelines, bases, lost, log = found
+    rank, disk, run, next_timeline, timelines, bases, lost, log, others = found
     return Offer(
         int(rank),
         str(disk),
@@ -129,6 +131,7 @@ def _offer(found: Any) -> Offer:
         {to_base(base): _base_offer(pieces, manifest) for base, pieces, manifest in bases},
         tuple(to_base(base) for base in lost),
         tuple(run_from_wire(*fields) for fields in log),
+        {int(source): tuple(run_from_wire(*one) for one in runs) for source, runs in others},
     )
 
 
@@ -164,7 +167,7 @@ def _base_offer(pieces: Any, manifest: Any) -> BaseOffer:
 
 def _choice(found: Any) -> Choice:
     base, manifest, sources, complete, timelines, run, timeline, skipped, *rest = found
-    unreadable, safe, elsewhere, reach = rest
+    unreadable, safe, elsewhere, reach, readers = rest
     return Choice(
         None if base is None else to_base(base),
         None if manifest is None else Manifest.decode(manifest, _WIRE),
@@ -178,6 +181,7 @@ def _choice(found: Any) -> Choice:
         bool(safe),
         tuple(to_base(one) for one in elsewhere),
         None if reach is None else _reach(reach),
+        tuple(LogReader(*map(int, one)) for one in readers),
     )
 
 

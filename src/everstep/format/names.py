@@ -16,6 +16,7 @@ __all__ = [
     "DELETING",
     "FORMAT_VERSION",
     "LOG_DIR",
+    "LOSSY_DIR",
     "MANIFEST",
     "RUN_RECORD",
     "SLOTS_DIR",
@@ -25,6 +26,7 @@ __all__ = [
     "marker_name",
     "parse_base",
     "parse_marker",
+    "parse_rank",
     "parse_segment",
     "parse_shard",
     "parse_timeline",
@@ -118,6 +120,12 @@ def parse_shard(name: str) -> tuple[int, int] | None:
         return None
     rank, part = int(match[1]), int(match[2] or 0)
     return (rank, part) if shard_name(rank, part) == name else None
+
+
+def parse_rank(name: str) -> int | None:
+    """The rank whose shard or marker it is, or None if it is neither."""
+    shard = parse_shard(name)
+    return parse_marker(name) if shard is None else shard[0]
 
 
 def _number(pattern: re.Pattern[str], name: str, form: str) -> int | None:

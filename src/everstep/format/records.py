@@ -16,6 +16,7 @@ from typing import Any
 from everstep.errors import DamageError, FormatError, NewerFormatError
 from everstep.format.canonical import canonical, rows_of
 from everstep.format.digests import DIGEST_CHARS, digest
+from everstep.format.header import ShardIdentity
 from everstep.format.names import FORMAT_VERSION, parse_shard
 
 __all__ = [
@@ -142,6 +143,20 @@ class Marker:
     world: int
     exact: bool
     files: tuple[FileRecord, ...]
+
+    @classmethod
+    def of(cls, identity: ShardIdentity, files: tuple[FileRecord, ...]) -> Marker:
+        """Of files whose headers have this identity."""
+        return cls(
+            run=identity.run,
+            timeline=identity.timeline,
+            step=identity.step,
+            lsn=identity.lsn,
+            rank=identity.rank,
+            world=identity.world,
+            exact=identity.exact,
+            files=files,
+        )
 
     def encode(self) -> bytes:
         return _encode("marker", {**_base_fields(self), **_rank_fields(self)})

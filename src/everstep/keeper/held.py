@@ -67,16 +67,7 @@ def base_from_wire(
         ]
         files.append((MemoryFile(parts), FileRecord(**shard["record"])))
     identity = identity_from_wire(fields["identity"])
-    marker = Marker(
-        identity.run,
-        identity.timeline,
-        identity.step,
-        identity.lsn,
-        identity.rank,
-        identity.world,
-        identity.exact,
-        tuple(record for _, record in files),
-    )
+    marker = Marker.of(identity, tuple(record for _, record in files))
     return HeldBase(marker, tuple(files), fields["durable"])
 
 

@@ -26,7 +26,7 @@ from everstep.errors import (
     StateError,
 )
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
-from everstep.format.records import RunRecord
+from everstep.format.records import Manifest, RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.copies import open_places
 from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
@@ -39,7 +39,7 @@ from everstep.recover.loading import loader, needs_here
 from everstep.recover.node_reads import NodeStart, memory_name
 from everstep.recover.others import failed_there, in_words
 from everstep.recover.peer_copy import PeerCopy
-from everstep.recover.peers import Brought, Fetched, fetch_from_peers
+from everstep.recover.peers import Brought, Fetched, Meanwhile, fetch_from_peers
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.resume import Resumed
@@ -231,13 +231,18 @@ class Job:
             like = tuple(said["fingerprint"] for said in found)
             meeting = Meeting(session, self.info.rank, self._disks, mailbox, like, trained)
             needs = needs_here(state, self._disks, [bool(said["shared"]) for said in found])
+            joined = None if load is None else node.join(found, needs)
             if load is not None:
-                load = partial(load, node=node.join(found, needs))
+                load = partial(load, node=joined)
 
-            def fetch(offer: Offer) -> Brought:
+            def apart(number: int, manifest: Manifest) -> bool:
+                return joined is None or joined.wants(number, manifest) < 2
+
+            def fetch(offer: Offer, meanwhile: Meanwhile) -> Brought:
                 about = offer, recalled.copies, needs
                 limits: dict[str, Any] = {"step": step, "timeout_s": self._timeout_s}
                 limits["logs"] = () if log is None else recalled.logs
+                limits["meanwhile"] = meanwhile
                 return fetch_from_peers(meeting, seams.clock, self._say, *about, **limits)
 
             resumed, choice = resume_together(
@@ -254,6 +259,7 @@ class Job:
                 copies=self._copies,
                 log=log,
                 fetch=fetch if self._fetches else None,
+                apart=apart,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             reads = self._all_reads(resumed)

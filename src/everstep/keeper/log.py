@@ -151,16 +151,7 @@ class SegmentWriter:
         filesystem.rename(temporary(path), path)
         filesystem.sync_dir(directory)
         failpoint("log.before_marker")
-        marker = Marker(
-            identity.run,
-            identity.timeline,
-            identity.step,
-            identity.lsn,
-            identity.rank,
-            identity.world,
-            identity.exact,
-            (written.record,),
-        )
+        marker = Marker.of(identity, (written.record,))
         write_durably(filesystem, directory / marker_name(identity.rank), marker.encode())
         self.written_bytes += plan.size_bytes
 

@@ -16,7 +16,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
@@ -37,8 +36,8 @@ from everstep.format.names import (
     LOSSY_DIR,
     marker_name,
     parse_marker,
+    parse_rank,
     parse_segment,
-    parse_shard,
     segment_dir,
     timeline_dir,
 )
@@ -50,10 +49,9 @@ from everstep.recover.peer_log import copied
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import HOUR_S
 
-__all__ = ["LogMirror", "LogMirrorStats", "shrinking"]
+__all__ = ["LogMirror", "LogMirrorStats"]
 
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20  # of several steps; one may be larger
@@ -61,7 +59,7 @@ _AGAIN_S = 5.0  # after a failure
 _STOP_TIMEOUT_S = 5.0
 _SETTLE_S = 5.0
 _OBJECTS = 2  # of a segment
-_SLOW = "its memory was needed before, as the link is slower than the log"
+_SLOW = "its memory was needed before, as less gets there than is logged"
 _SHARE = 0.75  # of the cap of objects, for the log; the rest is for bases
 
 
@@ -124,6 +122,7 @@ class LogMirror:
         self._last: int | None = None  # step that was taken out last
         self._tried = False  # to copy just these: once more, so that no other segment has them
         self._base_step, self._missed_said = -1, False
+        self._capped, self._down = cap is not None, False
         self._thread: threading.Thread | None = None
         self.stats = LogMirrorStats()
 
@@ -276,11 +275,11 @@ class LogMirror:
                     found = [self._lossy(record) for record in found]
             except (DamageError, FormatError) as error:  # never tried again: it would stay so
                 self._number, self._last = number, last
-                self._miss(first, last, _SLOW if isinstance(error, DamageError) else error.message)
+                self._miss(first, last, None if isinstance(error, DamageError) else error.message)
                 continue
             del records
             if self._last is not None and first > self._last + 1:
-                self._miss(self._last + 1, first - 1, _SLOW)
+                self._miss(self._last + 1, first - 1)
             self._records += found
             self._number, self._last = number, last
             held_bytes += sum(record.size_bytes for record in found)
@@ -298,26 +297,16 @@ class LogMirror:
         written = digest_shard(plan, identity, body)
         header = bytes(written.header).ljust(plan.room_bytes, b"\0")
         file = MemoryFile([memoryview(header), *body.parts])
-        timeline = identity.timeline
-        path = segment_dir(ROOT, timeline, first.step - 1, last.step, lossy=lossy)
+        path = segment_dir(ROOT, identity.timeline, first.step - 1, last.step, lossy=lossy)
         directory = path.relative_to(ROOT).as_posix()
         self._tried = True
         place.check_fence()
         place.rate.wrote(1)
         place.tier.put(f"{directory}/{plan.name}", file)
         failpoint("log_copy.before_marker")
-        marker = Marker(
-            identity.run,
-            timeline,
-            identity.step,
-            identity.lsn,
-            identity.rank,
-            identity.world,
-            identity.exact,
-            (written.record,),
-        )
+        marker = Marker.of(identity, (written.record,))
         place.create(f"{directory}/{marker_name(identity.rank)}", marker.encode())
-        self._records, self._tried = [], False
+        self._records, self._tried, self._down = [], False, False
         self._not_before_s = self._clock.monotonic_s() + self._every_s
         self.stats.steps += last.step - first.step + 1
         self.stats.copied_bytes += plan.size_bytes
@@ -348,18 +337,23 @@ class LogMirror:
     def _delete(self, directory: str, rank: int | None) -> None:
         with own_errors():
             names = [item.name.rpartition("/")[2] for item in self._place.tier.scan(directory)]
-        mine = [name for name in names if _rank_of(name) is not None]
+        mine = [name for name in names if parse_rank(name) is not None]
         if rank is not None:
-            mine = [name for name in mine if _rank_of(name) == rank]
+            mine = [name for name in mine if parse_rank(name) == rank]
         if not mine:
             return
         self._place.check_fence()
         for name in sorted(mine, key=lambda name: (parse_marker(name) is None, name)):
             self._place.tier.delete(f"{directory}/{name}")
 
-    def _miss(self, first: int, last: int, why: str) -> None:
+    def _miss(self, first: int, last: int, flaw: str | None = None) -> None:
         """Steps were let go before they could be copied: once that is said aloud, unless a base
-        behind them is durable, which is going to be copied."""
+        behind them is durable, which is going to be copied.
+
+        Args:
+            flaw: of a record, that makes it so; None: they have waited for too long.
+        """
+        why = flaw or _SLOW
         self.stats.missed += last - first + 1
         url = self._place.tier.url
         _log.info("steps %d to %d of the log are not copied to %s: %s", first, last, url, why)
@@ -373,10 +367,24 @@ class LogMirror:
                 rank=self._identity.rank,
                 tier=self._place.tier.traits.kind,
                 path=url,
-                hint='TierOptions(log="adaptive") needs a hundredth; or log="none". Bases are '
-                "copied as before",
+                hint=self._way_out(waited=flaw is None) + ". Bases are copied as before",
             )
         )
+
+    def _way_out(self, *, waited: bool) -> str:
+        """What the user may choose instead, so that no steps are missed.
+
+        Args:
+            waited: for a link, a store or the cap; else a record of them cannot be copied.
+        """
+        if not waited:
+            whole = 'TierOptions(log="whole") copies what is there; or '
+            return (whole if self._lossy is not None else "") + 'log="none"'
+        less = 'TierOptions(log="adaptive") needs a hundredth'
+        if self._lossy is not None:
+            less = "a smaller log_ratio of TierOptions needs less"
+        cap = ", a higher objects_per_hour" if self._capped else ""
+        return f'{less}{cap}; or log="none"'
 
     def _fail(self, error: EverstepError, *, for_good: bool = False) -> None:
         with self._changed:
@@ -388,22 +396,8 @@ class LogMirror:
             self.stats.failed += 1
             self._not_before_s = self._clock.monotonic_s() + max(_AGAIN_S, self._every_s)
             self._wake_s = self._not_before_s
-        if self.stats.failed == 1 or for_good:  # of an outage that lasts the log tells the rest
+            was_down, self._down = self._down, True
+        if for_good or not was_down:  # of an outage that lasts the log tells the rest
             self._post(error)
         else:
             _log.warning("%s", error)
-
-
-def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
-    """What makes a record lossy, for a place; None: nothing does."""
-    if options.log != "adaptive":
-        return None
-    from everstep.keeper.lossy_log import lossy_record
-
-    return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
-
-
-def _rank_of(name: str) -> int | None:
-    """Whose file of a segment it is; None: nobody's."""
-    shard = parse_shard(name)
-    return parse_marker(name) if shard is None else shard[0]

@@ -9,9 +9,20 @@ Only an update of dense gradients needs torch, which is imported when there is o
 
 from __future__ import annotations
 
-from everstep.format.log import LogRecord
+from collections.abc import Callable
+from functools import partial
 
-__all__ = ["lossy_record"]
+from everstep.format.log import LogRecord
+from everstep.tiers.options import PeerOptions, TierOptions
+
+__all__ = ["lossy_record", "shrinking"]
+
+
+def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
+    """What makes a record lossy, for a place; None: nothing does."""
+    if options.log != "adaptive":
+        return None
+    return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
 
 
 def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> LogRecord:

@@ -87,16 +87,7 @@ class MemoryBases:
         pairs = list(zip(plan.shards, watched, strict=True))
         written = tuple(digest_shard(shard, identity, body) for shard, body in pairs)
         audit({name: digest for shard in written for name, digest in shard.digests.items()})
-        marker = Marker(
-            identity.run,
-            identity.timeline,
-            identity.step,
-            identity.lsn,
-            identity.rank,
-            identity.world,
-            identity.exact,
-            tuple(shard.record for shard in written),
-        )
+        marker = Marker.of(identity, tuple(shard.record for shard in written))
         with storage_errors("read the record of the timeline", self._run, step=base.step):
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
             record = read_record_bytes(self._filesystem, path)

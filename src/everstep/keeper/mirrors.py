@@ -14,7 +14,8 @@ from everstep.format.header import ShardIdentity
 from everstep.keeper.commits import RankCommits
 from everstep.keeper.local import KeeperStats
 from everstep.keeper.log import LogStore
-from everstep.keeper.log_mirror import LogMirror, shrinking
+from everstep.keeper.log_mirror import LogMirror
+from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.mirror import Mirror
 from everstep.keeper.place import CopyPlace
 from everstep.keeper.rank_mirror import Followed, FollowingMirror, LeadingMirror

@@ -87,8 +87,8 @@ class Peers:
         if told is None or seat is None or commits is None or not (sends or holds):
             self.store, self.logs = PeerStore(), PeerLogStore()
             return
-        from everstep.keeper.log_mirror import shrinking
         from everstep.keeper.log_sender import LogSender
+        from everstep.keeper.lossy_log import shrinking
         from everstep.keeper.replicator import Pace, Replicator
 
         self._rank = seat.rank

@@ -62,16 +62,7 @@ class ReplicaState:
                 tensors[place.entry.name] = _tensor_over(data, place.entry)
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in objects.items()}
         placed = [place for shard in plan.shards for place in shard.layout.placed]
-        marker = Marker(
-            identity.run,
-            identity.timeline,
-            identity.step,
-            identity.lsn,
-            identity.rank,
-            identity.world,
-            identity.exact,
-            (),
-        )
+        marker = Marker.of(identity, ())
         training_threads, elsewhere = conditions([trained])
         self.why = "" if identity.exact else "the base is not exact"
         self._elsewhere = elsewhere

@@ -10,6 +10,7 @@ from everstep.format.names import (
     LOG_DIR,
     TEMPORARY_SUFFIX,
     parse_marker,
+    parse_rank,
     parse_segment,
     parse_shard,
     timeline_dir,
@@ -67,7 +68,7 @@ def delete_segments(
 def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool, rank: int | None) -> bool:
     names = sorted(entry.name for entry in filesystem.scan(path) if entry.kind == "file")
     if rank is not None:
-        names = [name for name in names if _rank_of(name) == rank]
+        names = [name for name in names if parse_rank(name.removesuffix(TEMPORARY_SUFFIX)) == rank]
     if whole and not any(parse_marker(name) is not None for name in names):
         return False
     for name in names:
@@ -80,10 +81,3 @@ def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool, rank: int | 
     with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
         filesystem.remove_dir(path)
     return True
-
-
-def _rank_of(name: str) -> int | None:
-    """Whose file of a segment it is."""
-    name = name.removesuffix(TEMPORARY_SUFFIX)
-    shard = parse_shard(name)
-    return parse_marker(name) if shard is None else shard[0]

@@ -34,7 +34,6 @@ class LogFound:
 
     Attributes:
         index: which records there are.
-        whole: which of them there are without those that copies have lossy gradients of.
         skipped: segments that cannot be used.
         parts: of updates, by timeline and LSN: other ranks' records, which go with this one's.
 
@@ -66,9 +65,7 @@ class LogFound:
                 self._segments[head.kind, head.timeline, number] = segment, place
         whole = [*heads[False], *(record.head for record in records)]
         every = [*heads[True], *(record.head for record in near_lossy), *whole]
-        self.index = self.whole = LogIndex(every)
-        if heads[True]:
-            self.whole = LogIndex(every[len(heads[True]) :])
+        self.index = LogIndex(every)
 
     @classmethod
     def of(
@@ -82,6 +79,7 @@ class LogFound:
         lent: Sequence[LogRecord] = (),
         copies: Sequence[tuple[FileSystem, Inventory]] = (),
         bases: Collection[BaseId] = (),
+        lossy: bool = True,
     ) -> LogFound:
         """All that there is of one rank.
 
@@ -91,6 +89,7 @@ class LogFound:
             copies: places that have copies of the log, nearest first; their timelines have been
                 compared, too.
             bases: of what is in copies only what leads on from one of these is looked at.
+            lossy: look at lossy ones in copies, too.
             world: leave out what another number of ranks has written: which of them had which
                 gradients, it does not tell. None: whoever asks looks at that.
 
@@ -128,7 +127,8 @@ class LogFound:
         for files, there_too in copies:
             known = sorted(n for n, record in there_too.timelines.items() if record is not None)
             with own_words():
-                here = scan_log(files, inventory.path, known, rank=rank, wanted=wanted, threads=8)
+                how = {"rank": rank, "wanted": wanted, "lossy": lossy}
+                here = scan_log(files, inventory.path, known, threads=8, **how)
             found = [*(replace(segment, files=files) for segment in here), *found]
         log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()

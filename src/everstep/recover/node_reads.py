@@ -16,6 +16,7 @@ from typing import Any
 from everstep.commit.offers import Needs
 from everstep.errors import EverstepError
 from everstep.format.digests import digest
+from everstep.format.records import Manifest
 from everstep.recover.held import HeldBase
 from everstep.recover.node_window import CELL_BYTES, RANKS_MAX, NodeWindow
 from everstep.recover.opened import OpenBase
@@ -118,6 +119,10 @@ class NodeReads:
         self._window, self._ranks, self._needs, self._local = window, ranks, needs, local
         self._cells: dict[str, int] = {}
         self._common: set[int] = set()
+
+    def wants(self, number: int, manifest: Manifest) -> int:
+        """How many ranks of this node read the files of rank ``number``."""
+        return sum(number in self._needs(rank, manifest) for rank in self._ranks)
 
     def begin(self, base: BaseFound, places: Mapping[int, Place]) -> bool:
         """A base is going to be read from these places.

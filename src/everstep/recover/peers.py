@@ -27,7 +27,7 @@ from everstep.commit.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.offers import BaseOffer, Needs, Offer, Piece, choose, timelines_of
+from everstep.commit.offers import BaseOffer, Choice, Needs, Offer, Piece, choose, timelines_of
 from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.commit.reclaim import COPY_TIERS
 from everstep.errors import DamageError, DeadlineError, FormatError, RecoveryError
@@ -45,6 +45,7 @@ __all__ = [
     "Brought",
     "Fetch",
     "Fetched",
+    "Meanwhile",
     "Meets",
     "Plan",
     "Say",
@@ -145,7 +146,11 @@ class Brought:
     logs: list[LentLog]
 
 
-Fetch = Callable[[Offer], Brought]
+Meanwhile = Callable[[Choice], None]
+"""What a rank begins when ranks are going to fetch, and wait for each other: told what would be
+chosen then. Does not wait."""
+
+Fetch = Callable[[Offer, Meanwhile], Brought]
 """Gets what a rank needs that offers this by itself."""
 
 Plan = dict[int, list[Told | LogTold]]
@@ -161,6 +166,18 @@ def plan_of(
 ) -> Plan:
     """What each rank fetches, so that all can read what would be chosen with these copies; the
     same on every rank, as it is a function of what all have said.
+    """
+    return _plan_and_choice(offers, copies, needs, step, logs)[0]
+
+
+def _plan_and_choice(
+    offers: Sequence[Offer],
+    copies: Sequence[Told],
+    needs: Needs,
+    step: int | None,
+    logs: Sequence[LogTold],
+) -> tuple[Plan, Choice | None]:
+    """What each rank fetches, and what would be chosen then.
 
     A copy counts only where its timeline is the one that the rank knows under that number (I7): two
     starts that saw nothing of each other may both have opened it.
@@ -177,7 +194,7 @@ def plan_of(
     try:
         choice = choose(with_logs(counted, logs), step=step, needs=needs, fetch=False)
     except RecoveryError:  # the agreement will say so
-        return {}
+        return {}, None
     plan: Plan = {}
     for rank, mine in lent.items():
         found: dict[int, Told] = {}
@@ -188,7 +205,7 @@ def plan_of(
             plan[rank] = [*found.values()]
     for rank, steps in logs_needed(offers, logs, choice).items():
         plan[rank] = [*plan.get(rank, ()), *steps]
-    return plan
+    return plan, choice
 
 
 def _of_one_start(
@@ -252,6 +269,7 @@ def fetch_from_peers(
     step: int | None,
     timeout_s: float,
     logs: Sequence[PeerLog] = (),
+    meanwhile: Meanwhile = lambda choice: None,
 ) -> Brought:
     """What this rank needs of copies in the memory of other nodes. Every rank calls it.
 
@@ -261,6 +279,7 @@ def fetch_from_peers(
         step: as for a resume.
         timeout_s: a rank that says nothing for so long is reported.
         logs: steps of other ranks' logs that its keeper holds.
+        meanwhile: told what would be chosen, if any rank fetches something.
 
     Raises:
         DeadlineError: a rank is silent.
@@ -288,9 +307,11 @@ def fetch_from_peers(
     attempt = 0
     while True:
         attempt += 1
-        plan = plan_of(offers, told, needs, step, logged)
+        plan, choice = _plan_and_choice(offers, told, needs, step, logged)
         if not plan:
             return Brought([], [])
+        assert choice is not None
+        meanwhile(choice)
         exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
         brought, damaged = exchange.run()
         spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})

@@ -97,12 +97,15 @@ class RankLog:
         inventory: Inventory,
         copies: Sequence[tuple[FileSystem, Inventory]] = (),
         bases: Collection[BaseId] = (),
+        *,
+        lossy: bool = True,
     ) -> tuple[LogRun, ...]:
         """What there is of it now.
 
         Args:
             copies: places that have copies of the run, nearest first.
             bases: that this rank could begin with; of copies only what leads on from there counts.
+            lossy: look at what copies have lossy gradients of, too.
 
         Raises:
             OSError: a directory cannot be read.
@@ -110,16 +113,11 @@ class RankLog:
         filesystem = self._seams.filesystem
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
         about = filesystem, inventory, self._records
-        more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases}
+        more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases, "lossy": lossy}
         self._log = LogFound.of(*about, rank=self._rank, **more)
         self._lent_out.close()
         self._lent_out = self._log.twin()
         return runs_of(self._log.index.marks, self._log.index.updates)
-
-    @property
-    def whole(self) -> tuple[LogRun, ...]:
-        """Of what was last found, what copies do not have lossy gradients of."""
-        return runs_of(self._log.whole.marks, self._log.whole.updates)
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
         """Records of what has come from other nodes, so that all see whether they mean the same."""

@@ -77,6 +77,7 @@ def scan_log(
     *,
     rank: int = 0,
     wanted: Callable[[int, int, int], bool] = lambda timeline, after, last: True,
+    lossy: bool = True,
     threads: int = 1,
 ) -> list[SegmentFound]:
     """All segments of these timelines, in order, lossy ones behind the others; one without its
@@ -85,6 +86,7 @@ def scan_log(
     Args:
         wanted: whether a segment of these steps of a timeline is looked at; else it is left out,
             too.
+        lossy: look at lossy ones, too.
         threads: look at segments at a time: of use where each look waits for a network.
 
     Raises:
@@ -92,7 +94,7 @@ def scan_log(
         OSError: a directory cannot be read.
     """
     places = []
-    for lossy, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
+    for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR))[: 1 + lossy]:
         for timeline in sorted(timelines):
             try:
                 entries = filesystem.scan(timeline_dir(run, timeline) / kind)
@@ -104,7 +106,7 @@ def scan_log(
                     continue
                 if not wanted(timeline, *steps):
                     continue
-                places.append((timeline, *steps, lossy))
+                places.append((timeline, *steps, poor))
 
     def look(place: tuple[int, int, int, bool]) -> SegmentFound | None:
         return _scan(filesystem, run, *place[:3], rank, lossy=place[3])

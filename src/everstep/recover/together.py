@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 
@@ -27,8 +28,9 @@ from everstep.commit.agreement import (
     Tell,
 )
 from everstep.commit.cluster import COORDINATOR
+from everstep.commit.logs import LogRun
 from everstep.commit.offers import Choice, Needs, Offer, Source
-from everstep.commit.reclaim import VOLATILE_TIERS
+from everstep.commit.reclaim import COPY_TIERS, VOLATILE_TIERS
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -38,13 +40,14 @@ from everstep.errors import (
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
+from everstep.recover.files_ahead import FilesAhead
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase
 from everstep.recover.log_post import LogPost
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.others import Meeting, Others
 from everstep.recover.peers import Fetch, Fetched
-from everstep.recover.rank_copies import Copies
+from everstep.recover.rank_copies import Copies, CopyOfRun
 from everstep.recover.ranklog import RankLog, Redone
 from everstep.recover.ranks import offer_of, open_on_disk
 from everstep.recover.reshard import HoleError
@@ -65,6 +68,9 @@ _LOOKS_MAX = 8
 Load = Callable[[BaseFound, Mapping[int, Place], Callable[[], None]], LoadedBase]
 """Restores this rank's state from a base: from the files of these ranks, each where it says. Calls
 the last argument every now and then."""
+
+Apart = Callable[[int, Manifest], bool]
+"""Whether no other rank of this node reads the files of a rank."""
 
 
 @dataclass(slots=True)
@@ -95,9 +101,12 @@ class _Start:
         *,
         step: int | None,
         needs: Needs,
+        apart: Apart,
         timeout_s: float,
     ) -> None:
-        self._copies, self._log = copies, log
+        self._copies, self._log, self._apart = copies, log, apart
+        self._ahead: dict[CopyOfRun, FilesAhead] = {}
+        self._ahead_of: BaseId | None = None
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
@@ -183,15 +192,15 @@ class _Start:
             self._copies.take_back(out.choice.base)
         return ours
 
-    def _offer(self) -> Offer:
+    def _offer(self, *, lossy: bool = True) -> Offer:
         """What this rank can read. Keepers may still withdraw what the start before has left: where
         something that was listed is gone a moment later, everything is looked at once more."""
         for _ in range(_LOOKS_MAX - 1):
             with contextlib.suppress(FileNotFoundError):
-                return self._look()
-        return self._look()
+                return self._look(lossy)
+        return self._look(lossy)
 
-    def _look(self) -> Offer:
+    def _look(self, lossy: bool) -> Offer:
         inventory = self.outcome.inventory = scan_run(self._filesystem, self._run)
         rank = self._meeting.rank
         disk, held = self._meeting.disks[rank], []
@@ -205,19 +214,61 @@ class _Start:
         offer = self._copies.add_to(replace(offer, timelines={**offer.timelines, **named}))
         if self._log is None:
             return offer
-        return replace(offer, log=self._log.runs(inventory, self._copies.logs, offer.bases))
+        return replace(offer, log=self._runs(offer, lossy))
+
+    def _runs(self, offer: Offer, lossy: bool) -> tuple[LogRun, ...]:
+        assert self._log is not None
+        assert self.outcome.inventory is not None
+        about = self.outcome.inventory, self._copies.logs, offer.bases
+        return self._log.runs(*about, lossy=lossy)
 
     def fetch(self, fetch: Fetch) -> None:
         """What is held in the memory of other nodes, and is needed here, comes here: also steps
-        of which copies have lossy gradients, as a peer may have them whole. Where nothing
-        comes, the look that was taken for it is the first of the agreement, too."""
-        self._looked = offer = self._offer()
-        brought = fetch(offer if self._log is None else replace(offer, log=self._log.whole))
+        of which copies have lossy gradients, as a peer may have them whole. What there is of those
+        is looked at meanwhile. Where nothing comes, the looks that were taken are the first of the
+        agreement, too."""
+        offer = self._offer(lossy=False)
+        if self._log is None:
+            brought = fetch(offer, self._read_ahead)
+            self._looked = offer
+        else:
+            with ThreadPoolExecutor(1, "everstep-look") as thread:
+                every = thread.submit(self._runs, offer, True)
+                brought = fetch(offer, self._read_ahead)
+            with contextlib.suppress(FileNotFoundError):  # gone a moment later: once more, then
+                self._looked = replace(offer, log=every.result())
         if brought.bases or brought.logs:
             self._looked = None
         self.fetched += brought.bases
         if self._log is not None:
             self._log.lent = brought.logs
+
+    def _read_ahead(self, choice: Choice) -> None:
+        """What this rank is going to read of copies begins to come while others fetch; but not
+        what it reads together with its neighbours."""
+        self.stop_reading_ahead()
+        base, manifest, rank = choice.base, choice.manifest, self._meeting.rank
+        if base is None or manifest is None or self._load is None:
+            return
+        self._ahead_of = base
+        wanted = self._needs(rank, manifest)
+        for marker in manifest.markers:
+            here = [one.tier for one in choice.sources[marker.rank] if one.rank == rank]
+            if marker.rank not in wanted or not here or here[0] not in COPY_TIERS:
+                continue
+            if not self._apart(marker.rank, manifest):
+                continue
+            copy = next(copy for copy in self._copies.places if copy.kind == here[0])
+            files = self._ahead.setdefault(copy, FilesAhead(copy.files))
+            for record in marker.files:
+                path = base_dir(self._run, base.timeline, base.step) / record.name
+                files.begin(path, record.length)
+
+    def stop_reading_ahead(self) -> None:
+        """Lets go of what has come. Idempotent."""
+        ahead, self._ahead = self._ahead, {}
+        for files in ahead.values():
+            files.close()
 
     def _restore(self, choice: Choice) -> Restored:
         """Loads what was chosen, and replays this rank's log behind it."""
@@ -242,6 +293,8 @@ class _Start:
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Loads what was chosen; returns which files are damaged, and where."""
         self.outcome = _Outcome(inventory=self.outcome.inventory)
+        if choice.base != self._ahead_of:
+            self.stop_reading_ahead()
         if choice.base is None or choice.manifest is None:
             return ()
         if self._load is None:
@@ -323,7 +376,8 @@ class _Start:
         if source.tier == "disk":
             return [Place(source, self._filesystem, self._meeting.disks[source.rank])]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
-        return [Place(source, copy.files, copy.tier.url) for copy in copies]
+        found = [(self._ahead.get(copy, copy.files), copy.tier.url) for copy in copies]
+        return [Place(source, files, url) for files, url in found]
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
         assert choice.run is not None, "every disk has the record of the run by now"
@@ -356,6 +410,7 @@ def resume_together(
     copies: Copies | None = None,
     log: RankLog | None = None,
     fetch: Fetch | None = None,
+    apart: Apart = lambda number, manifest: True,
 ) -> tuple[Resumed, Choice]:
     """Restores, on every rank, the newest step that all of them reach, by a base that all can read
     and the log of each of them, and opens a timeline.
@@ -371,6 +426,7 @@ def resume_together(
         log: of this rank; None: there is none.
         fetch: gets what this rank needs of copies in the memory of other nodes; None: there are
             none.
+        apart: of what is read by several ranks of a node together nothing is read ahead.
 
     Raises:
         RecoveryError: when there are bases and none can be used by all, or none of ``step``; or
@@ -381,7 +437,7 @@ def resume_together(
     """
     copies = copies or Copies((), run)
     about = seams, run, meeting, held, load, copies, log
-    start = _Start(*about, step=step, needs=needs, timeout_s=timeout_s)
+    start = _Start(*about, step=step, needs=needs, apart=apart, timeout_s=timeout_s)
     start.fetched += own
     try:
         with storage_errors("resume", run, rank=meeting.rank):
@@ -391,6 +447,8 @@ def resume_together(
     except BaseException as error:
         start.leave(error)
         raise
+    finally:
+        start.stop_reading_ahead()
     skipped = (*start.skipped, *(() if log is None else log.skipped))
     resumed = _resumed(go, start.outcome, state, skipped, copies.problems)
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice

@@ -91,6 +91,7 @@ def _call_adam(
         steps,
         foreach=options["foreach"],
         fused=options["fused"],
+        capturable=bool(options.get("capturable")),
         grad_scale=update.grad_scale,
         found_inf=update.found_inf,
         has_complex=any(parameter.is_complex() for parameter in parameters),

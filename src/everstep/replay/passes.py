@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-__all__ = ["COUNT_MAX", "Numbers", "Rooms", "numbers", "program", "suits"]
+__all__ = ["COUNT_MAX", "Numbers", "Rooms", "describes", "numbers", "program", "suits"]
 
 Numbers = list[float]
 Program = Callable[
@@ -134,6 +134,27 @@ def _sgd_numbers(options: Mapping[str, Any], count: float) -> Numbers:
     ]
 
 
+def describes(
+    kind: type[Optimizer], options: Mapping[str, Any], counts: Iterable[float] = ()
+) -> bool:
+    """Whether :func:`numbers` says all of what an update with these hyperparameters does.
+
+    Args:
+        kind: one of :data:`~everstep.replay.forms.KINDS`.
+        counts: what the steps of the parameters will be.
+    """
+    if options["maximize"] or options.get("amsgrad"):
+        return False
+    if options.get("capturable") or options.get("differentiable"):
+        return False
+    values = [options[key] for key in (_OF_SGD if kind is SGD else _OF_ADAM)]
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+        return False  # a tensor: torch may take other operators
+    if kind is not SGD and not all(isinstance(beta, float) for beta in options["betas"]):
+        return False
+    return all(0 < count < COUNT_MAX for count in counts)
+
+
 def suits(
     kind: type[Optimizer],
     options: Mapping[str, Any],
@@ -147,25 +168,18 @@ def suits(
         dtypes: of the parameters and their moments.
         counts: what the steps of the parameters will be.
     """
-    if options["fused"] or options["maximize"] or options.get("amsgrad"):
-        return False
-    if options.get("capturable") or options.get("differentiable"):
-        return False
-    values = [options[key] for key in (_OF_SGD if kind is SGD else _OF_ADAM)]
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
-        return False  # a tensor: torch may take other operators
-    if kind is not SGD and not all(isinstance(beta, float) for beta in options["betas"]):
+    if options["fused"] or not describes(kind, options, counts):
         return False
     if len(found := set(dtypes)) > 1 or not found.issubset(_DTYPES):
         return False
-    return all(0 < count < COUNT_MAX for count in counts) and program(kind) is not None
+    return program(kind) is not None
 
 
 def numbers(kind: type[Optimizer], options: Mapping[str, Any], count: float) -> Numbers:
     """What the operators of one update are given.
 
     Args:
-        options: hyperparameters that :func:`suits` has accepted.
+        options: hyperparameters that :func:`describes` has accepted.
         count: of the step, this one included.
     """
     return (_sgd_numbers if kind is SGD else _adam_numbers)(options, count)

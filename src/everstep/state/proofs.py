@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.fields import Fields
 from everstep.state.objects import Encoded, TensorRef, encode
 from everstep.state.owners import Holding
 from everstep.state.survey import PLAIN_TENSORS, Part, same_objects
@@ -136,8 +135,7 @@ class Watch:
     """Tells whether tensors still are the memory that views of them are.
 
     It keeps both. So none of the memory can be given to something else meanwhile: what is at
-    the same place is the same. The tensors themselves are asked only once anything that torch
-    keeps of them has moved (:mod:`.fields`).
+    the same place is the same.
 
     Args:
         tensors: live tensors.
@@ -148,7 +146,6 @@ class Watch:
         self._tensors = tensors
         self._views = views
         self._reading = None
-        self._fields: Fields | None = None  # when it last held
         # A conjugated or negated view is like nothing, not even itself.
         if len(tensors) == len(views) and not any(map(_is_read_otherwise, views)):
             self._reading = _reading(views)
@@ -157,20 +154,13 @@ class Watch:
         """Whether views taken now would be the same: the same storage, offset, shape and strides
         (``is_set_to``, which no conjugated or negated tensor is), at the same place (a storage
         can move), read as the same dtype. Whatever it cannot tell does not hold."""
-        if self._fields is not None and self._fields.hold():
-            return True
-        self._fields = None
         if self._reading is None or _reading(self._tensors) != self._reading:
             return False
         try:
-            fields = Fields.of(self._tensors)
             with torch._C.DisableTorchFunction():
-                if not all(map(_is_set_to, self._tensors, self._views)):
-                    return False
+                return all(map(_is_set_to, self._tensors, self._views))
         except RuntimeError:  # a device that cannot tell
             return False
-        self._fields = fields
-        return True
 
 
 def _is_read_otherwise(tensor: torch.Tensor) -> bool:

@@ -131,8 +131,7 @@ def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: in
     data = (pattern * (size_bytes // 251 + 1))[:size_bytes]
     (plan,) = plan_files(identity, [Entry.whole("t", "U8", (size_bytes,))], {}, {})
     written = digest_shard(plan, identity, BodyOfBytes(data))
-    files = (written.record,)
-    marker = Marker(_RUN, base.timeline, base.step, base.step, source, 8, True, files)
+    marker = Marker.of(identity, (written.record,))
     record = TimelineRecord(_RUN, base.timeline, None, 0, True, 8, {}, 0.0).encode()
     return _Files(base, source, PeerBegun(marker, record), written.header + data)
 

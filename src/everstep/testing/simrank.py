@@ -147,9 +147,7 @@ class SimRank:
         )
         data = contents.encode()
         file = FileRecord(shard_name(self.rank), len(data), 0, digest(b""), digest(data))
-        marker = Marker("run", base.timeline, base.step, base.step, self.rank, identity.world,
-                        True, (file,))  # fmt: skip
-        self.memory[base] = (marker, data)
+        self.memory[base] = (Marker.of(identity, (file,)), data)
         self._absorb(self.member.persist(identity))
 
     @property

@@ -1,0 +1,125 @@
+"""Files of a place that is far away, on their way to host memory before anybody opens them.
+
+Where some ranks fetch what they lack from the memory of other nodes, all wait until those have it.
+A rank that will read its part of the base from a store needs another link for that: so it begins
+meanwhile, and whoever reads the file gets it from memory, or waits for the part that is still to
+come. What comes is verified by whoever reads it, as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import PurePath
+
+from everstep.format.writer import CHUNK_BYTES
+from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.threads import IoThreads
+from everstep.tiers.files import ReadingFileSystem
+
+__all__ = ["FilesAhead"]
+
+_PART_BYTES = CHUNK_BYTES
+_THREADS = 8
+
+
+class FilesAhead(ReadingFileSystem):
+    """Another file system, to be read only. Takes host memory for each file that was begun."""
+
+    def __init__(self, files: FileSystem) -> None:
+        self._files = files
+        self._threads = IoThreads(_THREADS, "everstep-files-ahead")
+        self._stopped = threading.Event()
+        self._begun: dict[PurePath, _Coming] = {}
+
+    def begin(self, path: PurePath, size_bytes: int) -> None:
+        """From now on a file is on its way; does not wait.
+
+        Args:
+            size_bytes: of the file; if it is not so long, none of it is read ahead.
+        """
+        if path not in self._begun:
+            about = self._files, path, size_bytes, self._threads, self._stopped
+            self._begun[path] = _Coming(*about)
+
+    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        """A file; waits until its length is known.
+
+        Raises:
+            OSError: it cannot be read; for a file that was begun at once, not at a read.
+        """
+        coming = self._begun.get(path)
+        if coming is None:
+            return self._files.open(path, direct=direct)
+        return _File(coming.opened.result(), coming.parts)
+
+    def scan(self, path: PurePath) -> list[DirEntry]:
+        return self._files.scan(path)
+
+    def close(self) -> None:
+        """Ends what is under way, and lets go of the memory. Idempotent."""
+        self._stopped.set()
+        self._threads.close()
+        begun, self._begun = self._begun, {}
+        for coming in begun.values():
+            if coming.opened.done() and coming.opened.exception() is None:
+                coming.opened.result().close()
+
+
+class _Coming:
+    """A file whose parts are being read.
+
+    Attributes:
+        opened: the file itself.
+        parts: each with its bytes; shorter where the file ends before.
+    """
+
+    def __init__(
+        self,
+        files: FileSystem,
+        path: PurePath,
+        size_bytes: int,
+        threads: IoThreads,
+        stopped: threading.Event,
+    ) -> None:
+        self._size_bytes, self._stopped = size_bytes, stopped
+        self._memory = memoryview(bytearray(size_bytes))
+        # First in the queue: the threads that read parts wait for it.
+        self.opened: Future[ReadFile] = threads.submit(lambda: files.open(path, direct=False))
+        self.parts: list[Future[memoryview]] = [
+            threads.submit(self._read, begin) for begin in range(0, size_bytes, _PART_BYTES)
+        ]
+
+    def _read(self, begin: int) -> memoryview:
+        file = self.opened.result()
+        if self._stopped.is_set() or file.size_bytes != self._size_bytes:
+            return memoryview(b"")
+        part = self._memory[begin : begin + _PART_BYTES]
+        return part[: file.read_into(part, begin)]
+
+
+class _File:
+    """A file as whoever reads it sees it."""
+
+    def __init__(self, file: ReadFile, parts: list[Future[memoryview]]) -> None:
+        self._file, self._parts = file, parts
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """As of the file itself; waits for what has not come yet."""
+        got = 0
+        while got < buffer.nbytes and offset + got < self._file.size_bytes:
+            number, at = divmod(offset + got, _PART_BYTES)
+            part = self._parts[number].result() if number < len(self._parts) else memoryview(b"")
+            piece = part[at : at + buffer.nbytes - got]
+            if not piece.nbytes:
+                break  # shorter than it said: the file itself shows what that means
+            buffer[got : got + piece.nbytes] = piece
+            got += piece.nbytes
+        return got if got else self._file.read_into(buffer, offset)
+
+    def close(self) -> None:
+        """The file stays open for others who read it, until all of it ends."""

@@ -1,0 +1,33 @@
+"""A lane whose copies a test holds back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from everstep.capture.batches import Batch
+from everstep.capture.lane import CpuLane
+from tests.unit.world import Gate
+
+__all__ = ["HeldLane", "held"]
+
+
+class HeldLane(CpuLane):
+    """A lane whose thread waits at a gate before each copy."""
+
+    gate = Gate()
+
+    def _copy(self, batch: Batch, block: torch.Tensor) -> None:
+        self.gate.wait_at()
+        super()._copy(batch, block)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Copies wait until the test lets them go."""
+    monkeypatch.setattr(HeldLane, "gate", Gate())
+    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
+    yield HeldLane.gate
+    HeldLane.gate.open()
