@@ -144,14 +144,14 @@ class Checkpointer:
         )
         self._run = run_path(path)
         self._seams = Seams.parse(seams)
-        wanted = Preemption.parse(preempt)
-        self._preempting = Preempting(wanted, self._seams.clock, asks_ranks())
+        self._preempting = Preempting(Preemption.parse(preempt), self._seams.clock, asks_ranks())
         named, peers = split_peers(tiers, self._options.method.tiers)
         places = validate_tiers(named, keep, peers, logs=self._options.logs)
         job = job_of(self._seams, progress_timeout_s)
         chosen = self._options, self._seams, self._run
         self._info, open_run = open_together(job, *chosen, places, peers)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
+        self._state.replays_fast = self._options.log.replay == "fast"
         self._live_key = (self._run, self._info.rank)
         close_earlier(_live.get(self._live_key), self._run)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
@@ -212,7 +212,7 @@ class Checkpointer:
         self._start_timeline(resumed.timeline, resumed.exact, verified, survey)
         self._base_due = only_in_memory  # what could not be written is on no disk yet
         if self._recorder is not None:
-            self._recorder.restored(None if resumed.base is None else resumed.base.step, survey)
+            self._recorder.restored(resumed.led_from(self._state.ranks.world), survey)
         self._watched.marked(survey)
         if resumed.base is not None:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due

@@ -132,6 +132,9 @@ class LogOptions:
             of a core on average. It needs the log on disk, a keeper that is a process, and two
             bases. None: where it has these.
         ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
+        replay: ``"exact"``: as training computed. ``"fast"``: on a CUDA device, where triton is
+            installed, by kernels that keep the state in registers, even if their last bits are
+            not those of training; then :attr:`Recovery.exact` is False.
     """
 
     to: str = "memory"
@@ -141,9 +144,11 @@ class LogOptions:
     lag_steps: int | None = None
     audit: bool | None = None
     ratio: float = _RATIO
+    replay: str = "exact"
 
     def __post_init__(self) -> None:
         one_of("place for the log", self.to, ("memory", "disk"))
+        one_of("way to replay", self.replay, ("exact", "fast"))
         if History.parse(self.history).is_more and self.to != "disk":
             raise OptionError(
                 f"LogOptions.history={self.history!r} is of a log on disk; in memory it goes back "

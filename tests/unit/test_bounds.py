@@ -10,6 +10,7 @@ import torch
 
 import everstep
 from everstep.errors import OutOfSpaceError
+from everstep.keeper.bounds import Bounds, copies_announcement
 from everstep.options import Budget
 from everstep.state.image import State
 from everstep.tiers.options import TierOptions
@@ -67,6 +68,26 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
         assert one < size_of(base) <= bounds.base_bytes
     assert bounds.copies == ((str(place), 2 * bounds.base_bytes + 8192),)
     assert f"copies in {place}: keep 1, up to" in said
+
+
+@pytest.mark.parametrize(
+    ("world", "log", "said"),
+    [
+        (1, "none", "at most 24 objects an hour"),
+        (4, "none", "at most 24 objects an hour by all 4 ranks, 6 by this one"),
+        (
+            4,
+            "whole",
+            "at most 24 objects an hour by all 4 ranks, 6 by this one (a segment of the log every "
+            "1600 s)",
+        ),
+    ],
+)
+def test_what_a_cap_is_the_cap_of_is_printed(world: int, log: str, said: str) -> None:
+    place = TierOptions("/place", keep=1, log=log, objects_per_hour=24)
+    bounds = Bounds(0, 0, 0, 0, 0, (("/place", 1000),))
+    assert copies_announcement(bounds, [place], world, 500).endswith(f", {said}")
+    assert "objects" not in copies_announcement(bounds, [TierOptions("/place")], world, 500)
 
 
 def test_it_is_what_the_budget_is_held_against(tmp_path: Path) -> None:

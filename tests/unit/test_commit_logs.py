@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -150,12 +151,96 @@ def test_a_step_that_is_asked_for_is_reached_by_base_and_log() -> None:
         chosen(behind(5), behind(4), step=15)
 
 
-def test_the_log_of_another_number_of_ranks_is_refused() -> None:
-    known: dict[int, TimelineRecord | None] = {1: record(1, world=3)}
+OTHERS: dict[int, TimelineRecord | None] = {1: record(1, world=3)}
+
+
+def of_others(*found: dict[int, Log], step: int | None = None, **more: Any) -> Choice:
+    """Of a job of as many ranks as ``found``, which read these logs of the three that were before,
+    behind a base of step 10.
+
+    Args:
+        found: by rank: the logs that it reads, by the rank that wrote each.
+    """
     bases = {BaseId(1, 10): 10}
-    choice = choose([offer(rank, behind(3), bases, known, 3) for rank in range(2)])
-    assert choice.end == BaseId(1, 10)
-    assert (BaseId(1, 13), "log: 3 rank(s) wrote it, and 2 start") in choice.skipped
+    offers = [
+        replace(offer(rank, (), bases, OTHERS, 3), others={r: log.runs for r, log in own.items()})
+        for rank, own in enumerate(found)
+    ]
+    assert [decode_offer(encode_offer(one)) for one in offers] == offers
+    choice = choose(offers, step=step, **more)
+    assert decode_choice(encode_choice(choice)) == choice
+    return choice
+
+
+def test_the_logs_of_another_number_of_ranks_lead_on() -> None:
+    choice = of_others({0: behind(3), 1: behind(3)}, {2: behind(3)})
+    assert choice.end == BaseId(1, 13)
+    assert [tuple(one) for one in choice.readers] == [
+        (0, 1, 11, 13, 0),
+        (1, 1, 11, 13, 0),
+        (2, 1, 11, 13, 1),
+    ]
+
+
+def test_a_log_that_two_can_read_is_read_by_the_nearest() -> None:
+    every = dict.fromkeys(range(3), behind(2))
+    choice = of_others(every, every)
+    assert [one.rank for one in choice.readers] == [0, 0, 1]
+
+
+def test_of_a_log_that_lies_in_two_places_each_step_has_a_reader() -> None:
+    late = log(12, 13, lsn=11)
+    choice = of_others({0: behind(3), 1: behind(3), 2: behind(1)}, {2: late})
+    assert choice.end == BaseId(1, 13)
+    assert [tuple(one) for one in choice.readers if one.source == 2] == [
+        (2, 1, 11, 11, 0),
+        (2, 1, 12, 13, 1),
+    ]
+
+
+def test_a_hole_in_one_of_them_is_the_end_for_all_and_is_said() -> None:
+    choice = of_others({0: behind(3), 1: behind(1)}, {2: behind(3)})
+    assert choice.end == BaseId(1, 11)
+    why = "log: rank 1 of 3 that wrote it gets no further; others have up to 13"
+    assert (BaseId(1, 12), why) in choice.skipped
+
+
+def test_a_log_that_nobody_reads_takes_all_to_the_base() -> None:
+    choice = of_others({0: behind(3)}, {2: behind(3)})
+    assert (choice.end, choice.reach, choice.readers) == (BaseId(1, 10), None, ())
+    assert any("rank 1 of 3" in why for _, why in choice.skipped)
+
+
+def test_no_step_counts_in_which_one_of_them_has_counted_other_updates() -> None:
+    odd = log(11, lsn=10)
+    odd.step(1, 12, updates=2)
+    choice = of_others({0: behind(3), 1: odd}, {2: behind(3)})
+    assert choice.end == BaseId(1, 11)
+
+
+def test_what_is_of_no_use_to_one_rank_is_of_use_to_none() -> None:
+    every = dict.fromkeys(range(3), behind(3))
+    choice = of_others(every, every, spoilt_log={(1, 1, 12)})
+    assert choice.end == BaseId(1, 11)
+
+
+def test_a_step_of_theirs_can_be_asked_for() -> None:
+    every = dict.fromkeys(range(3), behind(3))
+    assert of_others(every, every, step=12).end == BaseId(1, 12)
+
+
+def test_behind_a_base_of_other_ranks_a_log_is_refused_and_that_is_said() -> None:
+    """Three ranks wrote base and log, and two went on: their log has no base of its own."""
+    known = {**OTHERS, 2: record(2, 1, 13, base=(1, 10))}
+    made = log(14, 15, timeline=2, lsn=13)
+    others = dict.fromkeys(range(3), behind(3).runs)
+    offers = [
+        replace(offer(rank, made, {BaseId(1, 10): 10}, known, 3), others=others) for rank in (0, 1)
+    ]
+    choice = choose(offers)
+    assert choice.end == BaseId(1, 13)
+    why = "log: 2 rank(s) wrote it, and 3 the base before it"
+    assert (BaseId(2, 15), why) in choice.skipped
 
 
 def test_the_newest_step_is_taken_and_not_the_newest_base() -> None:

@@ -11,7 +11,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -31,7 +32,7 @@ from everstep.drill.plan import DrillPlan, drill_plan, parse_at, parse_rate
 from everstep.drill.processes import MARK, DrillError, Marked, end_marked, find_marked
 from everstep.drill.report import DrillReport, Outcome
 from everstep.drill.run import run_drill
-from everstep.drill.scenario import compare, median_step_s
+from everstep.drill.scenario import _into, compare, median_step_s
 from everstep.drill.show import introduce, present, progress_display
 from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
@@ -149,6 +150,9 @@ def test_arms_are_methods_of_the_engine() -> None:
         {"check": "process"},
         {"check": "process=much"},
         {"check": "node=2", "kills": "rack"},
+        {"into": 1.0},
+        {"into": -0.1},
+        {"into": 0.5, "at": "save.before_rename"},
     ],
 )
 def test_options_of_stores_intervals_and_checks_that_cannot_be(wrong: dict[str, Any]) -> None:
@@ -167,6 +171,23 @@ def test_arms_with_intervals_of_their_own() -> None:
     said = introduce(plan, "wires")[1]
     assert "a base every 8 (lazy), 11 (gemini), 21 (checkfreq)" in said
     assert "killed after step 20 (lazy), 16 (gemini), 31 (checkfreq)" in said
+
+
+def test_with_a_part_of_a_step_none_loses_more_than_half_an_interval() -> None:
+    every = "gemini=11,checkfreq=21,datastates=12"
+    plan = drill_plan(arms="gemini,checkfreq,datastates", steps=36, every=every, into=0.5)
+    after = {arm: plan.kill_step(arm) % plan.every_of(arm) + plan.into for arm in plan.arms}
+    assert after == {"gemini": 5.5, "checkfreq": 10.5, "datastates": 5.5}
+    assert "killed 0.5 of a step after step 16 (gemini), 31" in introduce(plan, "wires")[1]
+
+
+def test_which_part_of_a_step_has_passed_is_measured() -> None:
+    events = [[{"event": "step", "step": n, "at_s": 10.0 + 2 * n} for n in range(1, 8)], []]
+    start = cast(Start, SimpleNamespace(events=events))
+    assert _into(start, 25.0) == 0.5  # the last one was over at 24 s
+    assert _into(start, 24.0) == 0.0
+    assert _into(start, 99.0) == 1.0, "no more than one can be under way"
+    assert _into(cast(Start, SimpleNamespace(events=[[], []])), 5.0) == 0.0
 
 
 def test_links_in_the_ratio_of_the_paper() -> None:
@@ -750,6 +771,7 @@ def test_tiercheck_figures() -> None:
     assert found.total_s == 2.25
     assert found.from_words == "memory x 3, disk x 1"
     assert outcome(detect_s=None).rollback_s == 1.5
+    assert (outcome(into=0.5).lost, outcome(into=0.5).rerun_s) == (5.5, pytest.approx(0.55))
 
 
 def test_the_table_says_what_it_cost_and_who_was_refused() -> None:

@@ -17,17 +17,23 @@ from typer.testing import CliRunner
 import everstep
 from everstep import LogOptions
 from everstep.cli import app
+from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
+from everstep.keeper import copies as copies_module
+from everstep.keeper import job as job_module
 from everstep.keeper.duties import Duties
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
 from everstep.recover import resume as resume_module
-from everstep.seams import SystemClock
+from everstep.recover import together
+from everstep.recover.peers import Brought
+from everstep.seams import PosixFileSystem, ReadFile, SystemClock
 from everstep.state.image import State
 from everstep.state.log_parts import recorded_by_several
+from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
@@ -43,17 +49,22 @@ from tests.unit.world import TIMEOUT_S, forget
 
 __all__ = ["store"]  # a fixture
 
+ON_DISK = {"log": LogOptions(to="disk", batch_steps=1)}
 STEPS = 7  # three behind the base of step 4
 
 
 def trained_with_copies(
-    run: Path, copies: Path, **place: Any
+    run: Path, copies: Path, *, disk: bool = False, **place: Any
 ) -> tuple[dict[int, dict[str, bytes]], everstep.Stats]:
-    """A run of which nothing but the copies is left; its states, and what was done."""
-    options = TierOptions(str(copies), **place)
+    """A run of which nothing but the copies is left; its states, and what was done.
+
+    Args:
+        disk: its folder is left, too, with a log in it, one segment for each step.
+    """
+    options, more = TierOptions(str(copies), **place), ON_DISK if disk else {}
     with serving(run) as bench:
         world = World()
-        ckpt = opened(run, world, tiers=[options])
+        ckpt = opened(run, world, tiers=[options], **more)
         ckpt.resume()
         duties = bench.server._duties
 
@@ -77,7 +88,8 @@ def trained_with_copies(
         assert wait_for(lambda: all(one.stats.step == STEPS for one in mirrors._logs))
         stats = bench.server._duties.keeper.stats  # type: ignore[union-attr]
         mirrors.add_to(stats)
-    shutil.rmtree(run)
+    if not disk:
+        shutil.rmtree(run)
     return states, stats  # type: ignore[return-value]
 
 
@@ -110,6 +122,54 @@ def test_without_disk_and_keeper_a_run_is_back_at_its_last_step(
     assert (recovery.step, recovery.base_step, recovery.replayed) == (STEPS, 4, 3)
     assert recovery.exact, recovery.evidence
     assert world.snapshot() == states[STEPS]
+
+
+@pytest.mark.parametrize("where", ["record", "index"])
+@pytest.mark.parametrize("log_steps", [1, 2], ids=["same segments", "other segments"])
+def test_a_damaged_segment_is_read_in_the_copy(
+    run_folder: Path, tmp_path: Path, again: Any, log_steps: int, where: str
+) -> None:
+    copies = tmp_path / "copies"
+    states, _ = trained_with_copies(run_folder, copies, disk=True, log="whole", log_steps=log_steps)
+    path = run_folder / "timeline-00001/log/000000000005-000000000006/rank-00000.safetensors"
+    _spoil(path, where)
+    world, recovery = again(copies, log="whole")
+    assert (recovery.step, recovery.base_step, recovery.replayed) == (STEPS, 4, 3)
+    assert recovery.exact, recovery.evidence
+    assert world.snapshot() == states[STEPS]
+    said = "whole in another place" if where == "record" else "index is damaged"
+    assert said in str(recovery.skipped)
+
+
+class Slow(DiskTier):
+    """The first marker of a segment does not come before another one is asked for, too."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(PosixFileSystem(), place)
+        self.asked, self.alone = 0, False
+        self._two = threading.Event()
+
+    def open(self, name: str) -> ReadFile:
+        if "/log/" in name and name.endswith(".done"):
+            self.asked += 1
+            if self.asked > 1:
+                self._two.set()
+            self.alone |= not self._two.wait(TIMEOUT_S)
+        return super().open(name)
+
+
+def test_segments_of_a_store_are_looked_at_together(
+    run_folder: Path, tmp_path: Path, again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look waits for a network, and there may be hundreds."""
+    copies = tmp_path / "copies"
+    trained_with_copies(run_folder, copies, log="whole", log_steps=1)
+    tier = Slow(copies)
+    monkeypatch.setattr(copies_module, "open_tier", lambda where, files, clock: tier)
+    _, recovery = again(copies, log="whole")
+    assert recovery.step == STEPS
+    assert tier.asked > 1
+    assert not tier.alone
 
 
 def test_without_a_copy_of_the_log_it_is_back_at_its_base(
@@ -288,9 +348,6 @@ def test_a_lossy_log_is_refused_where_replicas_would_part(
         _refuse_lossy_replicas(state, PeerOptions(), [TierOptions("/copies", log="whole")])
 
 
-ON_DISK = {"log": LogOptions(to="disk", batch_steps=1)}
-
-
 @pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one disk", "both disks"])
 def test_ranks_without_disks_are_back_at_the_last_step(
     tmp_path: Path, store: MemoryTier, lost: tuple[int, ...]
@@ -320,6 +377,66 @@ def test_one_rank_from_a_lossy_log_makes_all_inexact(tmp_path: Path, store: Memo
         assert torch.equal(ranks[0].weight, trained(0, 6))
         assert torch.allclose(ranks[1].weight, trained(1, 6), atol=0.02)
         all_die(ranks)  # or one would wait for the other to save, too
+
+
+def test_a_damaged_segment_on_a_disk_is_read_in_the_store(
+    tmp_path: Path, store: MemoryTier
+) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    path = runs[1] / "timeline-00001/log/000000000004-000000000005/rank-00001.safetensors"
+    _spoil(path, "record")
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        found = resume(ranks)
+        for rank, one in enumerate(found):
+            assert (one.step, one.replayed, one.exact) == (6, 2, True), one
+            assert torch.equal(ranks[rank].weight, trained(rank, 6))
+        assert "whole in another place" in str(found[1].skipped)
+        all_die(ranks)
+
+
+def _spoil(path: Path, where: str) -> None:
+    """Changes a bit of a segment's first record, or of its index, which is last."""
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") if where == "record" else -1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_lossy_log_is_looked_at_while_others_fetch(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes from peers is chosen without it; it is there when the ranks agree."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 7, ratio=0.9)
+    for run in runs:
+        shutil.rmtree(run)
+    looked, own = threading.Event(), MemoryTier.open
+
+    def noting(self: MemoryTier, name: str) -> Any:
+        if "/lossy/" in name:
+            looked.set()
+        return own(self, name)
+
+    def fetch(meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any) -> Brought:
+        assert offer.log == ()
+        assert looked.wait(TIMEOUT_S), "nobody looks meanwhile"
+        return Brought([], [])
+
+    restored: list[Any] = []
+    restore = together._Start._restore
+
+    def noted(self: Any, choice: Any) -> Any:
+        restored.append(choice.end)
+        return restore(self, choice)
+
+    monkeypatch.setattr(MemoryTier, "open", noting)
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(together._Start, "_restore", noted)
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            one.ckpt._starts._job._fetches = True
+        assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
+    assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
 
 
 def test_a_damaged_segment_in_the_store_is_the_end_for_all(

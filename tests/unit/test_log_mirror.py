@@ -26,12 +26,16 @@ from everstep.format.log import LogRecord
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.writer import ChunkRing
 from everstep.keeper import log_mirror
+from everstep.keeper import mirrors as mirrors_module
+from everstep.keeper.keepers import Keepers
 from everstep.keeper.log_mirror import LogMirror
+from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, CopyPlace
 from everstep.recover.logs import LogFound
 from everstep.recover.scan import Inventory
 from everstep.recover.segments import read_segment, scan_log
-from everstep.seams import ManualClock, failpoints
+from everstep.seams import ManualClock, Seams, failpoints
+from everstep.state.ranks import RankInfo
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
@@ -270,6 +274,99 @@ def test_in_no_hour_bases_and_log_are_more_objects_than_the_cap(
         hour = [total for at_s, total in written if at_s <= written[-1][0] - HOUR_S]
         assert rate.total - max(hour, default=0) <= cap
     copying.log.store.close()
+
+
+class _Counting(MemoryTier):
+    """Notes when each object was written."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self._clock, self.written_s = clock, list[float]()
+
+    def put(self, name: str, source: Any) -> None:
+        self.written_s.append(self._clock.monotonic_s())
+        super().put(name, source)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.written_s.append(self._clock.monotonic_s())
+        return super().create(name, data)
+
+    @property
+    def most_in_an_hour(self) -> int:
+        times = self.written_s
+        return max(sum(end - HOUR_S < at <= end for at in times) for end in times)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> _Counting:
+    """What keepers find under any place; their logs are copied by hand."""
+    tier = _Counting(ManualClock())
+    monkeypatch.setattr(mirrors_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(LogMirror, "start", lambda self: None)
+    return tier
+
+
+class Keeper:
+    """The mirrors of a rank's keeper, as its trainer has asked for them."""
+
+    def __init__(self, tier: _Counting, options: TierOptions, rank: int, world: int) -> None:
+        self.log, self._tier, self._rank, self._world = Log(), tier, rank, world
+        self._options = options
+        self.mirrors: Mirrors | None = None
+        self.serve()
+
+    def serve(self) -> None:
+        """A trainer comes, perhaps again."""
+        trainer: Any = object.__new__(Keepers)
+        trainer.in_process, trainer._info = True, RankInfo(self._rank, self._world)
+        trainer.copy_to([self._options])
+        self.mirrors = Mirrors(
+            Seams(clock=self._tier._clock),
+            RUN,
+            1,
+            trainer._tiers,
+            fail,
+            timeout_s=20.0,
+            log=self.log.store,
+            identity=replace(IDENTITY, rank=self._rank, world=self._world),
+            before=self.mirrors,
+        )
+
+    def train(self, step: int) -> None:
+        assert self.mirrors is not None
+        self.log.step(step)
+        for one in self.mirrors._logs:
+            one.turn()
+
+
+def fail(error: EverstepError) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_all_ranks_of_a_node_together_keep_to_the_cap(counting: _Counting, world: int) -> None:
+    """Each writes segments of its own, longer ones the more ranks there are."""
+    cap, options = 24, TierOptions("/place", log="whole", log_steps=1, objects_per_hour=24)
+    ranks = [Keeper(counting, options, rank, world) for rank in range(world)]
+    for step in range(1, 301):  # two and a half hours
+        counting._clock.advance(30.0)
+        for one in ranks:
+            one.train(step)
+    assert cap / 2 <= counting.most_in_an_hour <= cap
+    for rank in range(world):
+        found = scan_log(TierFileSystem(counting, RUN), RUN, [1], rank=rank)
+        assert [one.after for one in found[1:]] == [one.last for one in found[:-1]]
+        assert found[-1].last > 200
+
+
+def test_trainers_that_come_back_within_an_hour_have_one_cap(counting: _Counting) -> None:
+    options = TierOptions("/place", log="whole", log_steps=1, objects_per_hour=8)
+    one = Keeper(counting, options, 0, 1)
+    for step in range(1, 61):
+        counting._clock.advance(60.0)
+        one.serve()
+        one.train(step)
+    assert 4 <= counting.most_in_an_hour <= 8
 
 
 class _Calling(MemoryTier):

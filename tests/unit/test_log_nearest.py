@@ -4,6 +4,7 @@ of the same number have parted."""
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,17 +14,20 @@ import torch
 import everstep.keeper.job as job_module
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
-from everstep.errors import RecoveryError
+from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.job import Job
+from everstep.recover.chain import Chain
 from everstep.recover.logs import LogFound
 from everstep.recover.peer_log import PeerLog, packed
+from everstep.recover.redo import checked
 from everstep.recover.scan import Inventory, scan_run
 from everstep.recover.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
 from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import encode
+from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
@@ -34,6 +38,7 @@ from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_copies import ON_DISK, until
 from tests.unit.test_log_mirror import Copying
 from tests.unit.test_log_together import die as all_die
+from tests.unit.test_tiers_mirror import contents, put
 from tests.unit.test_together import resume
 from tests.unit.together import trained, trainings
 from tests.unit.world import forget
@@ -95,6 +100,134 @@ def test_a_segment_that_cannot_be_used_does_not_hide_its_copy() -> None:
         log.close()
         ring.close()
     assert [one.step for one in log.skipped] == [2]
+
+
+def _spoil(tier: MemoryTier, last: int) -> None:
+    """Changes a bit of a record in the segment that ends with this step: its first."""
+    end = f"-{last:012d}/rank-00001.safetensors"
+    (name,) = [one for one in contents(tier) if one.endswith(end)]
+    data = bytearray(contents(tier)[name])
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1  # behind the header; the index is at the end
+    put(tier, name, bytes(data))
+
+
+def _replayed(log: LogFound, files: TierFileSystem, ring: ChunkRing) -> list[Any]:
+    """What replay gets of steps 1 to 6: what was recorded, and an error where it ends."""
+    chain = Chain((1, 0), tuple((1, step) for step in range(1, 7)), "", None)  # type: ignore[arg-type]
+    about: Any = {"filesystem": files, "ring": ring, "timeout_s": 20.0}
+    found: list[Any] = []
+    for step in checked(log.steps(chain, 0, **about), partial(log.sound, **about)):
+        if isinstance(step, EverstepError):
+            return [*found, step]
+        found += [bytes(one.data) for one in (*(record for record, _ in step.updates), step.mark)]
+    return found
+
+
+@pytest.mark.parametrize("batch_steps", [2, 3], ids=["same segments", "other segments"])
+@pytest.mark.parametrize("steps", [(), (2,), (2, 4, 6)])
+@pytest.mark.parametrize("near", ["disk", "memory"])
+def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch, near: str, steps: tuple[int, ...], batch_steps: int
+) -> None:
+    """Only the replay notices: everything that is read of it before is whole."""
+    monkeypatch.setattr("everstep.recover.redo.update_of", lambda record: None)
+    disk, copy = Copying(batch_steps=2), Copying(batch_steps=batch_steps)
+    for one in (disk, copy):
+        one.train(*range(1, 7))
+    mine = [] if near == "disk" else records_of_steps(1, 6)
+    for last in steps:
+        if near == "disk":
+            _spoil(disk.tier, last)
+        else:  # the memory of that step was written over, and nobody has said so
+            for record in mine:
+                record.data[:] = (
+                    bytes(len(record.data)) if record.head.step == last else record.data
+                )
+    here, far = (TierFileSystem(one.tier, RUN) for one in (disk, copy))
+    there = Inventory(RUN, timelines={1: record_of(1)})
+    about = {"rank": 1, "copies": [(far, there)], "bases": [BaseId(1, 0)]}
+    ring = ChunkRing(3, 1)
+    log = LogFound.of(here, there, mine, **about)  # type: ignore[arg-type]
+    try:
+        found = _replayed(log, here, ring)
+        lent = log.twin().records_of(1, 2, here, ring, 20.0)
+    finally:
+        log.close()
+        ring.close()
+    assert found == [bytes(one.data) for one in records_of_steps(1, 6)]
+    assert [bytes(one.data) for one in lent] == [
+        bytes(one.data) for one in records_of_steps(2, 2) if one.head.kind == "update"
+    ]
+    mended = log.take_mended()
+    first = 0 if near == "memory" else 1  # of a segment of two steps it is in the first
+    assert {one.step for one in mended} == {step - first for step in steps}
+    assert all("whole in another place" in one.reason for one in mended)
+    assert log.take_mended() == []
+
+
+class _Unreadable(MemoryTier):
+    """A disk with sectors that cannot be read any more: those of records."""
+
+    bad = gone = False
+
+    def open(self, name: str) -> Any:
+        return _Sectors(self, super().open(name))
+
+    def scan(self, prefix: str = "") -> list[Item]:
+        if self.gone:
+            raise StorageError("the place does not answer")
+        return super().scan(prefix)
+
+
+class _Sectors:
+    def __init__(self, tier: _Unreadable, file: Any) -> None:
+        self._tier, self._file, self.size_bytes = tier, file, file.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        if self._tier.bad and offset >= 4096 and len(buffer) >= 4096:  # whole pages
+            raise StorageError("a sector cannot be read")
+        return int(self._file.read_into(buffer, offset))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize("other", ["whole", "lossy", "damaged", "gone", "none"])
+@pytest.mark.parametrize("fault", ["damage", "unreadable"])
+def test_nothing_else_stands_in_for_a_record(
+    monkeypatch: pytest.MonkeyPatch, other: str, fault: str
+) -> None:
+    """A lossy one of the same step, for one: all bits of it are what they were."""
+    monkeypatch.setattr("everstep.recover.redo.update_of", lambda record: None)
+    disk = Copying(_Unreadable(), batch_steps=1)
+    copy = Copying(_Unreadable(), batch_steps=1, lossy=lossy if other == "lossy" else None)
+    for one in (disk, copy):
+        one.train(*range(1, 7))
+    if fault == "damage":
+        _spoil(disk.tier, 3)  # type: ignore[arg-type]
+    if other == "damaged":
+        _spoil(copy.tier, 3)  # type: ignore[arg-type]
+    here, far = (TierFileSystem(one.tier, RUN) for one in (disk, copy))
+    there = Inventory(RUN, timelines={1: record_of(1)})
+    copies = [] if other == "none" else [(far, there)]
+    ring = ChunkRing(3, 1)
+    log = LogFound.of(here, there, [], rank=1, copies=copies, bases=[BaseId(1, 0)])
+    disk.tier.bad = fault == "unreadable"  # type: ignore[attr-defined]
+    copy.tier.gone = other == "gone"  # type: ignore[attr-defined]
+    try:
+        found = _replayed(log, here, ring)
+    finally:
+        log.close()
+        ring.close()
+    wanted = [bytes(one.data) for one in records_of_steps(1, 6)]
+    if other == "whole":
+        assert found == wanted
+        return
+    *before, error = found
+    assert isinstance(error, EverstepError)
+    assert "damaged" in error.message if fault == "damage" else "sector" in error.message
+    assert before == wanted[: len(before)]
+    assert len(before) < len(wanted)
 
 
 @pytest.mark.parametrize("upto", [6, 5], ids=["as far", "less far"])

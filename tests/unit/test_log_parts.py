@@ -306,13 +306,6 @@ def refuse(*args: object) -> bool:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_another_number_of_ranks_goes_on_from_the_base(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    until((path, path), 6)
-    found = resumed((path,) * 3, 4, 0)
-    assert all("log: 2 rank(s) wrote it, and 3 start" in str(one.skipped) for one in found)
-
-
 def test_a_log_in_memory_leads_back_in_the_same_processes(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with replicas(path, path, method="logged", every=4, log=everstep.LogOptions()) as ranks:

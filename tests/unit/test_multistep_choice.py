@@ -65,7 +65,7 @@ def test_as_many_as_the_model_says(
     link = STATE_BYTES / copy_s
     bench = Bench(update_s=update_s, link=link)
     assert bench.stats.link_bytes_per_s == pytest.approx(link)
-    pipeline = Pipeline(copy_s, copy_s * ratio, 1 - update_s, 0.0, update_s)
+    pipeline = Pipeline(copy_s, copy_s * ratio, 1 - update_s, 0.0, update_s, behind_update=True)
     found = bench.parts(STATE_BYTES, round(STATE_BYTES * ratio), waits=waits)
     assert found == best_parts(pipeline, None if waits else 1).parts
 
@@ -91,24 +91,32 @@ def test_what_is_paid_once_is_not_held_against_parts(waits: bool) -> None:
     taken(best, best * 0.4)  # that is what each of them costs
     assert parts() < best
     taken(best - 1, 10.0)
-    assert bench.stats.step_cost_s == pytest.approx(0.4)
+    assert bench.stats.part_s == pytest.approx(0.4)
     taken(best, best * 1e-6)
     assert parts() == best
+    assert bench.stats.report().part_s == bench.stats.part_s
 
 
-def test_what_each_step_costs_training_counts_too() -> None:
+def test_what_each_part_costs_training_counts_too() -> None:
     """Many parts that save next to nothing are not worth it."""
     bench = Bench(link=48e6 / 4)
+    assert bench.stats.part_s is None
+    assert bench.stats.report().part_s is None
     assert bench.parts(48_000_000, 16_000_000, waits=False) > 8
     for step in range(4):
         base = MultistepBase(step, 10, 1.0, 0.0, 0.0, 48_000_000, 16_000_000, 10.0)
         bench.stats.bases.append(base)
-    assert bench.stats.step_cost_s == pytest.approx(0.1)
-    pipeline = Pipeline(4.0, 4 / 3, 1.0, 0.0, 0.0)
-    lost = [
-        best_cut(pipeline, parts, 1).overlap.stall_s + 0.1 * (parts - 1) for parts in range(1, 25)
-    ]
+    assert bench.stats.part_s == pytest.approx(0.1)
+    pipeline = Pipeline(4.0, 4 / 3, 1.0, 0.0, 0.0, part_s=0.1, behind_update=True)
+    lost = [best_cut(pipeline, parts, 1).overlap.lost_s for parts in range(1, 25)]
     assert bench.parts(48_000_000, 16_000_000, waits=False) == fewest(lost) < 8
+
+
+def test_one_base_on_a_busy_machine_says_little() -> None:
+    stats = MultistepStats()
+    for begin_s in (9.0, 0.10, 0.12, 5.0, 0.11, 0.10):
+        stats.bases.append(MultistepBase(0, 10, begin_s, 0.0, 0.0, 1, 1, 10.0))
+    assert stats.part_s == pytest.approx(0.011)
 
 
 def test_until_the_link_is_known_a_base_is_lazy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,14 @@ pipelines = st.builds(
 
 
 def ticks(
-    part: int, gradients: int, step_ticks: tuple[int, int, int], parts: int, held: int | None
+    part: int,
+    gradients: int,
+    step_ticks: tuple[int, int, int],
+    parts: int,
+    held: int | None,
+    half: int = 0,
+    *,
+    behind: bool = False,
 ) -> int:
     """Ticks that training waits: the same pipeline, moved on a tick at a time.
 
@@ -46,6 +54,8 @@ def ticks(
         part: ticks to copy a part.
         gradients: to copy the gradients of one part.
         step_ticks: forward, backward, update.
+        half: of the training thread's own work for a part, at the mark; as much at the update.
+        behind: gradients are copied behind the update, too, before it is over.
     """
     forward, backward, update = step_ticks
     queue: dict[tuple[int, int, str], int] = {}
@@ -64,7 +74,10 @@ def ticks(
             tick()
             waited += 1
 
+    at_end = 3 if behind else 2
     for step in range(1, parts + 1):
+        for _ in range(half):
+            tick()
         if part:
             queue[step, 2, "state"] = part
         for _ in range(forward):
@@ -73,13 +86,16 @@ def ticks(
         for _ in range(backward):
             tick()
         wait(step, 2)
+        for _ in range(half):
+            tick()
         if step < parts:
-            due = {None: (step, 2), 0: (step + 1, 1)}.get(held, (step + (held or 0), 2))
+            due = {None: (step, at_end), 0: (step + 1, 1)}.get(held, (step + (held or 0), 2))
             if gradients:
                 queue[(*due, f"gradients {step}")] = gradients * step
             wait(step, 2)
             for _ in range(update):
                 tick()
+            wait(step, 3)
     return waited
 
 
@@ -131,14 +147,69 @@ def test_waiting_later_is_never_worse(given: Pipeline, parts: int) -> None:
     st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(0, 10)),
     st.integers(1, 10),
     st.sampled_from(HELD),
+    st.integers(0, 8),
+    st.booleans(),
 )
-@example(96, 32, (8, 16, 0), 6, 0)
+@example(96, 32, (8, 16, 0), 6, 0, 0, False)
+@example(20, 8, (4, 8, 6), 6, None, 0, True)
+@example(20, 8, (4, 8, 2), 6, 1, 3, False)
 def test_the_same_as_in_small_ticks(
-    part: int, gradients: int, step: tuple[int, int, int], parts: int, held: int | None
+    part: int,
+    gradients: int,
+    step: tuple[int, int, int],
+    parts: int,
+    held: int | None,
+    half: int,
+    behind: bool,
 ) -> None:
-    given = Pipeline(float(part * parts), float(gradients * parts), *map(float, step))
-    waited = ticks(part, gradients, step, parts, held)
-    assert overlap(given, parts, held).stall_s == pytest.approx(waited, abs=1e-6)
+    given = Pipeline(
+        float(part * parts),
+        float(gradients * parts),
+        *map(float, step),
+        part_s=2.0 * half,
+        behind_update=behind,
+    )
+    waited = ticks(part, gradients, step, parts, held, half, behind=behind)
+    found = overlap(given, parts, held)
+    assert found.stall_s == pytest.approx(waited, abs=1e-6)
+    assert found.lost_s == pytest.approx(waited + 2 * half * parts, abs=1e-6)
+
+
+@given(pipelines, st.integers(1, 24), st.sampled_from(HELD), st.floats(0, 0.5), st.booleans())
+def test_own_work_is_paid_for_and_the_link_copies_meanwhile(
+    given: Pipeline, parts: int, held: int | None, part_s: float, behind: bool
+) -> None:
+    given = replace(given, behind_update=behind)
+    without = overlap(given, parts, held)
+    found = overlap(replace(given, part_s=part_s), parts, held)
+    assert without.work_s == 0
+    assert without.lost_s == without.stall_s
+    assert found.work_s == pytest.approx(part_s * parts)
+    assert found.stall_s <= without.stall_s + 1e-9
+    assert found.lost_s >= without.stall_s - 1e-9
+    if held in (None, 0):
+        assert found.lost_s >= lower_bound_s(given, parts) - 1e-9
+
+
+@given(pipelines, st.integers(1, 24))
+def test_to_copy_behind_the_update_is_never_worse(given: Pipeline, parts: int) -> None:
+    behind = overlap(replace(given, behind_update=True), parts, None).stall_s
+    before = overlap(given, parts, None).stall_s
+    assert behind <= before + 1e-9
+    assert before <= behind + given.update_s * (parts - 1) + 1e-9
+
+
+def test_more_parts_are_more_work() -> None:
+    """Where copies hold nothing up, the fewest parts with which they do not are best."""
+    given = pipeline(4, 1 / 7)
+    free = best_parts(given, 1)
+    assert (free.parts, free.lost_s) == (6, pytest.approx(0.0, abs=1e-6))
+    for part_s in (0.02, 0.2, 0.6, 1.5):
+        paid = best_parts(replace(given, part_s=part_s), 1)
+        lost = [best_cut(replace(given, part_s=part_s), k, 1).overlap.lost_s for k in range(1, 25)]
+        assert paid.lost_s <= 1.02 * min(lost) + 1e-6
+        assert lost[23] > 2 * paid.lost_s
+    assert paid.parts == 1
 
 
 @given(pipelines, st.integers(1, 24), st.sampled_from(HELD))
@@ -182,9 +253,14 @@ def test_the_best_number_of_parts() -> None:
 steps = st.builds(
     pipeline, st.floats(0.1, 12), st.floats(0.01, 0.9), st.one_of(st.just(0.0), st.floats(0, 0.6))
 )
+busy_steps = st.builds(
+    lambda given, part_s: replace(given, part_s=part_s),
+    steps,
+    st.one_of(st.just(0.0), st.floats(0, 0.2)),
+)
 
 
-@given(steps, st.sampled_from(HELD))
+@given(busy_steps, st.sampled_from(HELD))
 def test_no_cut_is_worse_than_equal_parts(given: Pipeline, held: int | None) -> None:
     found = [best_cut(given, parts, held) for parts in range(1, 25)]
     for parts, cut in enumerate(found, start=1):
@@ -198,7 +274,7 @@ def test_no_cut_is_worse_than_equal_parts(given: Pipeline, held: int | None) -> 
 
 
 @given(
-    steps,
+    busy_steps,
     st.lists(st.floats(0, 1), min_size=2, max_size=8).filter(lambda some: sum(some) > 0.01),
     st.sampled_from([None, 1]),
 )
@@ -276,3 +352,20 @@ def test_command() -> None:
 )
 def test_command_refuses(words: str) -> None:
     assert run(*words.split()).exit_code == ExitCode.USAGE
+
+
+def test_command_with_own_work() -> None:
+    """Beside what is waited for, and not hidden in it."""
+    plain, found = (json.loads(run("--json", *words).stdout) for words in ((), ("--part-ms", "8")))
+    assert found["held"][6]["work_s"] == pytest.approx(0.056)
+    assert found["held"][6]["lost_s"] == pytest.approx(found["held"][6]["stall_s"] + 0.056)
+    assert found["held"][6]["stall_s"] <= plain["held"][6]["stall_s"]
+    assert found["lower_bound_s"] == plain["lower_bound_s"]
+    assert found["best"]["gockpt"] <= plain["best"]["gockpt"]
+    assert json.loads(run("--json", "--part-ms", "200").stdout)["best"]["held"] == 1
+    shown = run("--part-ms", "8").stdout
+    assert "own work" in shown
+    assert "own work" not in run().stdout
+    row = next(line for line in shown.splitlines() if line.startswith("    7"))
+    assert "56.0" in row.split()
+    assert run("--part-ms", "-1").exit_code == ExitCode.USAGE

@@ -56,31 +56,31 @@ def told(holder: int, held: HeldBase, session: str = "s") -> Told:
 
 def test_a_rank_that_has_lost_its_disk_fetches_what_its_peer_holds() -> None:
     copy = told(0, piece(1, B))
-    assert plan_of([offer(0, A, B), offer(1)], [copy], own, None) == {1: [copy]}
+    assert plan_of([offer(0, A, B), offer(1)], [copy], own, None)[0] == {1: [copy]}
 
 
 def test_nothing_is_fetched_that_is_there() -> None:
     copies = [told(0, piece(1, B)), told(1, piece(0, B))]
-    assert plan_of([offer(0, B), offer(1, B)], copies, own, None) == {}
+    assert plan_of([offer(0, B), offer(1, B)], copies, own, None)[0] == {}
 
 
 def test_a_peer_is_asked_before_a_copy_in_a_store() -> None:
     copy = told(0, piece(1, B))
     offers = [offer(0, B), offer(1, B, tiers=("object",))]
-    assert plan_of(offers, [copy], own, None) == {1: [copy]}
+    assert plan_of(offers, [copy], own, None)[0] == {1: [copy]}
 
 
 def test_a_copy_that_not_all_others_can_match_is_passed_over() -> None:
     """The newest element of the intersection, not the newest copy (I7)."""
     copies = [told(0, piece(1, A)), told(0, piece(1, B))]
-    assert plan_of([offer(0, A), offer(1)], copies, own, None) == {1: [copies[0]]}
+    assert plan_of([offer(0, A), offer(1)], copies, own, None)[0] == {1: [copies[0]]}
 
 
 def test_a_copy_of_another_timeline_of_the_same_number_is_never_taken() -> None:
     copy = told(0, piece(1, B), session="another start")
-    assert plan_of([offer(0, B), offer(1, A)], [copy], own, None) == {}
+    assert plan_of([offer(0, B), offer(1, A)], [copy], own, None)[0] == {}
     good = told(0, piece(1, B))
-    assert plan_of([offer(0, A, B), offer(1, A)], [good], own, None) == {1: [good]}
+    assert plan_of([offer(0, A, B), offer(1, A)], [good], own, None)[0] == {1: [good]}
 
 
 def all_of_them(rank: int, manifest: Manifest) -> Collection[int]:
@@ -92,13 +92,13 @@ def test_copies_of_two_starts_are_not_mixed_on_an_empty_disk() -> None:
     one, other = told(0, piece(0, B)), told(1, piece(1, B), "another start")
     fits = told(1, piece(1, B))
     both = [one, fits]
-    assert plan_of([offer(0), offer(1)], both, all_of_them, None) == {0: both, 1: both}
-    assert plan_of([offer(0), offer(1)], [one, other], all_of_them, None) == {}
+    assert plan_of([offer(0), offer(1)], both, all_of_them, None)[0] == {0: both, 1: both}
+    assert plan_of([offer(0), offer(1)], [one, other], all_of_them, None)[0] == {}
     # A third rank's disk says which start is meant; the empty disks need not know.
     known = Offer(2, "2", RUN, 2, {1: record_of(1)}, {})
     offers = [offer(0), offer(1), known]
-    assert plan_of(offers, [one, other], all_of_them, None) == {}
-    plan = plan_of(offers, [one, other, fits], all_of_them, None)
+    assert plan_of(offers, [one, other], all_of_them, None)[0] == {}
+    plan, _ = plan_of(offers, [one, other, fits], all_of_them, None)
     assert plan == dict.fromkeys(range(3), both)
 
 
@@ -115,8 +115,8 @@ def test_what_has_come_is_offered_only_where_its_timeline_is_known_or_unknown() 
 def test_a_wanted_step_is_what_counts() -> None:
     copies = [told(0, piece(1, A)), told(0, piece(1, B))]
     offers = [offer(0, A, B), offer(1)]
-    assert plan_of(offers, copies, own, A.step) == {1: [copies[0]]}
-    assert plan_of(offers, copies, own, 15) == {}, "the agreement says that there is none"
+    assert plan_of(offers, copies, own, A.step)[0] == {1: [copies[0]]}
+    assert plan_of(offers, copies, own, 15)[0] == {}, "the agreement says that there is none"
 
 
 # --- Fetching ---------------------------------------------------------------------------

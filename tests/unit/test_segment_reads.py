@@ -8,7 +8,9 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +140,9 @@ def test_what_is_taken_for_replay_is_verified(
     path.write_bytes(data)
     chain = Chain((1, 0), tuple((1, step) for step in range(1, STEPS + 1)), "", None)  # type: ignore[arg-type]
     log = LogFound((), [segment])
-    first, second, *rest = checked(log.steps(chain, 0, PosixFileSystem(), ring, TIMEOUT_S))
+    about: Any = {"filesystem": PosixFileSystem(), "ring": ring, "timeout_s": TIMEOUT_S}
+    sound = partial(log.sound, **about)
+    first, second, *rest = checked(log.steps(chain, 0, **about), sound)
     assert not isinstance(first, EverstepError)
     assert isinstance(second, DamageError)
     assert rest == []

@@ -59,19 +59,19 @@ def test_what_is_a_url(text: str, url: bool) -> None:
 
 
 def test_objects_of_an_hour() -> None:
-    """By hand: 3600 steps, a segment of 5 on each of 2 nodes, a base every 100."""
-    found = objects_per_hour(1.0, batch_steps=5, base_steps=100, nodes=2)
+    """By hand: 3600 steps, a segment of 5 of each of 2 ranks, a base every 100."""
+    found = objects_per_hour(1.0, batch_steps=5, base_steps=100, writers=2)
     assert found == 3600 / 5 * 2 * 2 + 36 * 3
     assert objects_per_hour(0.5, batch_steps=None, base_steps=100) == 72 * 3
 
 
 @pytest.mark.parametrize("cap", [200, 500, 1000, 7500, 20_000])
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_a_batch_is_as_small_as_the_cap_lets_it_be(cap: int, nodes: int) -> None:
-    steps = batch_steps_for(cap, 1.0, base_steps=100, nodes=nodes)
-    assert objects_per_hour(1.0, batch_steps=steps, base_steps=100, nodes=nodes) <= cap
+@pytest.mark.parametrize("writers", [1, 4])
+def test_a_batch_is_as_small_as_the_cap_lets_it_be(cap: int, writers: int) -> None:
+    steps = batch_steps_for(cap, 1.0, base_steps=100, writers=writers)
+    assert objects_per_hour(1.0, batch_steps=steps, base_steps=100, writers=writers) <= cap
     if steps > 1:
-        more = objects_per_hour(1.0, batch_steps=steps - 1, base_steps=100, nodes=nodes)
+        more = objects_per_hour(1.0, batch_steps=steps - 1, base_steps=100, writers=writers)
         assert more > cap
 
 

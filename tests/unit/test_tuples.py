@@ -53,7 +53,7 @@ def restored(own: bool, peer: bool, durable: bool, *, disk: bool = False) -> Cho
     """As at a start: copies of peers come first, and then the ranks agree."""
     offers = offers_of(own, durable, disk=disk)
     told = Told(0, piece(1, NEW).marker, record_of(1).encode())
-    plan = plan_of(offers, [told] if peer else [], lambda rank, manifest: (rank,), None)
+    plan, _ = plan_of(offers, [told] if peer else [], lambda rank, manifest: (rank,), None)
     assert plan in ({}, {1: [told]})
     if plan:
         bases = dict(offers[1].bases)
@@ -125,7 +125,7 @@ def test_of_two_nodes_lost_at_once_neighbours_take_all_to_the_durable_tier(
         offers.append(Offer(rank, str(rank), RUN, 4, {1: record}, bases))
         if (rank + 1) % 4 not in lost:
             copies.append(Told((rank + 1) % 4, piece(rank, NEW, world=4).marker, record.encode()))
-    plan = plan_of(offers, copies, lambda rank, manifest: (rank,), None)
+    plan, _ = plan_of(offers, copies, lambda rank, manifest: (rank,), None)
     if abs(lost[0] - lost[1]) == 2:
         assert {rank: [one.holder for one in found] for rank, found in plan.items()} == {
             rank: [(rank + 1) % 4] for rank in lost

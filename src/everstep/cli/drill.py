@@ -68,6 +68,13 @@ def drill(
             "has to recover, like process=3.6,node=1.8,rack=1.3.",
         ),
     ] = None,
+    into: Annotated[
+        float,
+        typer.Option(
+            help="How much of the next step is taken when the kill falls, from 0 to below 1. It is "
+            "lost in all arms.",
+        ),
+    ] = 0.0,
     cut: Annotated[
         bool,
         typer.Option(
@@ -118,6 +125,7 @@ def drill(
         store_link=store_link,
         restore_steps=restore_steps,
         check=check,
+        into=into,
     )
     try:
         with (

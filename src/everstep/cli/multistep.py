@@ -32,6 +32,13 @@ def multistep(
     held_steps: Annotated[
         int, typer.Option(min=1, help="Steps for which gradients may be kept, in device memory.")
     ] = 1,
+    part_ms: Annotated[
+        float,
+        typer.Option(
+            help="Milliseconds of the training thread's own work for each part, as "
+            "stats().multistep.part_s of a run has them."
+        ),
+    ] = 0.0,
     parts_max: Annotated[int, typer.Option(min=1, max=_PARTS_MAX, help="Most parts.")] = 24,
     write_bw: Annotated[
         str | None, typer.Option(help="Bandwidth of writing a base, for sync, like 3GB/s.")
@@ -43,7 +50,8 @@ def multistep(
     In as many parts as steps, cut so that each fills its step (GoCkpt section 4.2, its errors
     mended: docs/PLANNING.md), next to sync, async and lazy bases. gockpt: the update waits for
     gradients; gockpt_o: the next backward does; held: gradients are kept for more steps, in device
-    memory of their own.
+    memory of their own. These wait for copies; with --part-ms what the training thread does itself
+    stands beside it, and counts for which number of parts is best.
     """
     from everstep.plan.multistep import Pipeline, lower_bound_s
     from everstep.plan.multistep_cut import best_cut
@@ -52,9 +60,10 @@ def multistep(
     state = parse_bytes("--state-bytes", state_bytes)
     gradients = parse_bytes("--grad-bytes", grad_bytes)
     pipeline = Pipeline(
-        state_s=state / link_bytes_per_s,
-        gradients_s=gradients / link_bytes_per_s,
-        **_step(step_ms, update_ms, forward_ms),
+        state / link_bytes_per_s,
+        gradients / link_bytes_per_s,
+        *_step(step_ms, update_ms, forward_ms),
+        part_s=part_ms / 1e3,
     )
     ways = {"gockpt": None, "gockpt_o": 0, "held": held_steps}
     rows: dict[str, list[Overlap]] = {
@@ -72,8 +81,8 @@ def multistep(
         _show(console(), document, link_bytes_per_s)
 
 
-def _step(step_ms: float, update_ms: float, forward_ms: float | None) -> dict[str, float]:
-    """Seconds of the parts of a step."""
+def _step(step_ms: float, update_ms: float, forward_ms: float | None) -> tuple[float, float, float]:
+    """Seconds of forward, backward and update."""
     step_s = parse_seconds("--step-ms", f"{step_ms}ms")
     if not 0 <= update_ms < step_ms:
         raise OptionError(f"--update-ms {update_ms:g} is no part of a step of {step_ms:g} ms")
@@ -83,11 +92,7 @@ def _step(step_ms: float, update_ms: float, forward_ms: float | None) -> dict[st
         raise OptionError(
             f"--forward-ms {forward_ms:g} is no part of a step of {step_ms:g} ms without its update"
         )
-    return {
-        "forward_s": forward_s,
-        "backward_s": step_s - update_s - forward_s,
-        "update_s": update_s,
-    }
+    return forward_s, step_s - update_s - forward_s, update_s
 
 
 def _document(
@@ -104,16 +109,20 @@ def _document(
         "async": {"stall_s": pipeline.state_s},
         "lazy": {"stall_s": rows["gockpt"][0].stall_s},
         "lower_bound_s": bounds,
-        **{name: [{"stall_s": row.stall_s, **asdict(row)} for row in rows[name]] for name in rows},
+        **{name: [_row(row) for row in rows[name]] for name in rows},
         "best": {name: _best(rows[name]) for name in rows},
     }
 
 
 def _best(rows: list[Overlap]) -> int:
-    """As few parts as come near the least stall."""
+    """As few parts as come near the least that is lost."""
     from everstep.plan.multistep_cut import fewest
 
-    return fewest([row.stall_s for row in rows])
+    return fewest([row.lost_s for row in rows])
+
+
+def _row(row: Overlap) -> dict[str, Any]:
+    return {"stall_s": row.stall_s, "lost_s": row.lost_s, **asdict(row)}
 
 
 def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
@@ -122,21 +131,28 @@ def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
     steps = found["held_steps"]
     names = {"gockpt": "gockpt", "gockpt_o": "gockpt_o", "held": f"held {steps}"}
     best = found["best"]
+    with_work = found["pipeline"]["part_s"] > 0
     out.print("milliseconds that a base holds training up; > is the best of its column")
-    shown = table("parts", *names.values(), "bound", "", right=("parts", *names.values(), "bound"))
+    figures = ("parts", *names.values(), "bound", *(("own work",) if with_work else ()))
+    shown = table(*figures, "", right=figures)
     for number, bound_s in enumerate(found["lower_bound_s"], start=1):
         cells = []
         for name in names:
             mark = "> " if best[name] == number else ""
             cells.append(mark + _ms(found[name][number - 1]["stall_s"]))
         note = "lazy" if number == 1 else "the paper's" if number == PAPER_PARTS else ""
-        shown.add_row(str(number), *cells, _ms(bound_s), note)
+        cells.append(_ms(bound_s))
+        if with_work:
+            cells.append(_ms(found["gockpt"][number - 1]["work_s"]))
+        shown.add_row(str(number), *cells, note)
     out.print(shown)
     sync_s = found["sync"]["stall_s"]
     sync = "as long as the disk takes (--write-bw)" if sync_s is None else _ms(sync_s)
     out.print(f"sync: {sync}; async: {_ms(found['async']['stall_s'])}; lazy: one part")
     out.print("parts are cut so that each fills its step; bound: of equal parts, which have copied")
     out.print("all by the end of the last step")
+    if with_work:
+        out.print("own work comes on top: it counts for which is the best, and is in no bound")
     held = found["held"][best["held"] - 1]
     kept = in_words(round(held["held_s"] * link_bytes_per_s))
     out.print(f"held {steps}: gradients of {kept} are kept on the device, where it is best")

@@ -2,8 +2,8 @@
 
 Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
 every one of them reaches: where one log ends, or has a hole, that is the end for all. The same goes
-for the logs of ranks that trained in another number (``adr/033``): the job that starts needs those of
-all of them, whoever can read them.
+for the logs of ranks that trained in another number (``adr/033``): the job that starts needs those
+of all of them, whoever can read them.
 """
 
 from __future__ import annotations

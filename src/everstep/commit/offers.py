@@ -231,7 +231,7 @@ def choose(
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else readable[base]
     newer = [other for other in bases if base is None or other > base]
-    leads = reach is not None and reach.count > 0
+    leads, end = reach is not None and reach.count > 0, base if reach is None else reach.end
     return Choice(
         base,
         manifest,
@@ -242,8 +242,8 @@ def choose(
         max(offer.next_timeline for offer in offers),
         (
             *((other, bases[other].why or _why(other, readable)) for other in sorted(newer)),
-            *(() if base is None or manifest is None else logs.refused(base if reach is None else reach.end, manifest)),
-            *_cut_off(base, reach, step),
+            *(logs.refused(end, manifest) if end and manifest else ()),
+            *_cut_off(manifest, reach, step, len(offers)),
         ),
         tuple(sorted(b for b in bases if b not in readable and bases[b].manifests)),
         base is not None and _is_durable(bases[base]),
@@ -461,9 +461,17 @@ def _why(base: BaseId, readable: Collection[BaseId]) -> str:
 
 
 def _cut_off(
-    base: BaseId | None, reach: Reach | None, step: int | None
+    manifest: Manifest | None, reach: Reach | None, step: int | None, world: int
 ) -> Iterable[tuple[BaseId, str]]:
-    """What the logs of some ranks have, and not those of all."""
-    if base is not None and reach is not None and step is None and reach.furthest > reach.step:
-        why = f"log: rank {reach.shortest} gets no further; others have up to {reach.furthest}"
-        yield BaseId(reach.timeline, reach.step + 1), why
+    """What the logs of some ranks have, and not those of all.
+
+    Args:
+        manifest: of the base.
+        world: ranks that start.
+    """
+    if manifest is None or reach is None or step is not None or reach.furthest <= reach.step:
+        return
+    before = len(manifest.markers)
+    whose = "" if before == world else f" of {before} that wrote it"
+    why = f"log: rank {reach.shortest}{whose} gets no further; others have up to {reach.furthest}"
+    yield BaseId(reach.timeline, reach.step + 1), why

@@ -75,6 +75,7 @@ class DrillPlan:
         intervals: steps between two bases of arms that have their own; each of them is killed half
             of that after a base of its own, and ends soon after.
         checks: how many times faster than the best other arm ``everstep`` has to be, by kill.
+        into: part of a step that is under way when the kill falls, from 0 to 1; it is lost, too.
     """
 
     hosts: int
@@ -98,6 +99,7 @@ class DrillPlan:
     restore_steps: float | None = None
     intervals: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     checks: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    into: float = 0.0
 
     def every_of(self, arm: str) -> int:
         """Steps between two bases of an arm."""
@@ -105,11 +107,13 @@ class DrillPlan:
 
     def kill_step(self, arm: str) -> int:
         """The step after which an arm is killed: of those with intervals of their own half an
-        interval, rounded down, after the first base that is not among the first steps."""
+        interval, rounded down, after the first base that is not among the first steps. What is
+        lost of the step under way counts: with that it is never more than half an interval."""
         if arm not in self.intervals:
             return self.at_step
         every = self.intervals[arm]
-        return -(-_WARM_STEPS // every) * every + every // 2
+        half = int(max(0.0, every / 2 - self.into))
+        return -(-_WARM_STEPS // every) * every + half
 
     def end_step(self, arm: str) -> int:
         """The last step of an arm's run."""
@@ -159,6 +163,7 @@ def drill_plan(
     store_link: str | None = None,
     restore_steps: float | None = None,
     check: str | None = None,
+    into: float = 0.0,
 ) -> DrillPlan:
     """Fills in what the user left open.
 
@@ -207,6 +212,8 @@ def drill_plan(
             "--restore-steps must be from 0.01 to 1000, and is of a store behind links",
             hint="--store seaweedfs",
         )
+    if not 0 <= into < 1 or (into and at_point is not None):
+        raise OptionError("--into must be from 0 to below 1, and is for kills after a step")
     if at is not None and intervals:
         raise OptionError("arms with intervals of their own are killed after bases of their own")
     rate = parse_rate(link)
@@ -232,6 +239,7 @@ def drill_plan(
         restore_steps,
         MappingProxyType(intervals),
         MappingProxyType(parse_checks(check, wanted)),
+        into,
     )
     for arm in plan.arms:
         if plan.kill_step(arm) + 1 > steps:

@@ -32,6 +32,7 @@ class Outcome:
             then is anything below of meaning.
         dead_hosts: that were lost with all on them, and replaced.
         reached: last step that any rank had finished.
+        into: part of the step under way that was lost with the kill.
         recovered: step that was resumed.
         detect_s: from the kill until the last rank that lives knew; None: they did not within the
             timeout, and were ended. With nobody left, 0.
@@ -53,6 +54,7 @@ class Outcome:
     refused: str | None = None
     dead_hosts: tuple[int, ...] = ()
     reached: int = 0
+    into: float = 0.0
     recovered: int = 0
     detect_s: float | None = 0.0
     launch_s: float = 0.0
@@ -83,9 +85,9 @@ class Outcome:
         return self.same or (self.ran and not self.exact)
 
     @property
-    def lost(self) -> int:
-        """Finished steps that had to be taken again."""
-        return self.reached - self.recovered
+    def lost(self) -> float:
+        """Steps that had to be taken again, with the part that was taken of the last one."""
+        return self.reached + self.into - self.recovered
 
     @property
     def rollback_s(self) -> float:
@@ -262,6 +264,7 @@ class DrillReport:
             "every": plan.every,
             "intervals": {arm: plan.every_of(arm) for arm in plan.arms},
             "kill_after_step": plan.at_step,
+            "kill_into_step": plan.into,
             "kill_after_steps": {arm: plan.kill_step(arm) for arm in plan.arms},
             "failpoint": plan.at_point,
             "victim": plan.victim,

@@ -97,7 +97,8 @@ class Drill:
             again.end()
         end = plan.end_step(arm)
         differences = compare(plan, alone, (first, again), end)
-        outcome = _outcome(arm, kill, dead, first, again, detect_s, differences)
+        times = killed_s, detect_s
+        outcome = _outcome(plan, arm, kill, first, again, times, differences)
         outcome = replace(outcome, losses=(_loss(plan, alone, end), _loss(plan, again, end)))
         said = "the same bits" if outcome.same else f"{len(outcome.differences)} DIFFERENCES"
         if not (outcome.same or outcome.exact):
@@ -159,6 +160,7 @@ class Drill:
             return str(refused["why"])
         if plan.at_point is None:
             start.follow(lambda: start.step(victim) >= plan.kill_step(arm))
+            time.sleep(plan.into * median_step_s(start))
             return None
         self._to_the_failpoint(start)
         return None
@@ -270,13 +272,22 @@ def median_step_s(start: Start) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
+def _into(start: Start, killed_s: float) -> float:
+    """Which part of a step had passed since the last one was over, on whichever rank."""
+    ends = [item["at_s"] for events in start.events for item in events if item["event"] == "step"]
+    step_s = median_step_s(start)
+    if not ends or not step_s:
+        return 0.0
+    return round(min(1.0, max(0.0, killed_s - float(max(ends))) / step_s), 2)
+
+
 def _outcome(
+    plan: DrillPlan,
     arm: str,
     kill: Kill,
-    dead: tuple[int, ...],
     first: Start,
     again: Start,
-    detect_s: float | None,
+    times: tuple[float, float | None],
     differences: tuple[Difference, ...],
 ) -> Outcome:
     ready = [item["at_s"] for events in again.events for item in events if item["event"] == "ready"]
@@ -284,10 +295,11 @@ def _outcome(
     return Outcome(
         arm,
         kill,
-        dead_hosts=dead,
+        dead_hosts=plan.dead_hosts(kill),
         reached=first.reached,
+        into=_into(first, times[0]) if plan.into else 0.0,
         recovered=back[0]["step"],
-        detect_s=detect_s,
+        detect_s=times[1],
         launch_s=max(ready) - again.launched_s,
         restore_s=max(item["at_s"] for item in back) - max(ready),
         step_s=median_step_s(first),

@@ -86,6 +86,8 @@ def progress_display(steps: int) -> Iterator[Display]:
 def introduce(plan: DrillPlan, network: str) -> list[str]:
     """What is going to happen, line by line."""
     when = f"after step {_of_arms(plan, plan.kill_step)}"
+    if plan.into:
+        when = f"{plan.into:g} of a step {when}"
     if plan.at_point is not None:
         when = f"at {plan.at_point} in the base of step {plan.at_step}"
     return [
@@ -143,7 +145,7 @@ def _table(rows: list[Outcome]) -> Table:
             "never" if row.detect_s is None else f"{row.detect_s:.2f}",
             f"{row.restore_s:.2f}",
             f"{row.rollback_s:.2f}",
-            str(row.lost),
+            f"{row.lost:g}",
             f"{row.rerun_s:.2f}",
             f"{row.total_s:.2f}",
             f"{row.launch_s:.1f}",

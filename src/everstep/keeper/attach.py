@@ -9,6 +9,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.messages import PROTOCOL
+from everstep.keeper.registry import find_keeper
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.keeper.wire import Connection, error_from_wire
@@ -16,10 +17,19 @@ from everstep.options import KeeperOptions
 from everstep.seams import Clock
 from everstep.seams.sockets import close_descriptors
 
-__all__ = ["attach"]
+__all__ = ["attach", "is_there"]
 
 _START_S = 30.0
 _LOOK_AGAIN_S = 0.05
+
+
+def is_there(run: PurePath, run_id: str, rank: int) -> bool:
+    """Whether a keeper of this rank of the run lives, which an earlier training process left.
+
+    Raises:
+        KeeperError: the runtime folder cannot be used.
+    """
+    return find_keeper(SpawnOptions(str(run), run_id, rank).key) is not None
 
 
 def attach(

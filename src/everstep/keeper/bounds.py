@@ -18,6 +18,7 @@ from everstep.options import Options
 from everstep.state.ranks import RankInfo
 from everstep.state.survey import Shape
 from everstep.tiers.options import TierOptions
+from everstep.tiers.rate import pace_s
 
 __all__ = ["Bounds", "bounds_of", "copies_announcement"]
 
@@ -79,7 +80,7 @@ def copies_announcement(
     """
     said = [
         f"{place.where}: keep {place.keep}, up to {decimal(size_bytes)}"
-        f"{_log_announcement(place, gradients_bytes)}"
+        f"{_log_announcement(place, gradients_bytes)}{_cap_announcement(place, world)}"
         for place, (_, size_bytes) in zip(places, bounds.copies, strict=True)
     ]
     of = "" if world == 1 else " of this rank"
@@ -93,6 +94,15 @@ def _log_announcement(place: TierOptions, gradients_bytes: int) -> str:
     if place.log == "adaptive":  # of a large gradient: float16 values and int32 indices, of four
         how, size_bytes = "lossy", round(gradients_bytes * place.log_ratio * 6 / 4)
     return f", and the log behind them, {how}, about {decimal(size_bytes)} in each step"
+
+
+def _cap_announcement(place: TierOptions, world: int) -> str:
+    cap, part = place.objects_per_hour, place.of_rank(world).objects_per_hour
+    if cap is None:
+        return ""
+    whose = "" if world == 1 else f" by all {world} ranks, {part} by this one"
+    pace = "" if place.log == "none" else f" (a segment of the log every {pace_s(part):.0f} s)"
+    return f", at most {cap} objects an hour{whose}{pace}"
 
 
 def _base_bytes(shape: Shape, ranks: RankInfo) -> int:

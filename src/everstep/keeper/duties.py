@@ -140,21 +140,19 @@ class Duties:
         self.keeper.bases = self.peers.bases
         self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
-        self.mirrors = None
+        before, self.mirrors = self.mirrors, None
         if message.get("tiers"):
             from everstep.keeper.mirrors import Mirrors
 
+            places = self._seams, self._run, self.timeline, message["tiers"], channel.post
             self.mirrors = Mirrors(
-                self._seams,
-                self._run,
-                self.timeline,
-                message["tiers"],
-                channel.post,
+                *places,
                 timeout_s=self.timeout_s,
                 seat=seat,
                 commits=self.keeper.commits,
                 log=self.logs.current,
                 identity=identity_from_wire(message["identity"]),
+                before=before,
             )
             self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
         self.auditor = None

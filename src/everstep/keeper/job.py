@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -56,10 +56,19 @@ from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 
-__all__ = ["Job", "Listen", "job_of", "open_together"]
+__all__ = ["Job", "KeeperOfRank", "job_of", "open_together"]
 
-Listen = Callable[[str], tuple[str, int]]
-"""Opens the mailbox of this rank's keeper at a host; returns its address."""
+
+class KeeperOfRank(Protocol):
+    """This rank's keeper, which may still be starting."""
+
+    def listen(self, host: str) -> tuple[str, int]:
+        """Its mailbox's address at a host; it is opened when the keeper is ready."""
+        ...
+
+    def ready(self) -> None:
+        """Waits for it, before a timeline is opened."""
+        ...
 
 
 class Job:
@@ -146,7 +155,7 @@ class Job:
         state: State,
         ring: ChunkRing,
         recalled: Recalled,
-        listen: Listen,
+        keeper: KeeperOfRank,
         *,
         step: int | None,
         strict: bool,
@@ -167,10 +176,11 @@ class Job:
             timeout_s=timeout_s,
             on_touch=on_touch,
         )
-        log = RankLog(seams, run, state, ring, recalled.records, strict=strict, timeout_s=timeout_s)
+        mine = seams, run, state, ring, recalled.records
+        log = RankLog(*mine, strict=strict, timeout_s=timeout_s, held=recalled.logs)
         about = load, log, step, trained
         with contextlib.closing(log):
-            return self._start(seams, run, state, recalled, listen, *about)
+            return self._start(seams, run, state, recalled, keeper, *about)
 
     def start_fresh(
         self,
@@ -178,14 +188,14 @@ class Job:
         run: PurePath,
         state: State,
         recalled: Recalled,
-        listen: Listen,
+        keeper: KeeperOfRank,
     ) -> Resumed:
         """Begins without a resume.
 
         Raises:
             StateError: there is something to resume.
         """
-        return self._start(seams, run, state, recalled, listen, None, None, None, False)
+        return self._start(seams, run, state, recalled, keeper, None, None, None, False)
 
     def _start(
         self,
@@ -193,7 +203,7 @@ class Job:
         run: PurePath,
         state: State,
         recalled: Recalled,
-        listen: Listen,
+        keeper: KeeperOfRank,
         load: Any,
         log: RankLog | None,
         step: int | None,
@@ -218,7 +228,7 @@ class Job:
                     "pid": os.getpid(),
                     "what": what,
                     "trainer": mailbox.address,
-                    "keeper": listen(self._group.host),
+                    "keeper": keeper.listen(self._group.host),
                     "shared": state.is_shared(),
                     "fingerprint": fingerprint(),
                     "error": None,
@@ -260,6 +270,7 @@ class Job:
                 log=log,
                 fetch=fetch if self._fetches else None,
                 apart=apart,
+                ready=keeper.ready,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             reads = self._all_reads(resumed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -16,7 +17,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, FencedError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
-from everstep.keeper.attach import attach
+from everstep.keeper.attach import attach, is_there
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.log import LogStore, SegmentWriter
@@ -25,6 +26,7 @@ from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.saver import Keeper
 from everstep.keeper.seat import Seat, no_mailbox
+from everstep.keeper.starting import StartingKeeper
 from everstep.options import Options
 from everstep.recover.held import Recalled
 from everstep.recover.scan import newest_timeline
@@ -86,6 +88,8 @@ class Keepers:
         self._mailbox: PeerMailbox | None = None
         self._port: HeldPort | None = None  # of the keeper process's mailbox
         self._remote: RemoteKeeper | None = None
+        self._starting: StartingKeeper | None = None
+        self._listens_at: tuple[str, int] | None = None  # told already, to be opened by that one
         self._before = KeeperStats()  # of keepers that are no longer in service
         self._why_not: EverstepError | None = None
         self._try_again_s = 0.0
@@ -172,21 +176,46 @@ class Keepers:
         """Of all keepers together."""
         return self._before if self.current is None else _sum(self._before, self.current.stats)
 
-    def open(self) -> None:
+    def open(self, *, beside: bool = False) -> None:
         """Attaches to a keeper process, or makes the memory for one that is a thread.
+
+        Args:
+            beside: where there is none, a new one may be started beside what comes next, up to
+                :meth:`ready`: it has nothing in memory that could be restored.
 
         Raises:
             KeeperError, OutOfSpaceError
         """
+        self.ready()
         if self.in_process:
             if self._remote is None or self._remote.lost is not None:
-                self._remote = self._attach()
-                self._remote.on_disk = lambda number: self.on_disk(number)
-                self._remote.on_peered = self._on_peered
-                self._remote.copies = {"tiers": self._tiers, "peers": self._peers}
-                self.pool = CapturePool(self._remote.arena)
+                if beside and not is_there(self._run, self._run_id, self._info.rank):
+                    self._remote = None
+                    self._starting = StartingKeeper(self._attach)
+                else:
+                    self._attached(self._attach())
         elif self._options.method.base != "sync" and self.pool is None:
             self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
+
+    def ready(self) -> None:
+        """Waits for a keeper that is being started beside; raises as :meth:`open`."""
+        starting = self._starting
+        if starting is None:
+            return
+        try:
+            self._attached(starting.wait())
+        finally:
+            if starting.over:  # else this was interrupted
+                self._starting = None
+        if self._listens_at is not None:
+            self.listen(*self._listens_at)
+
+    def _attached(self, remote: RemoteKeeper) -> None:
+        self._remote = remote
+        remote.on_disk = lambda number: self.on_disk(number)
+        remote.on_peered = self._on_peered
+        remote.copies = {"tiers": self._tiers, "peers": self._peers}
+        self.pool = CapturePool(remote.arena)
 
     def left_behind(self, *, own: bool = False) -> Recalled:
         """What an earlier training process captured last, if its keeper still has it. What it
@@ -233,11 +262,14 @@ class Keepers:
             KeeperError: it cannot.
         """
         try:
-            if self._remote is not None:
+            if self._remote is not None or self._starting is not None:
                 if not port:
                     self._hold(HeldPort(host))
                     assert self._port is not None
                     port = self._port.number
+                self._listens_at = host, port
+                if self._remote is None:
+                    return self._listens_at
                 return host, self._remote.listen(host, port, self._options.progress_timeout_s)
             if self._mailbox is not None:
                 self._mailbox.close()
@@ -261,6 +293,7 @@ class Keepers:
             verified: a base on disk that has just been read and found whole.
             seat: of this rank among several.
         """
+        self.ready()
         self._seat, self.peer_log_step = seat, None
         self._before = self.stats
         self._before.durable_step = None
@@ -423,6 +456,8 @@ class Keepers:
         Args:
             stay: a keeper process holds what it has in memory, as if this process had died.
         """
+        with contextlib.suppress(EverstepError):
+            self.ready()
         if self.current is not None:
             self._before = self.stats
             let_go(self.current, stay=stay)

@@ -49,7 +49,7 @@ from everstep.recover.peer_log import copied
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.rate import HOUR_S
+from everstep.tiers.rate import SEGMENT_OBJECTS, pace_s
 
 __all__ = ["LogMirror", "LogMirrorStats"]
 
@@ -58,9 +58,7 @@ _SEGMENT_BYTES = 32 << 20  # of several steps; one may be larger
 _AGAIN_S = 5.0  # after a failure
 _STOP_TIMEOUT_S = 5.0
 _SETTLE_S = 5.0
-_OBJECTS = 2  # of a segment
 _SLOW = "its memory was needed before, as less gets there than is logged"
-_SHARE = 0.75  # of the cap of objects, for the log; the rest is for bases
 
 
 @dataclass(slots=True)
@@ -91,7 +89,7 @@ class LogMirror:
         batch_steps: of a segment, at least, as long as training goes on.
         lossy: makes a record lossy; None: as it is.
         leads: deletes for ranks that there are no more, too.
-        objects_per_hour: of which the log takes three quarters at most.
+        objects_per_hour: by this rank, of which the log takes three quarters at most.
     """
 
     def __init__(
@@ -110,8 +108,7 @@ class LogMirror:
         self._place, self._log, self._identity = place, log, identity
         self._clock, self._post, self._lossy = clock, post, lossy
         self._batch_steps, self._leads = batch_steps, leads
-        cap = objects_per_hour
-        self._every_s = 0.0 if cap is None else _OBJECTS * HOUR_S / (cap * _SHARE)
+        self._every_s, self._capped = pace_s(objects_per_hour), objects_per_hour is not None
         self._changed = threading.Condition()
         self._stirred = self._flushing = self._retains = self._paused = False
         self._at_work = self._closed = self._refused = False
@@ -122,7 +119,7 @@ class LogMirror:
         self._last: int | None = None  # step that was taken out last
         self._tried = False  # to copy just these: once more, so that no other segment has them
         self._base_step, self._missed_said = -1, False
-        self._capped, self._down = cap is not None, False
+        self._down = False
         self._thread: threading.Thread | None = None
         self.stats = LogMirrorStats()
 
@@ -237,7 +234,7 @@ class LogMirror:
             return False
         now_s = self._clock.monotonic_s()
         early_s = 0.0 if flush else self._not_before_s - now_s  # the last ones only keep to the cap
-        wait_s = early_s if early_s > 0 else self._place.rate.wait_s(_OBJECTS, self)
+        wait_s = early_s if early_s > 0 else self._place.rate.wait_s(SEGMENT_OBJECTS, self)
         if wait_s > 0 and not flush:
             with self._changed:
                 self._wake_s = now_s + wait_s

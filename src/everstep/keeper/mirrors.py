@@ -38,6 +38,8 @@ class Mirrors:
         commits: of the same.
         log: of this rank.
         identity: of this rank, in what is copied of the log.
+        before: those of the timeline before, in the same keeper: what they have written within the
+            hour counts, too.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Mirrors:
         commits: RankCommits | None = None,
         log: LogStore | None = None,
         identity: ShardIdentity | None = None,
+        before: Mirrors | None = None,
     ) -> None:
         self._mirrors: list[Mirror] = []
         self._logs: list[LogMirror] = []
         self._of_ranks: dict[int, Followed] = {}  # by number of the place
         self._commits = commits
+        self._rates: dict[str, ObjectRate] = {}  # by place
         for number, one in enumerate(told):
             options = TierOptions(**one)
             try:
@@ -66,7 +70,9 @@ class Mirrors:
                 post(error)
                 continue
             about = seams.filesystem, run, timeline, tier, seams.clock, post
-            rate = ObjectRate(options.objects_per_hour, seams.clock)
+            counted = None if before is None else before._rates.get(options.where)
+            rate = ObjectRate(options.objects_per_hour, seams.clock, counted)
+            self._rates[options.where] = rate
             settings: dict[str, Any] = {
                 "keep": options.keep or 1,
                 "every_s": options.every_s,

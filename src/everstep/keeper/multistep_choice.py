@@ -232,8 +232,9 @@ class Choice:
         return most
 
     def _lost_s(self, found: Overlap) -> float:
-        """What a base costs training: it waits, and begins the copies of each step."""
-        return found.stall_s + self._stats.step_cost_s * (found.parts - 1)
+        """What a base costs training: it waits for copies, and its thread works for each part. (As
+        measured by now; choices may have been made for a little more or less.)"""
+        return found.stall_s + (self._stats.part_s or 0.0) * found.parts
 
     def _pipeline(self, units: Sequence[Unit]) -> Pipeline | None:
         """Steps and copies, as far as they are known."""
@@ -247,7 +248,13 @@ class Choice:
         state_bytes = sum(unit.size_bytes for unit in units)
         gradient_bytes = sum(unit.gradient_bytes for unit in units)
         now = Pipeline(
-            state_bytes / link, gradient_bytes / link, immutable_s, 0.0, step_s - immutable_s
+            state_bytes / link,
+            gradient_bytes / link,
+            immutable_s,
+            0.0,
+            step_s - immutable_s,
+            part_s=self._stats.part_s or 0.0,
+            behind_update=True,
         )
         if self._known is None or not _are_alike(now, self._known):
             self._known = now
@@ -272,7 +279,11 @@ class Choice:
 def _are_alike(one: Pipeline, other: Pipeline) -> bool:
     """Whether they differ by no more than a fraction: of a copy, or of a step."""
     copies = (one.state_s, other.state_s), (one.gradients_s, other.gradients_s)
-    steps = (one.forward_s, other.forward_s), (one.update_s, other.update_s)
+    steps = (
+        (one.forward_s, other.forward_s),
+        (one.update_s, other.update_s),
+        (one.part_s, other.part_s),
+    )
     return all(abs(a - b) <= _ALIKE * b for a, b in copies) and all(
         abs(a - b) <= _ALIKE * other.step_s for a, b in steps
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 __all__ = ["MultistepBase", "MultistepReport", "MultistepStats", "Watch"]
 
 _BASES_MAX = 64
-_COSTS = 8  # bases that say what a step of one costs
+_COSTS = 8  # bases that say what a part of one costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class MultistepReport:
         deferred: bases that were due while one was under way, and were begun behind it.
         parts: of the last one.
         link_bytes_per_s: as measured; None before the first copy.
+        part_s: that a part takes the training thread itself, copies aside, as measured; None before
+            the second base in as many parts (``--part-ms`` of ``everstep plan multistep``).
         bases: the last ones.
     """
 
@@ -59,6 +62,7 @@ class MultistepReport:
     deferred: int
     parts: int | None
     link_bytes_per_s: float | None
+    part_s: float | None
     bases: tuple[MultistepBase, ...]
 
 
@@ -97,17 +101,18 @@ class MultistepStats:
     closing: Watch | None = None
 
     @property
-    def step_cost_s(self) -> float:
-        """Seconds of training that one more step of a base takes to begin its copies; 0 as long as
-        that is not known. The least of the last ones, and never the first in so many parts:
-        whatever is cut anew is planned anew, once."""
+    def part_s(self) -> float | None:
+        """Seconds that a part takes the training thread itself; None as long as that is not known.
+        In the middle of the last bases, so that what one of them had to wait for a busy machine
+        counts no more than its share; and never the first in so many parts: whatever is cut anew is
+        planned anew, once."""
         seen: set[int] = set()
         costs = []
         for base in self.bases:
             if base.parts in seen:
                 costs.append(base.begin_s / base.parts)
             seen.add(base.parts)
-        return min(costs[-_COSTS:], default=0.0)
+        return statistics.median_low(costs[-_COSTS:]) if costs else None
 
     def finishing(self, watch: Watch, step: int, now_s: float) -> None:
         """The last part of a base of ``step`` is being copied."""
@@ -141,5 +146,6 @@ class MultistepStats:
             self.deferred,
             self.parts,
             self.link_bytes_per_s,
+            self.part_s,
             tuple(self.bases),
         )

@@ -68,7 +68,7 @@ class Starts:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
         with self._telling():
-            self._keepers.open()
+            self._keepers.open(beside=self._job is not None)
             recalled = self._keepers.left_behind(own=own)
         with self._overwritten.resuming():
             resumed = self._resume(recalled, step, strict=strict, trained=trained)
@@ -88,7 +88,7 @@ class Starts:
                 self._state,
                 self._ring,
                 recalled,
-                self._keepers.listen,
+                self._keepers,
                 step=step,
                 strict=strict,
                 timeout_s=self._timeout_s,
@@ -117,11 +117,10 @@ class Starts:
         """
         if self._job is not None:
             with self._telling():
-                self._keepers.open()
+                self._keepers.open(beside=True)
                 recalled = self._keepers.left_behind()
-            listen = self._keepers.listen
-            job = self._job
-            return job.start_fresh(self._seams, self._run, self._state, recalled, listen).timeline
+            about = self._seams, self._run, self._state, recalled, self._keepers
+            return self._job.start_fresh(*about).timeline
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took

@@ -22,6 +22,10 @@ up for ``T - 1`` of them. With updates that take no time and parts of one step e
 gives the paper's ``N (N - 1) / 2 * r T / N``, of which it prints the *saving* with its sign
 flipped (4.2.3): with gradients of 1/7 of the state the most that can be saved is 3 steps, at 7 and
 8 parts, and not 4.
+
+Copies are all that the paper counts. Each part takes the training thread some work of its own, too
+(``part_s``; docs/adr/035), about half of it at the step mark and half at the update, while the link
+copies. It is 0 unless somebody has measured it.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ class _Phase(IntEnum):
 
     BACKWARD = 0
     UPDATE = 1
+    END = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,10 @@ class Pipeline:
         forward_s: of a step; nothing that is captured changes.
         backward_s: the same; the gradients of the step before are overwritten.
         update_s: of a step; the state changes.
+        part_s: of the training thread's own work for each part.
+        behind_update: gradients that are waited for are copied behind the update that consumes
+            them, too, which is over when they are there, as everstep does it; False: it does not
+            begin before (the paper's).
 
     Raises:
         OptionError: for what is no number of seconds, or a step that takes no time.
@@ -76,6 +85,8 @@ class Pipeline:
     forward_s: float
     backward_s: float
     update_s: float = 0.0
+    part_s: float = 0.0
+    behind_update: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -103,6 +114,7 @@ class Overlap:
         held_s: most copy seconds of gradients that wait for the link at a time, where a later
             backward does not overwrite them; device memory is held for so much.
         gradients_s: copy seconds of all gradients that are copied: host memory for them.
+        work_s: the training thread's own work.
     """
 
     parts: int
@@ -111,11 +123,17 @@ class Overlap:
     whole_s: float
     held_s: float
     gradients_s: float
+    work_s: float = 0.0
 
     @property
     def stall_s(self) -> float:
-        """That training loses."""
+        """That training waits for copies: all that the paper counts."""
         return self.state_wait_s + self.gradients_wait_s
+
+    @property
+    def lost_s(self) -> float:
+        """That training loses: it waits, and its thread works."""
+        return self.stall_s + self.work_s
 
 
 @dataclass(slots=True)
@@ -169,7 +187,8 @@ def overlap(
 
     Args:
         parts: from 1.
-        held_steps: None: the update waits for the gradients (``gockpt``). 0: the next backward
+        held_steps: None: the update waits for the gradients (``gockpt``; before it, or at its end:
+            :attr:`Pipeline.behind_update`). 0: the next backward
             does (``gockpt_o``, gradients that are overwritten in place). From 1: they are kept for
             so many more steps, in device memory of their own.
         shares: of the state, and of its gradients, in each part; None: equal ones.
@@ -189,26 +208,30 @@ def overlap(
             waits_s[gradients] += seconds
 
     for step in range(1, parts + 1):
+        link.run(pipeline.part_s / 2)
         state_s = pipeline.state_s * shares[step - 1]
         link.add(_Copy(state_s, (step, _Phase.UPDATE), gradients=False))
         link.run(pipeline.forward_s)
         wait(step, _Phase.BACKWARD)
         link.run(pipeline.backward_s)
         wait(step, _Phase.UPDATE)
+        link.run(pipeline.part_s / 2)
         if step < parts:
             seconds = pipeline.gradients_s * sum(shares[:step])
             copied_s += seconds
-            link.add(_Copy(seconds, _due(step, held_steps), gradients=True))
+            link.add(_Copy(seconds, _due(pipeline, step, held_steps), gradients=True))
             wait(step, _Phase.UPDATE)
         link.run(pipeline.update_s if step < parts else 0.0)
-    left_s = sum(copy.left_s for copy in link.copies)
-    return Overlap(parts, waits_s[False], waits_s[True], link.now_s + left_s, link.held_s, copied_s)
+        wait(step, _Phase.END)
+    whole_s = link.now_s + sum(copy.left_s for copy in link.copies)
+    work_s = pipeline.part_s * parts
+    return Overlap(parts, waits_s[False], waits_s[True], whole_s, link.held_s, copied_s, work_s)
 
 
 def lower_bound_s(pipeline: Pipeline, parts: int) -> float:
     """No schedule of equal parts that has copied everything by the end of the last of them holds
     training up less: the work of the link, less the time there is for it. Other parts have other
-    work (:mod:`.multistep_cut`).
+    work (:mod:`.multistep_cut`). The training thread's own work is not in it.
 
     ``max(0, T (1 + r (k - 1) / 2) - k)`` in steps of time one, for a copy of ``T`` of them and
     gradients of ``r`` of the state.
@@ -217,9 +240,9 @@ def lower_bound_s(pipeline: Pipeline, parts: int) -> float:
     return max(0.0, work_s - parts * pipeline.step_s)
 
 
-def _due(step: int, held_steps: int | None) -> tuple[int, _Phase]:
+def _due(pipeline: Pipeline, step: int, held_steps: int | None) -> tuple[int, _Phase]:
     if held_steps is None:
-        return step, _Phase.UPDATE
+        return step, _Phase.END if pipeline.behind_update else _Phase.UPDATE
     if held_steps == 0:
         return step + 1, _Phase.BACKWARD
     return step + held_steps, _Phase.UPDATE

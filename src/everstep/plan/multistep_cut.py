@@ -68,7 +68,7 @@ def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
 def best_parts(pipeline: Pipeline, held_steps: int | None, parts_max: int = PARTS_MAX) -> Overlap:
     """The number of parts to take, see :func:`fewest`; one, a lazy base, is among them."""
     found = [best_cut(pipeline, parts, held_steps).overlap for parts in range(1, parts_max + 1)]
-    return found[fewest([item.stall_s for item in found]) - 1]
+    return found[fewest([item.lost_s for item in found]) - 1]
 
 
 def fewest(losses_s: Sequence[float]) -> int:
@@ -97,7 +97,7 @@ def filling_shares(
         return [_early(pipeline, parts, parts, 1.0)]
     # The next backward waits: what the link does not manage until then is better not captured
     # before it pays to wait for it.
-    most = (pipeline.update_s + pipeline.forward_s) / gradients_s
+    most = (pipeline.update_s + pipeline.part_s / 2 + pipeline.forward_s) / gradients_s
     return [_early(pipeline, parts, full, most) for full in sorted({0, 1, worth, parts})]
 
 
@@ -138,7 +138,8 @@ def _filled(pipeline: Pipeline, parts: int, full: int, most: float, fullness: fl
     window_s = fullness * (pipeline.forward_s + pipeline.backward_s)
     captured, shares = 0.0, []
     for step in range(parts):
-        gradients_s = max(0.0, pipeline.gradients_s * captured - pipeline.update_s)
+        between_s = pipeline.update_s + pipeline.part_s / 2
+        gradients_s = max(0.0, pipeline.gradients_s * captured - between_s)
         limit = min(most, 1.0) if step < parts - full else 1.0
         share = max(0.0, window_s - gradients_s) / pipeline.state_s
         share = max(0.0, min(share, limit - captured))

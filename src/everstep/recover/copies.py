@@ -40,10 +40,11 @@ from everstep.tiers.disk import temporary
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record
 
-__all__ = ["RunWithCopies", "has_copy"]
+__all__ = ["RunWithCopies", "has_copy", "looks_at_a_time"]
 
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
 _MARKS = {CONDEMNED, DELETING}
+_LOOKS = 8  # at a time
 
 
 class RunWithCopies:
@@ -239,6 +240,11 @@ class RunWithCopies:
 def has_copy(filesystem: FileSystem, directory: PurePath) -> bool:
     """Whether what is damaged on the disk may be read once more, from a copy."""
     return isinstance(filesystem, RunWithCopies) and filesystem.distrust(directory)
+
+
+def looks_at_a_time(filesystem: FileSystem) -> int:
+    """How many small files to look at in parallel: several where each look waits for a network."""
+    return _LOOKS if isinstance(filesystem, RunWithCopies) else 1
 
 
 class _Staged:

@@ -9,18 +9,78 @@ come. What comes is verified by whoever reads it, as ever.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import PurePath
 
+from everstep.commit.lineage import BaseId
+from everstep.commit.offers import Choice, Needs
+from everstep.commit.reclaim import COPY_TIERS
+from everstep.format.names import base_dir
+from everstep.format.records import Manifest
 from everstep.format.writer import CHUNK_BYTES
+from everstep.recover.rank_copies import CopyOfRun
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.threads import IoThreads
 from everstep.tiers.files import ReadingFileSystem
 
-__all__ = ["FilesAhead"]
+__all__ = ["Apart", "BaseAhead", "FilesAhead"]
 
 _PART_BYTES = CHUNK_BYTES
 _THREADS = 8
+
+Apart = Callable[[int, Manifest], bool]
+"""Whether no other rank of this node reads the files of a rank."""
+
+
+class BaseAhead:
+    """What a rank is going to read of a base from copies, on its way.
+
+    Args:
+        needs: which ranks' files a rank reads.
+        apart: what several ranks of a node read together is not read ahead.
+    """
+
+    def __init__(self, run: PurePath, rank: int, needs: Needs, apart: Apart) -> None:
+        self._run, self._rank, self._needs, self._apart = run, rank, needs, apart
+        self._base: BaseId | None = None
+        self._ahead: dict[CopyOfRun, FilesAhead] = {}
+
+    def begin(self, choice: Choice, places: Sequence[CopyOfRun]) -> None:
+        """From now on, what this rank would read of a choice comes from these places, as far as
+        nothing nearer has it."""
+        self.close()
+        base, manifest = choice.base, choice.manifest
+        if base is None or manifest is None:
+            return
+        self._base = base
+        wanted = self._needs(self._rank, manifest)
+        for marker in manifest.markers:
+            here = [s.tier for s in choice.sources[marker.rank] if s.rank == self._rank]
+            if marker.rank not in wanted or not here or here[0] not in COPY_TIERS:
+                continue
+            if not self._apart(marker.rank, manifest):
+                continue
+            copy = next(copy for copy in places if copy.kind == here[0])
+            files = self._ahead.setdefault(copy, FilesAhead(copy.files))
+            for record in marker.files:
+                path = base_dir(self._run, base.timeline, base.step) / record.name
+                files.begin(path, record.length)
+
+    def files(self, copy: CopyOfRun) -> FileSystem:
+        """Where to read what is in a copy."""
+        return self._ahead.get(copy, copy.files)
+
+    def only(self, base: BaseId | None) -> None:
+        """Nothing else than this base is going to be read."""
+        if base != self._base:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what is under way, and lets go of the memory. Idempotent."""
+        ahead, self._ahead, self._base = self._ahead, {}, None
+        for files in ahead.values():
+            files.close()
 
 
 class FilesAhead(ReadingFileSystem):

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
@@ -279,12 +280,14 @@ def replay(
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
     before = restored.replayed  # of other parts of the chain
-    found = log.steps(chain, restored.lsn, loader.seams.filesystem, loader.ring, loader.timeout_s)
+    files, wait_s = loader.seams.filesystem, loader.timeout_s
+    found = log.steps(chain, restored.lsn, files, loader.ring, wait_s)
+    sound = partial(log.sound, filesystem=files, ring=loader.ring, timeout_s=wait_s)
     with (
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
         Ahead(
-            checked(found),
+            checked(found, sound),
             count=STEPS_AT_ONCE,
             size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.read_bytes,
             limit_bytes=redo.limit_bytes,
@@ -312,6 +315,7 @@ def replay(
             if not at_hand and not steps.ready:
                 redo.idle()
                 steps.holds(0)
+    restored.skipped += log.take_mended()
     try:
         notes = redo.finish()
     except EverstepError:

@@ -21,6 +21,7 @@ from everstep.format.digests import digest
 from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
+from everstep.recover.old_layout import OldLayout
 from everstep.recover.opened import OpenBase
 from everstep.recover.pieces import Fill, PieceReads, fills
 from everstep.recover.reshard import SavedRanks, View, read_object
@@ -52,6 +53,7 @@ class LoadedBase:
         redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
         rank_bytes: of ``size_bytes``, those from the files of each rank that wrote some.
         finite: names of parameters that were seen to hold nothing but numbers as they came.
+        layout: of a base that another number of ranks has saved: who had what.
     """
 
     marker: Marker
@@ -63,6 +65,7 @@ class LoadedBase:
     redone: int = 0
     rank_bytes: Mapping[int, int] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
+    layout: OldLayout | None = None
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -225,6 +228,9 @@ def _load(
     if saved.world == 1:
         aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
         shape = shape_of_base(opened[0].placed(), aliases, view.trees)
+    layout = None
+    if saved.world != state.ranks.world:
+        layout = OldLayout.of(saved, opened, state.optimizers)
     size_bytes = sum(rank_bytes.values())
     return LoadedBase(
         marker,
@@ -235,6 +241,7 @@ def _load(
         shape,
         rank_bytes=rank_bytes,
         finite=frozenset(looks.finite),
+        layout=layout,
     )
 
 

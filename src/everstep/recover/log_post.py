@@ -3,12 +3,15 @@
 Where each rank has recorded a part of what all consumed alike (``adr/029``), replay takes all
 parts: each rank asks the others for theirs, step by step, and answers them whenever it looks at its
 mailbox: between two steps, and while it loads. What belongs to the agreement waits meanwhile.
+
+Where another number of ranks has written the log, each of theirs is read by one rank, which hands
+it out in the same way, with the marks (``adr/033``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import Message, PartTold, PartWanted
@@ -65,13 +68,15 @@ class _Coming:
     """One rank's part of a step, on its way.
 
     Attributes:
+        reader: the rank that it comes from.
         data: what has come, in order; None: that rank cannot read it.
         total_bytes: known with the first of it.
         asked_bytes: of these.
         again_s: after so long without an answer it is asked for anew.
     """
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, reader: int, now_s: float) -> None:
+        self.reader = reader
         self.data: bytearray | None = bytearray()
         self.total_bytes: int | None = None
         self.asked_bytes = 0
@@ -86,15 +91,13 @@ class LogPost:
     """Hands out this rank's log, and gets those of others.
 
     Args:
-        own: gives this rank's updates of a step (timeline, step), as :func:`to_bytes` does; b"":
-            they cannot be read.
+        own: gives what this rank reads of a step: of whose log, timeline, step; as :func:`to_bytes`
+            does; b"": it cannot be read, or is not this rank's to read.
     """
 
-    def __init__(
-        self, others: Others, rank: int, clock: Clock, own: Callable[[int, int], bytes]
-    ) -> None:
-        self._others, self._rank, self._clock, self._own = others, rank, clock, own
-        self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+    def __init__(self, others: Others, clock: Clock, own: Callable[[int, int, int], bytes]) -> None:
+        self._others, self._clock, self._own = others, clock, own
+        self._kept: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
         self._coming: dict[int, _Coming] = {}
         self._wanted = BaseId(0, 0)
         others.aside = self._take_aside
@@ -105,8 +108,13 @@ class LogPost:
             pass
         self._others.is_alive()
 
-    def parts(self, ranks: Iterable[int], timeline: int, step: int) -> dict[int, list[LogRecord]]:
+    def parts(
+        self, readers: Mapping[int, int], timeline: int, step: int
+    ) -> dict[int, list[LogRecord]]:
         """Other ranks' updates of a step.
+
+        Args:
+            readers: whose, and from which rank, another than this one, each comes.
 
         Raises:
             DamageError: one of them cannot be used.
@@ -114,25 +122,28 @@ class LogPost:
             RecoveryError: a rank has failed.
         """
         self._wanted = BaseId(timeline, step)
-        self._coming = {rank: _Coming(self._clock.monotonic_s()) for rank in ranks}
-        self._others.expect(self._coming)
+        now_s = self._clock.monotonic_s()
+        self._coming = {rank: _Coming(reader, now_s) for rank, reader in readers.items()}
+        self._others.expect(readers.values())
         while missing := [rank for rank, one in self._coming.items() if not one.is_there]:
             for rank in missing:
                 self._ask(rank, self._coming[rank])
             self._others.attend(_TICK_S)
             self._others.is_alive()
             self._others.raise_failed()
-            self._others.check(missing)
+            self._others.check({self._coming[rank].reader for rank in missing})
         came, self._coming = self._coming, {}
         found = {}
         for rank, one in came.items():
             if one.data is None:
-                raise DamageError(f"rank {rank} cannot read its part of step {step}", rank=rank)
+                whose = "its part" if one.reader == rank else f"the log of rank {rank}"
+                why = f"rank {one.reader} cannot read {whose} of step {step}"
+                raise DamageError(why, rank=one.reader)
             try:
                 found[rank] = from_bytes(one.data, timeline)
             except (DamageError, FormatError) as error:
                 why = f"the part of rank {rank} of step {step}: {error.message}"
-                raise DamageError(why, rank=rank) from error
+                raise DamageError(why, rank=one.reader) from error
         return found
 
     def _take_aside(self, sender: int, message: Message) -> bool:
@@ -153,35 +164,36 @@ class LogPost:
         end = _PART_BYTES if one.total_bytes is None else one.total_bytes
         while one.asked_bytes < end and one.asked_bytes - there < _UNANSWERED_MAX * _PART_BYTES:
             size = min(end - one.asked_bytes, _PART_BYTES)
-            self._others.tell(rank, PartWanted(self._wanted, rank, one.asked_bytes, size, log=True))
+            wanted = PartWanted(self._wanted, rank, one.asked_bytes, size, log=True)
+            self._others.tell(one.reader, wanted)
             one.asked_bytes += size
             one.asked_s = now_s
 
     def _hand_out(self, sender: int, wanted: PartWanted) -> None:
-        if not wanted.log or wanted.rank != self._rank:
+        if not wanted.log:
             return
         if wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
             return
-        data = self._of_own(wanted.base.timeline, wanted.base.step)
+        data = self._of_own(wanted.rank, wanted.base.timeline, wanted.base.step)
         piece = data[wanted.offset : wanted.offset + wanted.size_bytes]
         self._others.tell(
             sender, PartTold(wanted.base, wanted.rank, wanted.offset, piece, log=True)
         )
 
-    def _of_own(self, timeline: int, step: int) -> bytes:
-        """This rank's part; b"": it cannot be read. Ranks ask for the same steps, in pieces."""
-        key = timeline, step
+    def _of_own(self, rank: int, timeline: int, step: int) -> bytes:
+        """What this rank reads; b"": it cannot. Ranks ask for the same steps, in pieces."""
+        key = rank, timeline, step
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        data = self._kept[key] = self._own(timeline, step)
+        data = self._kept[key] = self._own(rank, timeline, step)
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
             self._kept.popitem(last=False)
         return data
 
     def _take(self, sender: int, told: PartTold) -> None:
-        one = self._coming.get(sender)
-        if one is None or not told.log or told.rank != sender or told.base != self._wanted:
+        one = self._coming.get(told.rank)
+        if one is None or not told.log or one.reader != sender or told.base != self._wanted:
             return
         if one.data is None or told.offset != len(one.data):
             return

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from itertools import chain as chained
 
 from everstep.arena.reused import ReusedMemory
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
-from everstep.errors import EverstepError, FormatError, StorageError
+from everstep.errors import DamageError, EverstepError, FormatError, StorageError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.recover.chain import Chain, LogIndex
+from everstep.recover.copies import has_copy
 from everstep.recover.decide import Skipped
+from everstep.recover.elsewhere import Key, key_of, whole_record
 from everstep.recover.rank_copies import own_words
 from everstep.recover.scan import Inventory
 from everstep.recover.segment_reads import SegmentReads
@@ -49,7 +54,10 @@ class LogFound:
     ) -> None:
         self._memory = {_key(record): record for record in records}
         self._lossy = {_key(record): record for record in near_lossy}
-        self._segments: dict[tuple[str, int, int], tuple[SegmentFound, int]] = {}
+        self._segments: dict[Key, tuple[SegmentFound, int]] = {}
+        self._places: dict[Key, list[SegmentFound]] = {}  # the nearest last
+        self._look: Callable[[int, int], Iterable[SegmentFound]] = lambda timeline, step: ()
+        self._mended: dict[Skipped, None] = {}
         self._reads: SegmentReads | None = None
         self._room = ReusedMemory()
         heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # by whether they are lossy
@@ -61,8 +69,8 @@ class LogFound:
                 continue
             for place, head in enumerate(segment.heads):
                 heads[segment.lossy].append(head)
-                number = head.step if head.kind == "mark" else head.lsn
-                self._segments[head.kind, head.timeline, number] = segment, place
+                self._segments[key_of(head)] = segment, place
+                self._places.setdefault(key_of(head), []).append(segment)
         whole = [*heads[False], *(record.head for record in records)]
         every = [*heads[True], *(record.head for record in near_lossy), *whole]
         self.index = LogIndex(every)
@@ -79,7 +87,8 @@ class LogFound:
         lent: Sequence[LogRecord] = (),
         copies: Sequence[tuple[FileSystem, Inventory]] = (),
         bases: Collection[BaseId] = (),
-        lossy: bool = True,
+        lossy_copies: bool = True,
+        threads: int = 1,
     ) -> LogFound:
         """All that there is of one rank.
 
@@ -89,16 +98,20 @@ class LogFound:
             copies: places that have copies of the log, nearest first; their timelines have been
                 compared, too.
             bases: of what is in copies only what leads on from one of these is looked at.
-            lossy: look at lossy ones in copies, too.
-            world: leave out what another number of ranks has written: which of them had which
-                gradients, it does not tell. None: whoever asks looks at that.
+            lossy_copies: look at lossy segments in copies, too.
+            threads: look at segments of ``filesystem`` at a time.
+            world: leave out what another number of ranks has written. None: whoever asks looks at
+                that.
 
         Raises:
             OSError: a directory cannot be read.
         """
         there = set(inventory.timelines)
         mine = [record for record in records if record.head.timeline in there]
-        found = scan_log(filesystem, inventory.path, sorted(there), rank=rank)
+        look = partial(scan_log, filesystem, inventory.path, rank=rank, threads=threads)
+        found = look(sorted(there))
+        bad = [one for one in found if one.problem is not None and has_copy(filesystem, one.path)]
+        found = look(sorted(there)) if bad else found  # from now on these are read in a copy
         others: dict[int, Skipped] = {}
         for number, record in inventory.timelines.items():
             if world is None or record is None or record.world == world:
@@ -127,11 +140,24 @@ class LogFound:
         for files, there_too in copies:
             known = sorted(n for n, record in there_too.timelines.items() if record is not None)
             with own_words():
-                how = {"rank": rank, "wanted": wanted, "lossy": lossy}
-                here = scan_log(files, inventory.path, known, threads=8, **how)
+                how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
+                here = how(files, inventory.path, known)
             found = [*(replace(segment, files=files) for segment in here), *found]
         log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()
+        log.skipped += [Skipped(one.timeline, one.last, one.problem or "") for one in bad]
+
+        def look_for(timeline: int, step: int) -> Iterator[SegmentFound]:
+            def has(timeline: int, after: int, last: int) -> bool:
+                return after < step <= last
+
+            for files, there_too in copies:
+                if there_too.timelines.get(timeline) is not None:
+                    here = scan_log(files, inventory.path, [timeline], rank=rank, wanted=has)
+                    for segment in here:
+                        yield vetted(replace(segment, files=files), inventory.run)
+
+        log._look = look_for
         return log
 
     def steps(
@@ -168,14 +194,52 @@ class LogFound:
     def records_of(
         self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
     ) -> list[LogRecord]:
-        """The updates of one step, not verified; see :meth:`steps`.
+        """The updates of one step, verified.
+
+        Raises:
+            EverstepError: one cannot be read, or is damaged in every place.
+        """
+        about = filesystem, ring, timeout_s
+        numbers = sorted(set(self.index.of_step.get((timeline, step), ())))
+        found = [self._record("update", timeline, number, *about) for number in numbers]
+        return [self.sound(record, *about) for record in found]
+
+    def step_of(
+        self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+    ) -> list[LogRecord]:
+        """The updates of one step, and its mark; see :meth:`records_of`.
 
         Raises:
             EverstepError: one cannot be read.
         """
         about = filesystem, ring, timeout_s
-        numbers = sorted(set(self.index.of_step.get((timeline, step), ())))
-        return [self._record("update", timeline, number, *about) for number in numbers]
+        updates = self.records_of(timeline, step, *about)
+        return [*updates, self.sound(self._record("mark", timeline, step, *about), *about)]
+
+    def sound(
+        self, record: LogRecord, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
+    ) -> LogRecord:
+        """The record, if every bit of it is what it was; else the same from another place.
+
+        Raises:
+            DamageError: no place has it whole.
+        """
+        try:
+            record.verify()
+            return record
+        except DamageError as error:
+            if record.path is not None:  # of one run with its copies: the next look is at these
+                with contextlib.suppress(EverstepError, OSError):
+                    has_copy(filesystem, record.path.parent)
+            about = filesystem, ring, timeout_s
+            found = self._elsewhere(record.head, record.digest, error, *about)
+            return replace(found, parts=record.parts)
+
+    def take_mended(self) -> list[Skipped]:
+        """What was damaged, and was read elsewhere, since this was asked."""
+        found = list(self._mended)
+        self._mended.clear()
+        return found
 
     def twin(self) -> LogFound:
         """The same records, for another thread to read."""
@@ -208,13 +272,55 @@ class LogFound:
         ring: ChunkRing,
         timeout_s: float,
     ) -> LogRecord:
-        key = (kind, timeline, number)
+        key: Key = (kind, timeline, number)
         if key in self._memory:
             return self._memory[key]
         there = self._segments.get(key)
         if key in self._lossy and (there is None or there[0].lossy):
             return self._lossy[key]
         segment, place = self._segments[key]
+        try:
+            return self._read(segment, place, filesystem, ring, timeout_s)
+        except EverstepError as error:
+            reads = self._reads
+            if reads is None or reads.segment is not segment:  # nobody knows which bits it had
+                raise
+            self._close()
+            head, digest = segment.heads[place], reads.digests[place]
+            return self._elsewhere(head, digest, error, filesystem, ring, timeout_s)
+
+    def _elsewhere(
+        self,
+        head: RecordHead,
+        digest: str,
+        error: EverstepError,
+        filesystem: FileSystem,
+        ring: ChunkRing,
+        timeout_s: float,
+    ) -> LogRecord:
+        """A record that cannot be used where it is nearest, from another place."""
+        key = key_of(head)
+        segments = chained(
+            reversed(self._places.get(key, [])), self._look(head.timeline, head.step)
+        )
+        try:
+            found = whole_record(key, digest, segments, filesystem, ring, timeout_s)
+        except (EverstepError, OSError) as problem:  # of listing another place
+            raise error from problem
+        if found is None:
+            raise error
+        why = f"log: {error.message}; it was whole in another place"
+        self._mended[Skipped(head.timeline, head.step, why)] = None
+        return found
+
+    def _read(
+        self,
+        segment: SegmentFound,
+        place: int,
+        filesystem: FileSystem,
+        ring: ChunkRing,
+        timeout_s: float,
+    ) -> LogRecord:
         try:
             reads, files = self._reads, segment.files or filesystem
             if reads is None or reads.segment is not segment or reads.next > place:
@@ -251,6 +357,5 @@ def _is_lossy(record: LogRecord) -> bool:
     return False
 
 
-def _key(record: LogRecord) -> tuple[str, int, int]:
-    head = record.head
-    return head.kind, head.timeline, head.step if head.kind == "mark" else head.lsn
+def _key(record: LogRecord) -> Key:
+    return key_of(record.head)

@@ -163,21 +163,9 @@ def plan_of(
     needs: Needs,
     step: int | None,
     logs: Sequence[LogTold] = (),
-) -> Plan:
-    """What each rank fetches, so that all can read what would be chosen with these copies; the
-    same on every rank, as it is a function of what all have said.
-    """
-    return _plan_and_choice(offers, copies, needs, step, logs)[0]
-
-
-def _plan_and_choice(
-    offers: Sequence[Offer],
-    copies: Sequence[Told],
-    needs: Needs,
-    step: int | None,
-    logs: Sequence[LogTold],
 ) -> tuple[Plan, Choice | None]:
-    """What each rank fetches, and what would be chosen then.
+    """What each rank fetches, so that all can read what would be chosen with these copies, and
+    that choice; the same on every rank, as it is a function of what all have said.
 
     A copy counts only where its timeline is the one that the rank knows under that number (I7): two
     starts that saw nothing of each other may both have opened it.
@@ -307,7 +295,7 @@ def fetch_from_peers(
     attempt = 0
     while True:
         attempt += 1
-        plan, choice = _plan_and_choice(offers, told, needs, step, logged)
+        plan, choice = plan_of(offers, told, needs, step, logged)
         if not plan:
             return Brought([], [])
         assert choice is not None

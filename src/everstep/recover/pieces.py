@@ -50,7 +50,7 @@ class Fill:
         begin = (first - theirs.offset[0]) * row
         return begin, begin + rows * row, (first - self.box.offset[0]) * row
 
-    def copy(self, data: bytearray) -> None:
+    def copy(self, data: bytearray | memoryview) -> None:
         """Takes the part from the bytes of the whole piece."""
         dtype = np.dtype(f"u{DTYPE_BYTES[self.piece.entry.dtype]}")
         source = np.frombuffer(data, dtype).reshape(self.piece.box.shape)

@@ -7,15 +7,21 @@ keeper's memory or on its disk, behind its own part of the base, up to exactly t
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun, runs_of, timeline_of
+from everstep.commit.logs import LogRun, Path, Reach, runs_of, timeline_of
 from everstep.commit.offers import Choice
-from everstep.errors import AuditError, DamageError, EverstepError
+from everstep.errors import (
+    AuditError,
+    DamageError,
+    DeadlineError,
+    EverstepError,
+    RecoveryError,
+)
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
@@ -25,7 +31,8 @@ from everstep.recover.forward import Loader, Restored, redoable, replay
 from everstep.recover.load import LoadedBase
 from everstep.recover.log_post import LogPost, to_bytes
 from everstep.recover.logs import LogFound
-from everstep.recover.peer_log import LentLog
+from everstep.recover.old_logs import InMemory, OldLogs
+from everstep.recover.peer_log import LentLog, PeerLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.sources import RankRead
@@ -67,6 +74,7 @@ class RankLog:
     Args:
         state: what is restored.
         records: in the memory of its keeper.
+        held: steps of other ranks' logs that are there, too.
         strict: registered functions that are needed must be there.
 
     Attributes:
@@ -83,12 +91,16 @@ class RankLog:
         *,
         strict: bool,
         timeout_s: float,
+        held: Sequence[PeerLog] = (),
     ) -> None:
         self._seams, self._run, self._records = seams, run, records
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
         self._lent_out = self._log.twin()
+        memory = InMemory({self._rank: records}, held)
+        about = self._rank, state.ranks.world, memory, ring
+        self._old = OldLogs(seams.filesystem, *about, timeout_s=timeout_s)
         self._doubt = ""
         self.lent: Sequence[LentLog] = ()
 
@@ -113,11 +125,22 @@ class RankLog:
         filesystem = self._seams.filesystem
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
         about = filesystem, inventory, self._records
-        more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases, "lossy": lossy}
-        self._log = LogFound.of(*about, rank=self._rank, **more)
+        more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases}
+        self._log = LogFound.of(*about, rank=self._rank, lossy_copies=lossy, **more)
         self._lent_out.close()
         self._lent_out = self._log.twin()
         return runs_of(self._log.index.marks, self._log.index.updates)
+
+    def others(
+        self,
+        inventory: Inventory,
+        copies: Sequence[tuple[FileSystem, Inventory]] = (),
+        bases: Collection[BaseId] = (),
+        *,
+        near: Sequence[int],
+    ) -> dict[int, tuple[LogRun, ...]]:
+        """What this rank reads of the logs of another number of ranks (:meth:`.OldLogs.look`)."""
+        return self._old.look(inventory, copies, bases, near=near)
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
         """Records of what has come from other nodes, so that all see whether they mean the same."""
@@ -141,7 +164,7 @@ class RankLog:
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """Segments that cannot be used."""
-        return tuple(self._log.skipped)
+        return tuple(dict.fromkeys([*self._log.skipped, *self._old.skipped]))
 
     def redo(self, choice: Choice, loaded: LoadedBase, *, together: bool, post: LogPost) -> Redone:
         """Brings the state, which was restored from the base of ``choice``, to its step.
@@ -160,20 +183,11 @@ class RankLog:
         start_s = clock.monotonic_s()
         records = {record.timeline: record for record in choice.timelines}
         path = path_of(reach.timeline, records)
-        whole = self._log.index.follow(base, loaded.marker.lsn, None, path)
-        chain = replace(whole, steps=whole.steps[: reach.count])
         found = BaseFound(base, self._run, "committed", choice.manifest, None, ())
+        restored = Restored(found, loaded, base, loaded.marker.lsn)
         skipped: list[Skipped] = []
-        chain = redoable(found, chain, self._loader, self._log, skipped)
-        restored = Restored(found, self._with_shape(loaded), base, loaded.marker.lsn)
-        failed: EverstepError | None = None
-        for cut in self._in_reach(chain, restored, post):
-            try:
-                about = self._loader, self._log, records, together, post.attend
-                replay(restored, cut, *about)
-            except EverstepError as error:
-                failed = error
-                break
+        redo = self._redo_of_others if choice.readers else self._redo_own
+        failed = redo(choice, reach, path, restored, skipped, records, together, post)
         if isinstance(failed, AuditError):  # how long before, samples cannot tell
             self._doubt = f"step {failed.step} is not what training had, perhaps others before"
         noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
@@ -191,18 +205,107 @@ class RankLog:
         sure = failed is None or not together or reach.count == 1
         return Redone((timeline, step), sure, inexact, tuple(skipped), notes, replay_s)
 
+    def _redo_own(
+        self,
+        choice: Choice,
+        reach: Reach,
+        path: Path,
+        restored: Restored,
+        skipped: list[Skipped],
+        records: Mapping[int, TimelineRecord],
+        together: bool,
+        post: LogPost,
+    ) -> EverstepError | None:
+        """By this rank's own log; returns why a step could not be redone."""
+        found, base, loaded = restored.base, choice.base, restored.loaded
+        assert found is not None
+        assert base is not None
+        assert loaded is not None
+        whole = self._log.index.follow(base, loaded.marker.lsn, None, path)
+        chain = replace(whole, steps=whole.steps[: reach.count])
+        chain = redoable(found, chain, self._loader, self._log, skipped)
+        restored.loaded = self._with_shape(loaded)
+        for cut in self._in_reach(chain, restored, post):
+            try:
+                about = self._loader, self._log, records, together, post.attend
+                replay(restored, cut, *about)
+            except EverstepError as error:
+                return error
+        return None
+
+    def _redo_of_others(
+        self,
+        choice: Choice,
+        reach: Reach,
+        path: Path,
+        restored: Restored,
+        skipped: list[Skipped],
+        records: Mapping[int, TimelineRecord],
+        together: bool,
+        post: LogPost,
+    ) -> EverstepError | None:
+        """By the logs of another number of ranks; returns why a step could not be redone."""
+        # Only now: most jobs start with as many ranks as before.
+        from everstep.recover.redo_others import redo_of_others
+
+        first = reach.step - reach.count + 1
+        numbers = range(first, reach.step + 1)
+        steps = [(timeline_of(step, path) or reach.timeline, step) for step in numbers]
+
+        def fetch(ranks: Sequence[int], timeline: int, step: int) -> dict[int, list[LogRecord]]:
+            readers = {
+                one.source: one.rank
+                for one in choice.readers
+                if one.timeline == timeline and one.first <= step <= one.last
+            }
+            mine = {rank for rank in ranks if readers[rank] == self._rank}
+            far = {rank: readers[rank] for rank in ranks if rank not in mine}
+            there = post.parts(far, timeline, step) if far else {}
+            return there | {rank: self._of_old(rank, timeline, step) for rank in mine}
+
+        state = self._loader.state
+        about = restored, steps, state, fetch, records
+        try:
+            redo_of_others(*about, together=together, alive=post.attend)
+        except (DeadlineError, RecoveryError):
+            raise
+        except EverstepError as error:
+            return error
+        return None
+
+    def _of_old(self, rank: int, timeline: int, step: int) -> list[LogRecord]:
+        """What this rank reads of a log of another number of ranks, verified.
+
+        Raises:
+            DamageError: it cannot be used.
+        """
+        try:
+            records = self._old.records(rank, timeline, step)
+            for record in records:
+                record.verify()
+        except (EverstepError, LookupError) as error:
+            why = error.message if isinstance(error, EverstepError) else repr(error)
+            raise DamageError(f"the log of rank {rank} of step {step}: {why}") from error
+        return records
+
     def close(self) -> None:
         """Nobody asks for a part of it any more. Idempotent."""
         self._lent_out.close()
+        self._old.close()
 
-    def part(self, timeline: int, step: int) -> bytes:
-        """This rank's updates of a step, for another rank; b"" where they cannot be read."""
+    def part(self, rank: int, timeline: int, step: int) -> bytes:
+        """The updates of a step of a rank's log, for another rank, with the mark where another
+        number of ranks has written it; b"" where they cannot be read here."""
         loader = self._loader
         about = loader.seams.filesystem, loader.ring, loader.timeout_s
         try:
+            if self._old.has(timeline):
+                return to_bytes(self._old.records(rank, timeline, step))
+            if rank != self._rank:
+                raise LookupError(f"rank {rank} reads its own log")
             return to_bytes(self._lent_out.records_of(timeline, step, *about))
         except (EverstepError, LookupError) as error:
-            _log.warning("step %d of this rank's log cannot be handed out: %s", step, error)
+            _log.warning("step %d of rank %d's log cannot be handed out: %s", step, rank, error)
             return b""
 
     def _in_reach(self, chain: Chain, restored: Restored, post: LogPost) -> Iterator[Chain]:
@@ -218,7 +321,7 @@ class RankLog:
             size_bytes, begin = 0, place
             while place < len(chain.steps) and size_bytes < _PARTS_BYTES_MAX:
                 try:
-                    found = post.parts(ranks, *chain.steps[place])
+                    found = post.parts({rank: rank for rank in ranks}, *chain.steps[place])
                 except DamageError as error:
                     spoilt = Skipped(*chain.steps[place], f"log: {error.message}")
                     break

@@ -6,7 +6,7 @@ owns is put back from the last step mark, which holds all of it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.log import HYPER, PART_OBJECT, SPOT, UPDATE_OBJECT
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers import RestorePlan
 from everstep.state.survey import same_objects
 from everstep.state.tensors import stored_form
 from everstep.state.tree import join, references, split
@@ -44,6 +45,8 @@ __all__ = [
     "checked",
     "compare",
     "other_conditions",
+    "other_than_trained",
+    "put_back",
     "tensor_of",
     "update_of",
 ]
@@ -81,8 +84,12 @@ class Step:
 
 def checked(
     steps: Iterable[tuple[Sequence[LogRecord], LogRecord | EverstepError]],
+    sound: Callable[[LogRecord], LogRecord],
 ) -> Generator[Step | EverstepError, None, None]:
     """Verifies and decodes steps of the log, which takes no live state, so any thread may do it.
+
+    Args:
+        sound: verifies a record, or finds it elsewhere.
 
     Yields:
         An error instead of a step, and nothing behind it, where a record is damaged.
@@ -95,8 +102,7 @@ def checked(
             yield mark
             return
         try:
-            for record in (*updates, mark):
-                record.verify()
+            updates, mark = [sound(record) for record in updates], sound(mark)
         except DamageError as error:
             yield error
             return
@@ -227,24 +233,7 @@ class Redo:
             raise MismatchError(
                 f"{mark.head} does not fit the state:\n{listed}", mismatches=mismatches
             )
-        notes: list[str] = []
-        for section in state.restore_order():
-            plan = plans[section]
-            if plan.tree is None:
-                continue
-            tensors = {}
-            for name in references(plan.tree):
-                target = plan.in_place.get(name)
-                source = logged.get(name)
-                if target is None:
-                    tensors[name] = source if source is not None else live[name]
-                    continue
-                if source is not None:
-                    with torch.no_grad():
-                        local_of(target).copy_(source)
-                tensors[name] = target
-            notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
-        return notes
+        return put_back(state, plans, logged, live)
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
         """Logged entries that an optimizer updates, too: what two of them own, or views of one
@@ -308,8 +297,43 @@ class Redo:
             known = {id(p): name for p, name in zip(parameters, names, strict=True)}
             # Training stands still: its second core is free, whatever torch was told to use.
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
-            replayer = self._replayers[key] = replayer_of(optimizer, known, threads=threads)
+            replayer = self._replayers[key] = replayer_of(
+                optimizer, known, threads=threads, fast=self._state.replays_fast
+            )
         return replayer
+
+
+def put_back(
+    state: State,
+    plans: Mapping[str, RestorePlan],
+    logged: Mapping[str, torch.Tensor],
+    live: Mapping[str, torch.Tensor],
+) -> list[str]:
+    """Restores objects and tensors of a mark; returns what could not be taken back, in words.
+
+    Args:
+        plans: of each section; nothing in them differs.
+        logged: this rank's parts of what marks hold, by the names by which trees refer to them.
+        live: all of the state, by the same names.
+    """
+    notes: list[str] = []
+    for section in state.restore_order():
+        plan = plans[section]
+        if plan.tree is None:
+            continue
+        tensors = {}
+        for name in references(plan.tree):
+            target = plan.in_place.get(name)
+            source = logged.get(name)
+            if target is None:
+                tensors[name] = source if source is not None else live[name]
+                continue
+            if source is not None:
+                with torch.no_grad():
+                    local_of(target).copy_(source)
+            tensors[name] = target
+        notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
+    return notes
 
 
 def compare(comparison: Comparison, mark: LogRecord, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -330,12 +354,17 @@ def compare(comparison: Comparison, mark: LogRecord, tensors: Mapping[str, torch
     }
     name = comparison.other(logged, tensors, mark.head.step)
     if name is not None:
-        raise AuditError(
-            f"replay up to step {mark.head.step} gives another {name!r} than training had: "
-            "something has written to it past the optimizer",
-            step=mark.head.step,
-            hint="ckpt.before_update() and ckpt.after_update() around such changes",
-        )
+        raise other_than_trained(name, mark.head.step)
+
+
+def other_than_trained(name: str, step: int) -> AuditError:
+    """The error that replay up to a step gives another ``name`` than training had."""
+    return AuditError(
+        f"replay up to step {step} gives another {name!r} than training had: something has "
+        "written to it past the optimizer",
+        step=step,
+        hint="ckpt.before_update() and ckpt.after_update() around such changes",
+    )
 
 
 def other_conditions(records: Iterable[TimelineRecord | None]) -> str:

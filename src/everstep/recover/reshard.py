@@ -182,6 +182,30 @@ class SavedRanks:
             self._take(view, section, rank, None)
         return view
 
+    def trees_of(
+        self, rank: int, sections: Collection[str], known: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Object trees of some sections of a rank, as far as it has them.
+
+        Args:
+            known: by digest: what was read before, which is added to.
+
+        Raises:
+            DamageError, FormatError: they cannot be read.
+        """
+        found: dict[str, Any] = {}
+        for section in sections:
+            if section in self._objects[rank]:
+                hex_ = self._objects[rank][section][2]
+                if hex_ not in known:
+                    known[hex_] = self._tree(rank, section)
+                found[section] = known[hex_]
+        return found
+
+    def sections_of(self, rank: int) -> Collection[str]:
+        """Sections that a rank had objects of."""
+        return self._objects[rank].keys()
+
     def pieces_of(self, name: str, rank: int) -> Sequence[Piece]:
         """The parts of what ``rank`` calls ``name``, each once.
 

@@ -29,7 +29,7 @@ from everstep.format.names import (
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.audits import audit_in_words, audit_of
-from everstep.recover.copies import has_copy
+from everstep.recover.copies import has_copy, looks_at_a_time
 from everstep.recover.decide import Skipped, candidates
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
@@ -89,6 +89,13 @@ class Resumed:
     reads: tuple[RankRead, ...] = ()
     lent: int = 0
 
+    def led_from(self, world: int) -> int | None:
+        """Step of the base that the log of ``world`` ranks goes on from; None: there is none, as it
+        goes on from no base of another number of ranks (``adr/033``)."""
+        if self.base is None or self.loaded is None or self.loaded.marker.world != world:
+            return None
+        return self.base.step
+
 
 def resume(
     seams: Seams,
@@ -126,7 +133,9 @@ def resume(
                 raise RecoveryError(NO_WAY_BACK, step=0, path=run, hint=NO_WAY_BACK_HINT)
             try:
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
-                log = LogFound.of(seams.filesystem, inventory, recalled.records, world=1)
+                files, records = seams.filesystem, recalled.records
+                threads = looks_at_a_time(files)
+                log = LogFound.of(files, inventory, records, world=1, threads=threads)
                 restored = Restored() if fresh else _restore(inventory, loader, log, step)
             except _VanishedError:
                 continue

@@ -57,6 +57,7 @@ class SegmentReads:
 
     Attributes:
         next: number of the record that comes next.
+        digests: that the records must have.
 
     Raises:
         DamageError, FormatError: of header or index; with the path.
@@ -83,6 +84,7 @@ class SegmentReads:
         except BaseException:
             self._file.close()
             raise
+        self.digests = [index.digest for index in self._records]
         self._room_bytes = header.room_bytes
         self._places: dict[str, list[tuple[str, int, int]]] = {}
         for place in header.placed:

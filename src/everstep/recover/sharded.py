@@ -21,11 +21,14 @@ from everstep.state.tensors import stored_form
 __all__ = ["as_live", "replayer_of"]
 
 
-def replayer_of(optimizer: Optimizer, names: Mapping[int, str], *, threads: int) -> Replayer:
+def replayer_of(
+    optimizer: Optimizer, names: Mapping[int, str], *, threads: int, fast: bool = False
+) -> Replayer:
     """What replays updates of a live optimizer, in place.
 
     Args:
         names: of all of its parameters, by ``id(parameter)``.
+        threads, fast: as for :class:`~everstep.replay.engine.Replayer`.
 
     Raises:
         UnsupportedStateError: it cannot be replayed; says why.
@@ -34,7 +37,7 @@ def replayer_of(optimizer: Optimizer, names: Mapping[int, str], *, threads: int)
     members = [list(group["params"]) for group in optimizer.param_groups]
     parameters = [parameter for group in members for parameter in group]
     if not any(map(is_dtensor, parameters)):
-        return Replayer.of(optimizer, names, threads=threads)
+        return Replayer.of(optimizer, names, threads=threads, fast=fast)
     state: dict[str, dict[str, Any]] = {}
     for parameter in parameters:
         values = optimizer.state.get(parameter, {})
@@ -50,6 +53,7 @@ def replayer_of(optimizer: Optimizer, names: Mapping[int, str], *, threads: int)
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         threads=threads,
         training_threads=torch.get_num_threads(),
+        fast=fast,
     )
 
 

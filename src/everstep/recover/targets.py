@@ -19,7 +19,7 @@ from everstep.state.providers import RestorePlan
 from everstep.state.tensors import empty_like_entry
 from everstep.state.tree import references
 
-__all__ = ["Looks", "Targets"]
+__all__ = ["Looks", "Targets", "part_of", "wanted_box"]
 
 
 @dataclass(slots=True)
@@ -52,9 +52,9 @@ class Targets:
                     fresh[name] = plan.like.get(name)
                     continue
                 targets.tensors[name] = live
-                local, box = local_of(live), _box(entries[name], live)
+                local, box = local_of(live), wanted_box(entries[name], live)
                 if not _readable_in_place(local):
-                    source = empty_like_entry(_part(entries[name], box))
+                    source = empty_like_entry(part_of(entries[name], box))
                     targets.copies.append((source, local))
                     local = source
                 targets.memory[name] = (local, box)
@@ -65,9 +65,9 @@ class Targets:
         parts: dict[str, tuple[Entry, Box]] = {}
         for name, template in fresh.items():
             entry = entries[name]
-            box = _box(entry, template)
+            box = wanted_box(entry, template)
             # Tensors that were one when they were saved become one again.
-            parts.setdefault(entry.name, (_part(entry, box), box))
+            parts.setdefault(entry.name, (part_of(entry, box), box))
             if template is not None:
                 self.spread[name] = (entry, template)
         claimed = sum(part.size_bytes for part, _ in parts.values())
@@ -130,7 +130,7 @@ class Looks:
             self.finite.add(name)
 
 
-def _box(entry: Entry, tensor: torch.Tensor | None) -> Box:
+def wanted_box(entry: Entry, tensor: torch.Tensor | None) -> Box:
     """Which part of an entry this rank wants: that of ``tensor``, or all of it."""
     shape = entry.global_shape
     if tensor is None:
@@ -140,7 +140,8 @@ def _box(entry: Entry, tensor: torch.Tensor | None) -> Box:
     return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
 
 
-def _part(entry: Entry, box: Box) -> Entry:
+def part_of(entry: Entry, box: Box) -> Entry:
+    """The entry of a part of a tensor alone."""
     return Entry.whole(entry.name, entry.dtype, box.shape, logical_dtype=entry.logical_dtype)
 
 

@@ -30,7 +30,7 @@ from everstep.commit.agreement import (
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.logs import LogRun
 from everstep.commit.offers import Choice, Needs, Offer, Source
-from everstep.commit.reclaim import COPY_TIERS, VOLATILE_TIERS
+from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -40,14 +40,14 @@ from everstep.errors import (
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
-from everstep.recover.files_ahead import FilesAhead
+from everstep.recover.files_ahead import Apart, BaseAhead
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase
 from everstep.recover.log_post import LogPost
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.others import Meeting, Others
 from everstep.recover.peers import Fetch, Fetched
-from everstep.recover.rank_copies import Copies, CopyOfRun
+from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog, Redone
 from everstep.recover.ranks import offer_of, open_on_disk
 from everstep.recover.reshard import HoleError
@@ -68,9 +68,6 @@ _LOOKS_MAX = 8
 Load = Callable[[BaseFound, Mapping[int, Place], Callable[[], None]], LoadedBase]
 """Restores this rank's state from a base: from the files of these ranks, each where it says. Calls
 the last argument every now and then."""
-
-Apart = Callable[[int, Manifest], bool]
-"""Whether no other rank of this node reads the files of a rank."""
 
 
 @dataclass(slots=True)
@@ -104,9 +101,9 @@ class _Start:
         apart: Apart,
         timeout_s: float,
     ) -> None:
-        self._copies, self._log, self._apart = copies, log, apart
-        self._ahead: dict[CopyOfRun, FilesAhead] = {}
-        self._ahead_of: BaseId | None = None
+        self._copies, self._log = copies, log
+        self.ahead = BaseAhead(run, meeting.rank, needs, apart)
+        self.ready: Callable[[], None] = lambda: None
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
@@ -127,8 +124,8 @@ class _Start:
             silent_s=timeout_s,
         )
         self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
-        part = (lambda timeline, step: b"") if log is None else log.part
-        self._post = LogPost(self._others, meeting.rank, seams.clock, part)
+        part = (lambda rank, timeline, step: b"") if log is None else log.part
+        self._post = LogPost(self._others, seams.clock, part)
 
     def agree(self) -> Go:
         """Returns when all ranks go on.
@@ -170,6 +167,7 @@ class _Start:
                 todo += self._agreement.done(self._restore(out.choice))
             elif isinstance(out, OpenTimeline):
                 self._others.begin(f"opens timeline {out.record.timeline}")
+                self.ready()
                 failpoint("resume.before_timeline")
                 todo += self._agreement.done(Opened(self._open(out)))
             elif isinstance(out, Go):
@@ -214,7 +212,9 @@ class _Start:
         offer = self._copies.add_to(replace(offer, timelines={**offer.timelines, **named}))
         if self._log is None:
             return offer
-        return replace(offer, log=self._runs(offer, lossy))
+        near = [other for other, name in enumerate(self._meeting.disks) if name == disk]
+        others = self._log.others(inventory, self._copies.logs, offer.bases, near=near)
+        return replace(offer, log=self._runs(offer, lossy), others=others)
 
     def _runs(self, offer: Offer, lossy: bool) -> tuple[LogRun, ...]:
         assert self._log is not None
@@ -229,12 +229,12 @@ class _Start:
         agreement, too."""
         offer = self._offer(lossy=False)
         if self._log is None:
-            brought = fetch(offer, self._read_ahead)
+            brought = fetch(offer, self._meanwhile)
             self._looked = offer
         else:
             with ThreadPoolExecutor(1, "everstep-look") as thread:
                 every = thread.submit(self._runs, offer, True)
-                brought = fetch(offer, self._read_ahead)
+                brought = fetch(offer, self._meanwhile)
             with contextlib.suppress(FileNotFoundError):  # gone a moment later: once more, then
                 self._looked = replace(offer, log=every.result())
         if brought.bases or brought.logs:
@@ -243,32 +243,9 @@ class _Start:
         if self._log is not None:
             self._log.lent = brought.logs
 
-    def _read_ahead(self, choice: Choice) -> None:
-        """What this rank is going to read of copies begins to come while others fetch; but not
-        what it reads together with its neighbours."""
-        self.stop_reading_ahead()
-        base, manifest, rank = choice.base, choice.manifest, self._meeting.rank
-        if base is None or manifest is None or self._load is None:
-            return
-        self._ahead_of = base
-        wanted = self._needs(rank, manifest)
-        for marker in manifest.markers:
-            here = [one.tier for one in choice.sources[marker.rank] if one.rank == rank]
-            if marker.rank not in wanted or not here or here[0] not in COPY_TIERS:
-                continue
-            if not self._apart(marker.rank, manifest):
-                continue
-            copy = next(copy for copy in self._copies.places if copy.kind == here[0])
-            files = self._ahead.setdefault(copy, FilesAhead(copy.files))
-            for record in marker.files:
-                path = base_dir(self._run, base.timeline, base.step) / record.name
-                files.begin(path, record.length)
-
-    def stop_reading_ahead(self) -> None:
-        """Lets go of what has come. Idempotent."""
-        ahead, self._ahead = self._ahead, {}
-        for files in ahead.values():
-            files.close()
+    def _meanwhile(self, choice: Choice) -> None:
+        if self._load is not None:
+            self.ahead.begin(choice, self._copies.places)
 
     def _restore(self, choice: Choice) -> Restored:
         """Loads what was chosen, and replays this rank's log behind it."""
@@ -293,8 +270,7 @@ class _Start:
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Loads what was chosen; returns which files are damaged, and where."""
         self.outcome = _Outcome(inventory=self.outcome.inventory)
-        if choice.base != self._ahead_of:
-            self.stop_reading_ahead()
+        self.ahead.only(choice.base)
         if choice.base is None or choice.manifest is None:
             return ()
         if self._load is None:
@@ -376,7 +352,7 @@ class _Start:
         if source.tier == "disk":
             return [Place(source, self._filesystem, self._meeting.disks[source.rank])]
         copies = [copy for copy in self._copies.places if copy.kind == source.tier]
-        found = [(self._ahead.get(copy, copy.files), copy.tier.url) for copy in copies]
+        found = [(self.ahead.files(copy), copy.tier.url) for copy in copies]
         return [Place(source, files, url) for files, url in found]
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
@@ -411,6 +387,7 @@ def resume_together(
     log: RankLog | None = None,
     fetch: Fetch | None = None,
     apart: Apart = lambda number, manifest: True,
+    ready: Callable[[], None] = lambda: None,
 ) -> tuple[Resumed, Choice]:
     """Restores, on every rank, the newest step that all of them reach, by a base that all can read
     and the log of each of them, and opens a timeline.
@@ -427,6 +404,7 @@ def resume_together(
         fetch: gets what this rank needs of copies in the memory of other nodes; None: there are
             none.
         apart: of what is read by several ranks of a node together nothing is read ahead.
+        ready: returns when this rank's keeper is there; without one no timeline is opened.
 
     Raises:
         RecoveryError: when there are bases and none can be used by all, or none of ``step``; or
@@ -438,6 +416,7 @@ def resume_together(
     copies = copies or Copies((), run)
     about = seams, run, meeting, held, load, copies, log
     start = _Start(*about, step=step, needs=needs, apart=apart, timeout_s=timeout_s)
+    start.ready = ready
     start.fetched += own
     try:
         with storage_errors("resume", run, rank=meeting.rank):
@@ -448,7 +427,7 @@ def resume_together(
         start.leave(error)
         raise
     finally:
-        start.stop_reading_ahead()
+        start.ahead.close()
     skipped = (*start.skipped, *(() if log is None else log.skipped))
     resumed = _resumed(go, start.outcome, state, skipped, copies.problems)
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice

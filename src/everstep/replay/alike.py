@@ -12,7 +12,7 @@ from everstep.replay.forms import Tensors
 
 __all__ = ["Alike", "Kernel", "Slice", "cut_alike", "slice_elements"]
 
-ELEMENTS_MIN, ELEMENTS_MAX = 64 * 1024, 16 * 1024 * 1024
+ELEMENTS_MIN, ELEMENTS_MAX = 64 * 1024, 4 * 1024 * 1024
 """Of a slice. In smaller ones, launching shows; in larger ones, gradients take too much memory."""
 
 _CACHE_SHARE = 2  # of the cache one half: what streams through it, too, wants room

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from everstep.errors import ReplayError, UnsupportedStateError
+from everstep.replay.alike import Kernel
 from everstep.replay.blocked import Blocked
 from everstep.replay.checks import Checks, check_order
 from everstep.replay.exactness import (
@@ -26,27 +28,40 @@ from everstep.replay.exactness import (
 )
 from everstep.replay.forms import KINDS
 from everstep.replay.own import build, set_options, step_over
-from everstep.replay.proof import blocked_is_exact, compiled_is_exact
+from everstep.replay.proof import (
+    blocked_is_exact,
+    compiled_is_exact,
+    kernel_for,
+    sliced_is_exact,
+)
+from everstep.replay.slices import Sliced
 from everstep.replay.updates import Update
 
-__all__ = ["BLOCKS_PAY_ELEMENTS", "Replayer"]
+__all__ = ["BLOCKS_PAY_ELEMENTS", "KERNELS_PAY_ELEMENTS", "Replayer"]
 
 BLOCKS_PAY_ELEMENTS = 32_000_000
 """Elements times updates from which on blocks are taken. Before the first block the self-test runs
 and the program is compiled: 23 to 30 ms of a core. A state that is in the cache anyway gains next
 to nothing by them; of six updates, 3 million elements take 58 ms whole and 78 in blocks, 6 million
-as long, 12 million 320 and 215 (AdamW, AMD EPYC, torch 2.13)."""
+as long, 12 million 320 and 215 (AdamW, AMD EPYC, torch 2.13). Not measured on a GPU."""
+
+KERNELS_PAY_ELEMENTS = 20_000_000_000
+"""Likewise, from which on kernels are tried, unless they were asked for: to compile them takes
+seconds, in which a GPU passes over a state of some billions of elements several times. Not
+measured: no GPU was at hand."""
 
 
 class Replayer:
     """Applies updates of one optimizer to named tensors, in place.
 
-    Two ways, chosen for each update, with the same bits:
+    Several ways, chosen for each update, with the same bits:
 
     - the optimizer's own ``step()`` over the logged gradients, on whole tensors;
     - SGD, Adam and AdamW on the CPU, once their state exists and there is enough to do
       (:data:`BLOCKS_PAY_ELEMENTS`): torch's functional forms of the same variant, block by
-      block, over all updates of a call (``blocked``).
+      block, over all updates of a call (``blocked``);
+    - the same on one CUDA device, in slices of tensors that are laid end to end (``slices``), or,
+      where there is very much to do, by kernels (``kernels``).
 
     To be used by one thread at a time.
 
@@ -61,6 +76,8 @@ class Replayer:
             torch's.
         training_threads: number of torch's threads in training, which the bits of large
             half-precision tensors depend on; None: not known.
+        fast: kernels will do whose last bits are not those of ``step()``; once one was used,
+            nothing is exact any more.
 
     Attributes:
         exact: whether what :meth:`apply` gives is bit for bit what training had. Once False
@@ -83,6 +100,7 @@ class Replayer:
         *,
         threads: int = 1,
         training_threads: int | None = None,
+        fast: bool = False,
     ) -> None:
         if why := kind_refusal(kind):
             raise _unsupported(kind, why)
@@ -123,11 +141,16 @@ class Replayer:
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
         }
-        self._start(optimizer, names, threads, training_threads)
+        self._start(optimizer, names, threads, training_threads, fast)
 
     @classmethod
     def of(
-        cls, optimizer: Optimizer, names: Mapping[int, str], *, threads: int | None = None
+        cls,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        *,
+        threads: int | None = None,
+        fast: bool = False,
     ) -> Replayer:
         """Around a live optimizer, which holds the state of the base.
 
@@ -139,6 +162,7 @@ class Replayer:
             optimizer: the user's.
             names: of all of its parameters, by ``id(parameter)``.
             threads: as for the constructor; None: as many as torch has.
+            fast: as for the constructor.
 
         Raises:
             UnsupportedStateError: it cannot be replayed; says why.
@@ -155,7 +179,7 @@ class Replayer:
         own = cls.__new__(cls)
         own._given = {}
         available = torch.get_num_threads()
-        own._start(optimizer, found, available if threads is None else threads, available)
+        own._start(optimizer, found, available if threads is None else threads, available, fast)
         return own
 
     def _start(
@@ -164,6 +188,7 @@ class Replayer:
         names: list[list[str]],
         threads: int,
         training_threads: int | None,
+        fast: bool,
     ) -> None:
         if threads < 1:
             raise ReplayError(f"threads={threads}: at least 1 is needed")
@@ -179,17 +204,8 @@ class Replayer:
         if len(self._parameters) != sum(map(len, names)):
             raise ReplayError("two parameters have the same name")
         self._training_threads = training_threads
-        on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
-        self._blocked = (
-            Blocked(
-                optimizer,
-                names,
-                threads=threads,
-                compiled=functools.partial(compiled_is_exact, self._kind),
-            )
-            if self._kind in KINDS and on_cpu
-            else None
-        )
+        self._fast = fast
+        self._at_once = self._fast_path(threads)
         self._size = sum(parameter.numel() for parameter in self._parameters.values())
         self._work = 0  # elements times updates, up to now
         self._key: str | None = None
@@ -198,6 +214,36 @@ class Replayer:
         self._judged: set[tuple[str, ...]] = set()
         self.exact = Exactness(True, "")
         self._judge(optimizer.param_groups)
+
+    def _fast_path(self, threads: int) -> Blocked | Sliced | None:
+        """What applies several updates at once, where its bits are proven."""
+        devices = {parameter.device for parameter in self._parameters.values()}
+        if self._kind not in KINDS or len(devices) != 1 or not _apart(self._parameters.values()):
+            return None
+        self._device = devices.pop()
+        way = _way(self._device)
+        if way == "blocks":
+            compiled = functools.partial(compiled_is_exact, self._kind)
+            return Blocked(self._optimizer, self._names, threads=threads, compiled=compiled)
+        if way == "slices":
+            return Sliced(self._optimizer, self._names, kernel=self._kernel)
+        return None
+
+    def _kernel(self, update: Update, number: int) -> Kernel | None:
+        """What may stand for torch's functions on slices of float32."""
+        if not self._fast and self._work < KERNELS_PAY_ELEMENTS:
+            return None
+        found = kernel_for(self._kind, update, number, self._device, inexact=self._fast)
+        if found is None:
+            return None
+        kernel, exact = found
+        if not exact and self.exact.exact:
+            self.exact = Exactness(
+                False,
+                f"replayed with kernels whose bits are not those of {self._kind.__name__}.step(), "
+                'as LogOptions(replay="fast") allows',
+            )
+        return kernel
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:
@@ -256,8 +302,8 @@ class Replayer:
 
         def work_off() -> None:
             if waiting:
-                assert self._blocked is not None
-                self._blocked.run(waiting)
+                assert self._at_once is not None
+                self._at_once.run(waiting)
                 set_options(self._optimizer, waiting[-1].groups)
                 waiting.clear()
 
@@ -296,18 +342,23 @@ class Replayer:
             values[key] = given
 
     def _takes_blocks(self, update: Update) -> bool:
-        if self._blocked is None or self._work < BLOCKS_PAY_ELEMENTS:
+        if self._at_once is None or self._work < BLOCKS_PAY_ELEMENTS:
             return False
-        if not self._blocked.takes(update):
+        if not self._at_once.takes(update):
             return False
         for number, (options, members) in enumerate(zip(update.groups, self._members, strict=True)):
             # Blocks have one thread of torch each.
             if self._training_threads not in (None, 1) and thread_dependence(options, members):
                 return False
             for dtype in {parameter.dtype for parameter in members}:
-                if not blocked_is_exact(self._kind, update, number, dtype):
+                if not self._proven(update, number, dtype):
                     return False
         return True
+
+    def _proven(self, update: Update, number: int, dtype: torch.dtype) -> bool:
+        if isinstance(self._at_once, Sliced):
+            return sliced_is_exact(self._kind, update, number, dtype, self._device)
+        return blocked_is_exact(self._kind, update, number, dtype)
 
     def _judge(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Keeps :attr:`exact` true to what is replayed."""
@@ -339,6 +390,24 @@ class Replayer:
         momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
         for update in updates:
             checks.check(update, momentum)
+
+
+def _way(device: torch.device) -> str | None:
+    """What applies several updates at once on a device."""
+    return {"cpu": "blocks", "cuda": "slices"}.get(device.type)
+
+
+def _apart(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no two lie in the same memory: else what is updated first matters."""
+    spans = []
+    for tensor in tensors:
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((count - 1) * step for count, step in steps)
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size()))
+    spans.sort()
+    return all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
 
 
 def _unsupported(kind: type[Optimizer], why: str) -> UnsupportedStateError:

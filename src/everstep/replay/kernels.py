@@ -97,7 +97,7 @@ def _adam(
         decays, decay, weight = tl.load(row), tl.load(row + 1), tl.load(row + 2)
         beta2, weight2, root = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
         eps, size = tl.load(row + 6), tl.load(row + 7)
-        g = tl.load(gradients + update.to(tl.int64) * stride + at, mask=inside, other=0.0)
+        g = tl.load(gradients + update * stride + at, mask=inside, other=0.0)
         g = g.to(tl.float32)
         p = tl.where(decays == 1.0, p * decay, p)
         g = tl.where(decays == 2.0, _plus(p, decay, g, FUSES), g)
@@ -133,7 +133,7 @@ def _sgd(
         row = rows + update * 5  # see passes._sgd_numbers
         decay, momentum, weight = tl.load(row), tl.load(row + 1), tl.load(row + 2)
         nesterov, size = tl.load(row + 3), tl.load(row + 4)
-        g = tl.load(gradients + update.to(tl.int64) * stride + at, mask=inside, other=0.0)
+        g = tl.load(gradients + update * stride + at, mask=inside, other=0.0)
         g = g.to(tl.float32)
         g = tl.where(decay != 0.0, _plus(p, decay, g, FUSES), g)
         if MOMENTUM:

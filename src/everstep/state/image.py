@@ -73,6 +73,7 @@ class State:
         told: the patterns, and the functions.
         replaying: one of the functions is being run by replay.
         ranks: as given.
+        replays_fast: replay may use kernels whose last bits are not those of training.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class State:
         self.told = told = Told.of(declared, static)
         self.replaying = False
         self.ranks = ranks
+        self.replays_fast = False
         modules: dict[str, ModuleProvider] = {}
         names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}

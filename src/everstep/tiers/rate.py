@@ -1,9 +1,12 @@
 """How many objects an hour: stores charge for requests, and slow down those who ask too often.
 
 A base is a handful of objects. A log that is written every step is the expensive part: so it is
-batched, per node, and :func:`batch_steps_for` says how many steps must go into one segment for
-the objects of an hour to stay under a stated cap. :class:`ObjectRate` holds the cap, whatever was
+batched, and :func:`batch_steps_for` says how many steps must go into one segment for the objects
+of an hour to stay under a stated cap. :class:`ObjectRate` holds the cap, whatever was
 calculated: it counts what is written and says how long the next objects have to wait.
+
+The cap is that of a place, for all ranks of a job on all nodes together
+(``TierOptions.objects_per_hour``). What counts here is one rank's equal part of it.
 """
 
 from __future__ import annotations
@@ -15,9 +18,20 @@ from collections import deque
 from everstep.errors import InfeasibleError, OptionError
 from everstep.seams.clock import Clock
 
-__all__ = ["HOUR_S", "ObjectRate", "batch_steps_for", "objects_per_hour"]
+__all__ = [
+    "HOUR_S",
+    "SEGMENT_OBJECTS",
+    "ObjectRate",
+    "batch_steps_for",
+    "objects_per_hour",
+    "pace_s",
+]
 
 HOUR_S = 3600.0
+SEGMENT_OBJECTS = 2
+"""Of a segment of the log: its data and its marker."""
+
+_LOG_SHARE = 0.75  # of the cap; the rest is for bases
 _LOOK_AGAIN_S = 1.0
 
 
@@ -26,8 +40,7 @@ def objects_per_hour(
     *,
     batch_steps: int | None,
     base_steps: int,
-    nodes: int = 1,
-    objects_per_segment: int = 2,
+    writers: int = 1,
     objects_per_base: int = 3,
 ) -> float:
     """Objects that are written in an hour of training.
@@ -36,16 +49,15 @@ def objects_per_hour(
         step_s: of one training step.
         batch_steps: of one segment of the log; None: there is no log.
         base_steps: from base to base.
-        nodes: that write segments: one for all ranks of a node (TierCheck section 3.2 batches
-            the differentials of N steps).
-        objects_per_segment: its data and its marker.
+        writers: of segments: ranks, each of which writes its own (TierCheck section 3.2 batches
+            the differentials of N steps of a node).
         objects_per_base: of all ranks: their shards and markers, and the manifest.
     """
     if step_s <= 0 or base_steps < 1 or (batch_steps is not None and batch_steps < 1):
         raise OptionError(f"no rate of steps: {step_s} s, {batch_steps}, {base_steps}")
     steps = HOUR_S / step_s
-    segments = 0.0 if batch_steps is None else steps / batch_steps * nodes
-    return segments * objects_per_segment + steps / base_steps * objects_per_base
+    segments = 0.0 if batch_steps is None else steps / batch_steps * writers
+    return segments * SEGMENT_OBJECTS + steps / base_steps * objects_per_base
 
 
 def batch_steps_for(
@@ -53,8 +65,7 @@ def batch_steps_for(
     step_s: float,
     *,
     base_steps: int,
-    nodes: int = 1,
-    objects_per_segment: int = 2,
+    writers: int = 1,
     objects_per_base: int = 3,
 ) -> int:
     """The fewest steps of one segment with which no more objects are written than ``cap_per_hour``.
@@ -75,7 +86,13 @@ def batch_steps_for(
             needed=needed,
             hint=f"a base every {needed} steps or less often, or a higher cap",
         )
-    return max(1, math.ceil(steps * nodes * objects_per_segment / left))
+    return max(1, math.ceil(steps * writers * SEGMENT_OBJECTS / left))
+
+
+def pace_s(cap_per_hour: int | None) -> float:
+    """Seconds from segment to segment of one writer, at least, so that its log takes three
+    quarters of its cap, evenly over the hour, and bases never wait for a burst of segments."""
+    return 0.0 if cap_per_hour is None else SEGMENT_OBJECTS * HOUR_S / (cap_per_hour * _LOG_SHARE)
 
 
 class ObjectRate:
@@ -83,15 +100,22 @@ class ObjectRate:
 
     Args:
         cap_per_hour: None: no cap.
+        before: what this one follows, whose objects count as well: a trainer that comes back, say,
+            within the hour.
     """
 
-    def __init__(self, cap_per_hour: int | None, clock: Clock) -> None:
+    def __init__(
+        self, cap_per_hour: int | None, clock: Clock, before: ObjectRate | None = None
+    ) -> None:
         if cap_per_hour is not None and cap_per_hour < 1:
             raise OptionError(f"a cap of {cap_per_hour} objects an hour lets nothing through")
         self._cap = cap_per_hour
         self._clock = clock
         self._lock = threading.Lock()
         self._written: deque[tuple[float, int]] = deque()
+        if before is not None:
+            with before._lock:
+                self._written.extend(before._written)
         self._claims: dict[object, int] = {}
         self.total = 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from everstep.bench.multistep.options import Ratio
+import numpy as np
+
+from everstep.bench.multistep.options import WAYS, Ratio
 from everstep.bench.multistep.training import Lengths
 from everstep.bench.persist.report import Spread
 from everstep.capture.multistep import Unit
@@ -70,7 +72,7 @@ class MeasuredSave:
 
     @property
     def other_s(self) -> float:
-        """What of that is no waiting for copies, which is all that the model knows."""
+        """What of that is no waiting for copies: its own work."""
         return self.stall_s - self.causes.get("gate", 0.0) - self.causes.get("gradients", 0.0)
 
     @property
@@ -119,6 +121,8 @@ class Measurement:
         state_bytes, gradient_bytes: of the training.
         link_bytes_per_s: of the emulated link.
         rows: both ways, by parts; then others.
+        own: both ways, by parts, through a link on which nothing is waited for: what the training
+            thread does itself, measured apart from what it is compared with.
         units: bytes of what is captured together, in the order of the state; empty: anything can
             be cut.
     """
@@ -129,6 +133,7 @@ class Measurement:
     gradient_bytes: int
     link_bytes_per_s: float
     rows: Sequence[Row] = ()
+    own: Sequence[Row] = ()
     units: Sequence[int] = ()
 
     def row(self, way: str, parts: int = 1) -> Row | None:
@@ -147,8 +152,22 @@ class Measurement:
         speed = self.link_bytes_per_s
         return row.lengths.pipeline(self.state_bytes / speed, self.gradient_bytes / speed)
 
+    def own_s(self, way: str, parts: int) -> float | None:
+        """The training thread's own work for a base in so many parts; between numbers of parts that
+        were measured, in proportion. None: it was not measured."""
+        found = sorted(
+            (row.parts, other.median)
+            for row in self.own
+            if row.way == way and (other := row.spread(lambda save: save.other_s))
+        )
+        if not found:
+            return None
+        measured, seconds = zip(*found, strict=True)
+        return max(0.0, float(np.interp(parts, measured, seconds)))
+
     def modelled_s(self, row: Row, parts: int | None = None) -> float:
-        """That training is held up, as the model says.
+        """That training waits for copies, as the model says that knows of nothing else (the
+        paper's, its errors mended).
 
         Args:
             parts: other than those of the row.
@@ -156,8 +175,25 @@ class Measurement:
         pipeline = self.pipeline(row)
         if row.way == "async":
             return pipeline.state_s
-        count = parts or row.parts or row.chosen or 1
-        return self.overlap(pipeline, count, HELD_STEPS.get(row.way)).stall_s
+        return self.overlap(pipeline, parts or _count(row), HELD_STEPS.get(row.way)).stall_s
+
+    def expected(self, row: Row, parts: int | None = None) -> Overlap | None:
+        """What is modelled of a base with the training thread's own work, of which the link makes
+        use, and with copies where everstep makes them; None where that work was not measured."""
+        count = parts or _count(row)
+        own_s = self.own_s(row.way, count)
+        if own_s is None:
+            return None
+        pipeline = replace(self.pipeline(row), part_s=own_s / count, behind_update=True)
+        return self.overlap(pipeline, count, HELD_STEPS[row.way])
+
+    def expected_s(self, row: Row, parts: int | None = None) -> float | None:
+        """That training is held up, as :meth:`expected` says; of what has no parts, as
+        :meth:`modelled_s` does."""
+        if row.way not in WAYS:
+            return self.modelled_s(row)
+        found = self.expected(row, parts)
+        return None if found is None else found.lost_s
 
     def overlap(self, pipeline: Pipeline, parts: int, held_steps: int | None) -> Overlap:
         """What a base costs, cut as everstep cuts it: a parameter stays whole."""
@@ -168,22 +204,23 @@ class Measurement:
 
     def bound_s(self, row: Row) -> float:
         """No way with so many parts holds training up less."""
-        return lower_bound_s(self.pipeline(row), row.parts or row.chosen or 1)
+        return lower_bound_s(self.pipeline(row), _count(row))
 
     def best_modelled(self, way: str) -> tuple[int, float] | None:
-        """The best number of parts as the model says, and what it holds training up."""
+        """The best number of parts as the model says, own work included, and what it holds training
+        up; None where that work was not measured."""
         rows = self.of(way)
         if not rows:
             return None
-        pipeline, held_steps = self.pipeline(rows[0]), HELD_STEPS[way]
-        stalls_s = [
-            self.overlap(pipeline, parts, held_steps).stall_s for parts in range(1, PARTS_MAX + 1)
-        ]
-        parts = fewest(stalls_s)
-        return parts, stalls_s[parts - 1]
+        found = [self.expected_s(rows[0], parts) for parts in range(1, PARTS_MAX + 1)]
+        lost_s = [seconds for seconds in found if seconds is not None]
+        if len(lost_s) < len(found):
+            return None
+        parts = fewest(lost_s)
+        return parts, lost_s[parts - 1]
 
     def free(self, way: str) -> list[Row]:
-        """The rows of a way that, as the model says, hold nothing up."""
+        """The rows of a way in which, as the model of copies says, nothing is waited for."""
         return [row for row in self.of(way) if self.modelled_s(row) <= _NOTHING * self._step_s(row)]
 
     def _step_s(self, row: Row) -> float:
@@ -202,6 +239,10 @@ class Measurement:
             "gradient_bytes": self.gradient_bytes,
             "link_bytes_per_s": self.link_bytes_per_s,
             "rows": [self._row_as_json(row) for row in self.rows],
+            "own": [
+                {"way": row.way, "parts": row.parts, "error": row.error, "saves": _saves(row)}
+                for row in self.own
+            ],
         }
 
     def _row_as_json(self, row: Row) -> dict[str, Any]:
@@ -213,9 +254,19 @@ class Measurement:
             "chosen": row.chosen,
             "error": row.error,
             "modelled_stall_s": self.modelled_s(row) if row.saves else None,
+            "modelled_lost_s": self.expected_s(row) if row.saves else None,
+            "own_s": self.own_s(row.way, _count(row)) if row.saves else None,
             "bound_s": self.bound_s(row) if row.saves else None,
             "stall_s": stall and stall.as_json(),
             "slowdown_s": slowdown and slowdown.as_json(),
             "lengths": row.lengths and asdict(row.lengths),
-            "saves": [asdict(save) for save in row.saves],
+            "saves": _saves(row),
         }
+
+
+def _count(row: Row) -> int:
+    return row.parts or row.chosen or 1
+
+
+def _saves(row: Row) -> list[dict[str, Any]]:
+    return [asdict(save) for save in row.saves]

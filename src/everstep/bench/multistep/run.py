@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.bench.multistep import saves
@@ -29,6 +30,7 @@ from everstep.errors import EverstepError
 __all__ = ["about_s", "run_multistep"]
 
 _OTHERS = ("async", "lazy")
+_FREE_BYTES_PER_S = 1e13  # of a link on which nothing is waited for
 _CALIBRATE_S = 2.0
 _COPIES_ON_DISK = 4
 _COPIES_IN_MEMORY = 20  # training, its gradients, two bases, gradients of 24 steps, the keeper's
@@ -37,7 +39,11 @@ _MEMORY_BESIDES = 1 << 30
 
 def about_s(options: MultistepOptions) -> float:
     """Seconds that :func:`run_multistep` takes, roughly."""
-    return sum(
+    own_s = sum(
+        saves.about_s(way, parts, 0.0, options.step_s, options.repeats)
+        for way, parts in itertools.product(WAYS, options.parts)
+    )
+    return own_s * len(options.ratios) + sum(
         _CALIBRATE_S
         + sum(
             saves.about_s(way, parts, copy_steps, options.step_s, options.repeats)
@@ -84,12 +90,9 @@ def run_multistep(options: MultistepOptions, display: Display) -> MultistepRepor
                     seed=options.seed,
                 )
                 tensors = training.tensors
-                for copy_steps in options.copies:
-                    found.append(
-                        _measure(
-                            options, training, ratio, copy_steps, folder, placement, display, drawn
-                        )
-                    )
+                bench = _Bench(options, training, ratio, folder, placement, display, drawn)
+                own = bench.own()
+                found += [bench.measured(copy_steps, own) for copy_steps in options.copies]
         return MultistepReport(
             options=options,
             machine=machine,
@@ -110,38 +113,53 @@ def _wanted(options: MultistepOptions) -> list[tuple[str, int]]:
     return [*itertools.product(WAYS, counts), *((way, 1) for way in _OTHERS)]
 
 
-def _measure(
-    options: MultistepOptions,
-    training: TimedTraining,
-    ratio: Ratio,
-    copy_steps: float,
-    folder: Path,
-    placement: Placement,
-    display: Display,
-    drawn: random.Random,
-) -> Measurement:
-    speed = training.state_bytes / (copy_steps * options.step_s)
-    wanted = _wanted(options)
-    rows = {one: Row(*one) for one in wanted}
-    drawn.shuffle(wanted)
-    display.begin(f"a copy takes {copy_steps:g} steps, gradients {ratio} of the state", len(wanted))
-    for way, parts in wanted:
-        display.advance(f"{way}, {parts or 'auto'}")
-        run = folder / "run"
-        try:
-            rows[way, parts] = measure_row(
-                way, parts, training, speed, run, placement, options.repeats
-            )
-        except EverstepError as error:
-            rows[way, parts].error = f"failed: {error}"
-        finally:
-            shutil.rmtree(run, ignore_errors=True)
-    return Measurement(
-        copy_steps=copy_steps,
-        ratio=ratio,
-        state_bytes=training.state_bytes,
-        gradient_bytes=training.gradient_bytes,
-        link_bytes_per_s=speed,
-        rows=list(rows.values()),
-        units=training.units,
-    )
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Of one share of gradients."""
+
+    options: MultistepOptions
+    training: TimedTraining
+    ratio: Ratio
+    folder: Path
+    placement: Placement
+    display: Display
+    drawn: random.Random
+
+    def own(self) -> list[Row]:
+        """Both ways in all numbers of parts, through a link on which nothing is waited for."""
+        what = f"own work, gradients {self.ratio} of the state"
+        wanted = list(itertools.product(WAYS, self.options.parts))
+        return self._rows(what, wanted, _FREE_BYTES_PER_S)
+
+    def measured(self, copy_steps: float, own: list[Row]) -> Measurement:
+        """Everything that is compared, for one length of a copy."""
+        speed = self.training.state_bytes / (copy_steps * self.options.step_s)
+        what = f"a copy takes {copy_steps:g} steps, gradients {self.ratio} of the state"
+        return Measurement(
+            copy_steps=copy_steps,
+            ratio=self.ratio,
+            state_bytes=self.training.state_bytes,
+            gradient_bytes=self.training.gradient_bytes,
+            link_bytes_per_s=speed,
+            rows=self._rows(what, _wanted(self.options), speed),
+            own=own,
+            units=self.training.units,
+        )
+
+    def _rows(self, what: str, wanted: list[tuple[str, int]], speed: float) -> list[Row]:
+        rows = {one: Row(*one) for one in wanted}
+        order = list(wanted)
+        self.drawn.shuffle(order)
+        self.display.begin(what, len(order))
+        for way, parts in order:
+            self.display.advance(f"{way}, {parts or 'auto'}")
+            run = self.folder / "run"
+            try:
+                rows[way, parts] = measure_row(
+                    way, parts, self.training, speed, run, self.placement, self.options.repeats
+                )
+            except EverstepError as error:
+                rows[way, parts].error = f"failed: {error}"
+            finally:
+                shutil.rmtree(run, ignore_errors=True)
+        return list(rows.values())

@@ -24,7 +24,7 @@ __all__ = ["about_s", "measure_row", "warm_ups_of"]
 
 _IDLE_STEPS, _IDLE_STEPS_WARMING_UP = 4, 1  # before each save; nothing is under way in these
 _SLACK_BYTES = 64 << 20
-_OPEN_S = 1.5  # a keeper process begins, and ends
+_OPEN_S = 3.0  # a keeper process begins, and ends; bases become durable
 _STEPS_UNTIL_DURABLE = 3
 
 

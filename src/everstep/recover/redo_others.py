@@ -1,0 +1,213 @@
+"""Redo of steps that another number of ranks has trained (``adr/033``).
+
+As :mod:`.redo`, but each update is put together of this rank's parts of what all of them consumed,
+and what no optimizer replays is restored from the last marks of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
+from everstep.format.log import LogRecord
+from everstep.format.records import TimelineRecord
+from everstep.recover.decide import Skipped
+from everstep.recover.forward import Restored
+from everstep.recover.old_gradients import OldGradients
+from everstep.recover.old_layout import OldLayout
+from everstep.recover.old_marks import OldSamples, live_tensors, restore_marks
+from everstep.recover.redo import Redo, Step, other_conditions, other_than_trained
+from everstep.replay.updates import Update
+from everstep.seams.progress import progress
+from everstep.state.image import State
+
+__all__ = ["Fetch", "redo_of_others"]
+
+Fetch = Callable[[Sequence[int], int, int], Mapping[int, Sequence[LogRecord]]]
+"""Gets the updates and the mark of a step (timeline, step) of the logs of some ranks, verified.
+
+Raises:
+    DamageError: one of them cannot be used.
+"""
+
+
+class _Redo(Redo):
+    """Applies updates of another number of ranks.
+
+    Attributes:
+        marks: of the step that was applied last, by rank.
+    """
+
+    def __init__(self, state: State, layout: OldLayout, giver: int) -> None:
+        super().__init__(state)
+        self._layout, self._samples = layout, OldSamples(layout, giver)
+        self.marks: Mapping[int, LogRecord] = {}
+        self._taken_bytes = 0
+        self._looked = False
+
+    def take(self, step: Step, marks: Mapping[int, LogRecord]) -> None:
+        """:meth:`step`, with the marks of all whose logs are needed.
+
+        Raises:
+            FormatError, ReplayError, AuditError: as :meth:`step`.
+        """
+        size_bytes = sum(_gradient_bytes(update) for _, update in step.updates)
+        if self._taken_bytes + size_bytes > self.limit_bytes:
+            self.idle()
+            self._taken_bytes = 0
+        self._taken_bytes += size_bytes
+        self.marks = marks
+        self.step(step)
+        if not self._pending:
+            self._taken_bytes = 0
+
+    def put_back(self, marks: Mapping[int, LogRecord]) -> list[str]:
+        """Restores what the last marks of all ranks hold; returns what is not as it was.
+
+        Raises:
+            MismatchError, FormatError: they do not fit the state.
+            AuditError, ReplayError: as :meth:`step`.
+        """
+        self.idle()
+        return restore_marks(self._state, self._layout, marks)
+
+    def _find_doubtful(self, mark: LogRecord) -> list[str]:
+        if not self._looked:
+            for one in self.marks.values():
+                self._doubtful = None
+                found = super()._find_doubtful(one)
+                there = {p.entry.name for p in one.layout.placed if p.end > p.begin}
+                if names := [name for name in found if name in there]:
+                    why = "an optimizer updates it, and something else, too"
+                    raise ReplayError(f"{names[0]!r} cannot be replayed in other parts: {why}")
+            self._looked = True
+        return []
+
+    def _compare(self) -> None:
+        mark, done = self._last, self._compared
+        if mark is not None and mark is not done and self.compares and self.exactness.exact:
+            name = self._samples.other(self.marks, live_tensors(self._state))
+            if name is not None:
+                raise other_than_trained(name, mark.head.step)
+        self._compared = mark
+
+
+def redo_of_others(
+    restored: Restored,
+    steps: Sequence[tuple[int, int]],
+    state: State,
+    fetch: Fetch,
+    timelines: Mapping[int, TimelineRecord | None],
+    *,
+    together: bool,
+    alive: Callable[[], None],
+) -> None:
+    """Redoes steps on what was restored from a base of another number of ranks.
+
+    Args:
+        restored: gets what is redone.
+        steps: timeline and step of each.
+        together: several steps in one pass; otherwise an error is of step ``restored.replayed``.
+        alive: called at each step.
+
+    Raises:
+        EverstepError: a step cannot be redone; the state is a mixture of steps.
+        RecoveryError, DeadlineError: another rank has failed, or is silent.
+    """
+    loaded = restored.loaded
+    assert loaded is not None
+    layout = loaded.layout
+    if layout is None or loaded.mismatches:
+        why = "the log behind it is of a state that consists of something else"
+        restored.skipped.append(Skipped(*steps[0], why))
+        return
+    if state.told.updates:
+        raise ReplayError("functions registered for declared updates run where they were trained")
+    gradients = OldGradients(state, layout)
+    redo = _Redo(state, layout, gradients.giver)
+    if not together:
+        redo.limit_bytes = 0
+    conditions = other_conditions(timelines.get(timeline) for timeline, _ in steps)
+    redo.compares = not conditions and not gradients.inexact
+    everyone = tuple(range(layout.world))
+    asked = tuple(sorted(gradients.asked))
+    marks: Mapping[int, LogRecord] = {}
+    with progress("replay", len(steps), "items") as bar:
+        for at in steps:
+            alive()
+            try:
+                found = fetch(everyone if at == steps[-1] else asked, *at)
+            except DamageError as error:
+                restored.skipped.append(Skipped(*at, f"log: {error.message}"))
+                return
+            logs = {rank: _Log(rank, at, restored.lsn, of, layout) for rank, of in found.items()}
+            step = _step_of(logs, gradients)
+            marks = {rank: log.mark for rank, log in logs.items()}
+            redo.take(step, {rank: marks[rank] for rank in asked})
+            restored.replayed += 1
+            restored.end, restored.lsn = BaseId(*at), step.mark.head.lsn
+            if not all(mark.head.exact for mark in marks.values()):
+                restored.inexact = "the log is of a state that was not exact"
+            bar.advance(1)
+    try:
+        notes = redo.put_back(marks)
+    except EverstepError:
+        restored.replayed -= 1  # it is the last marks that do not fit
+        raise
+    own = "" if redo.exactness.exact else redo.exactness.why
+    restored.inexact = restored.inexact or conditions or gradients.inexact or own
+    new = (note for note in notes if note not in loaded.notes)
+    restored.loaded = replace(loaded, notes=(*loaded.notes, *new))
+
+
+class _Log:
+    """One rank's records of a step.
+
+    Raises:
+        FormatError: they are not all of it, or of a state of another shape than the base.
+        ReplayError: one of them cannot be redone by other ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        at: tuple[int, int],
+        lsn: int,
+        records: Sequence[LogRecord],
+        layout: OldLayout,
+    ) -> None:
+        marks = [one for one in records if one.head.kind == "mark"]
+        self.updates = sorted(
+            (one for one in records if one.head.kind == "update"), key=lambda one: one.head.lsn
+        )
+        if len(marks) != 1 or any((r.head.timeline, r.head.step) != at for r in records):
+            raise FormatError(f"rank {rank}: other records than those of step {at[1]}")
+        (self.mark,) = marks
+        numbers = [one.head.lsn for one in self.updates]
+        if numbers != list(range(lsn + 1, self.mark.head.lsn + 1)):
+            raise FormatError(f"rank {rank}: updates {numbers} of step {at[1]} do not follow {lsn}")
+        if self.mark.head.shape != layout.shapes[rank]:
+            raise FormatError(f"rank {rank}: at step {at[1]} the state consists of something else")
+        for one in self.updates:
+            if one.head.declared:
+                what = f"a declared update of {one.head.declared!r}"
+                raise ReplayError(f"{one.head}: {what} is not repeated by other ranks")
+
+
+def _step_of(logs: Mapping[int, _Log], gradients: OldGradients) -> Step:
+    mine = logs[gradients.giver]
+    updates: list[tuple[LogRecord, Update | None]] = []
+    for rank, log in logs.items():
+        if log.mark.head.lsn != mine.mark.head.lsn:
+            raise FormatError(f"rank {rank} has made another number of updates: {log.mark.head}")
+    for number, record in enumerate(mine.updates):
+        of_all = {rank: logs[rank].updates[number] for rank in gradients.asked}
+        updates.append((record, gradients.update(of_all)))
+    return Step(tuple(updates), mine.mark)
+
+
+def _gradient_bytes(update: Update | None) -> int:
+    found = () if update is None else update.gradients.values()
+    return sum(one.numel() * one.dtype.itemsize for one in found)

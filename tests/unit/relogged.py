@@ -1,0 +1,177 @@
+"""Bases and logs of jobs of several ranks, made in one process rank by rank, and redone by jobs of
+another number of ranks (see :mod:`tests.unit.sharding`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from everstep.capture.spots import Spots, marked, which_of
+from everstep.commit.lineage import BaseId
+from everstep.format.log import LogRecord, RecordHead, record_digest
+from everstep.format.records import TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.keeper.consumed import Consumption
+from everstep.keeper.log_part import LogPart
+from everstep.keeper.recordable import Layouts, digest_of
+from everstep.recover.forward import Restored
+from everstep.recover.redo_others import redo_of_others
+from everstep.recover.scan import BaseFound
+from everstep.seams.fingerprint import fingerprint
+from everstep.state.dtensors import box_of, is_dtensor, local_of
+from everstep.state.image import State
+from everstep.state.layout import ShardLayout
+from everstep.state.objects import encode
+from everstep.state.placing import Box
+from everstep.state.ranks import RankInfo
+from everstep.state.tensors import host_bytes
+from tests.unit.sharding import STEP, Values, as_rank, build, found, load, write
+
+__all__ = ["Logs", "gradient", "logged", "redone", "train"]
+
+Logs = dict[tuple[int, int], list[LogRecord]]
+"""Updates and mark, by rank and step."""
+
+Change = Callable[[Values, RankInfo], None]
+
+
+def gradient(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
+    """What a whole parameter's gradient is in a step: other elements everywhere."""
+    count = int(torch.Size(shape).numel())
+    seed = sum(map(ord, name)) + 31 * step
+    return (torch.arange(float(count)) * 0.7 + seed).sin().reshape(tuple(shape))
+
+
+def train(values: Values, step: int) -> None:
+    """Gives every parameter this rank's part of its gradient; no update."""
+    for name, parameter in values["model"].named_parameters():
+        whole = gradient(name.removeprefix("module."), parameter.shape, step)
+        box = box_of(parameter)
+        part = whole[box.slices_in(Box((0,) * whole.dim(), tuple(whole.shape)))].contiguous()
+        if is_dtensor(parameter):
+            kind: Any = distributed.tensor.DTensor
+            part = kind.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=whole.stride(),
+            )
+        parameter.grad = part
+
+
+def logged(
+    run: Path,
+    layout: str,
+    world: int,
+    ring: ChunkRing,
+    steps: int,
+    *,
+    seed: int = 3,
+    optimizer: Callable[[Any], Any] | None = None,
+    change: Change = lambda values, info: None,
+) -> tuple[BaseFound, Logs]:
+    """A base of all ranks, and what each of them logs in as many steps behind it.
+
+    Args:
+        change: made to a rank's state behind each update.
+    """
+    markers, logs = [], Logs()
+    for rank in range(world):
+        with as_rank(rank, world) as info:
+            values = _values(layout, info, seed, optimizer)
+            state = State(values, ranks=info)
+            markers.append(write(run, state, ring))
+            consumption, part, layouts = Consumption(state), LogPart(state), Layouts()
+            for step in range(STEP + 1, STEP + 1 + steps):
+                train(values, step)
+                shape = digest_of(state.survey().shape, consumption.regroup())
+                consumed, name, about = part.look(consumption, "optimizer")
+                head = RecordHead("update", 1, step, step, shape)
+                objects = {name: encode(about, checked=True)}
+                update = _record(head, consumed.layout, objects, consumed.tensors)
+                values["optimizer"].step()
+                values["own"]["n"] = step
+                change(values, info)
+                logs[rank, step] = [update, _mark(state, layouts, step, shape)]
+    return found(run, markers), logs
+
+
+def redone(
+    base: BaseFound,
+    logs: Logs,
+    layout: str,
+    info: RankInfo,
+    ring: ChunkRing,
+    steps: int,
+    *,
+    optimizer: Callable[[Any], Any] | None = None,
+    together: bool = True,
+    asked: set[tuple[int, int]] | None = None,
+) -> tuple[Values, Restored]:
+    """A rank of another job, behind base and log.
+
+    Args:
+        asked: gets whose logs were asked for, and of which step.
+    """
+    values = _values(layout, info, 9, optimizer)
+    state = State(values, ranks=info)
+    loaded = load(base, state, ring)
+    restored = Restored(base, loaded, base.id, loaded.marker.lsn)
+
+    def fetch(ranks: Sequence[int], timeline: int, step: int) -> Mapping[int, list[LogRecord]]:
+        if asked is not None:
+            asked.update((rank, step) for rank in ranks)
+        records = {rank: logs[rank, step] for rank in ranks}
+        for record in (one for own in records.values() for one in own):
+            record.verify()
+        return records
+
+    numbers = [(1, step) for step in range(STEP + 1, STEP + 1 + steps)]
+    record = TimelineRecord("run", 1, None, 0, True, 1, fingerprint(), 0.0)
+    about = restored, numbers, state, fetch, {1: record}
+    redo_of_others(*about, together=together, alive=lambda: None)
+    assert restored.end == BaseId(1, STEP + restored.replayed) or not restored.replayed
+    return values, restored
+
+
+def _values(
+    layout: str, info: RankInfo, seed: int, optimizer: Callable[[Any], Any] | None
+) -> Values:
+    values = build(layout, info, seed)
+    if optimizer is not None:
+        values["optimizer"] = optimizer(values["model"].parameters())
+        train(values, 0)
+        values["optimizer"].step()
+    return values
+
+
+def _mark(state: State, layouts: Layouts, step: int, shape: str) -> LogRecord:
+    survey = state.survey()
+    owners = survey.shape.owners
+    named = {e.name: survey.tensors[e.name] for e in survey.shape.entries}
+    replayed = {name: t for name, t in named.items() if owners[name].kind == "replayed"}
+    spots = Spots(replayed)
+    named = {name: t for name, t in named.items() if owners[name].in_marks}
+    named |= marked(spots, which_of(spots, sorted(survey.tensors)), step)
+    head = RecordHead("mark", 1, step, step, shape)
+    return _record(head, layouts.of(named), survey.objects(), named)
+
+
+def _record(
+    head: RecordHead,
+    layout: ShardLayout,
+    objects: Mapping[str, bytes],
+    tensors: Mapping[str, torch.Tensor],
+) -> LogRecord:
+    data = bytearray(layout.size_bytes)
+    for place in layout.placed:
+        tensor = local_of(tensors[place.entry.name]).detach().contiguous()
+        data[place.begin : place.end] = host_bytes(tensor)
+    view = memoryview(data)
+    return LogRecord(head, layout, objects, view, record_digest(view, objects))
