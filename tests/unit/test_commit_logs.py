@@ -220,7 +220,7 @@ def test_no_step_counts_in_which_one_of_them_has_counted_other_updates() -> None
 
 def test_what_is_of_no_use_to_one_rank_is_of_use_to_none() -> None:
     every = dict.fromkeys(range(3), behind(3))
-    choice = of_others(every, every, spoilt_log={(1, 1, 12)})
+    choice = of_others(every, every, every, every, spoilt_log={(3, 1, 12)})
     assert choice.end == BaseId(1, 11)
 
 

@@ -18,6 +18,7 @@ from everstep.cli.ps import ask_statuses
 from everstep.keeper.place import ROOT
 from everstep.keeper.registry import kill_keeper, list_keepers
 from everstep.recover.scan import scan_run
+from everstep.recover.segments import scan_log
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.urls import open_tier
@@ -34,7 +35,7 @@ TRAINING = """
 import hashlib, json, os, signal, sys, warnings
 import torch, torch.distributed as dist
 import everstep
-from everstep.tiers.options import PeerOptions
+from everstep.tiers.options import PeerOptions, TierOptions
 
 run, options, kind = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 rank, meet, world = int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
@@ -67,7 +68,10 @@ def say(**what):
     os.write(1, (json.dumps({"rank": rank, **digests, **what}) + "\\n").encode())
 
 peers = [PeerOptions(emulated_node=str(rank))] if options.pop("peers", False) else []
-options["tiers"] = [*peers, *options.get("tiers", [])]
+places = options.get("tiers", [])
+if options.pop("copies_log", False):
+    places = [TierOptions(place, log="whole") for place in places]
+options["tiers"] = [*peers, *places]
 options = {"every": 4, "on_failure": "warn", "progress_timeout_s": 30.0, **options}
 ckpt = everstep.Checkpointer(run, {"model": model, "optimizer": optimizer}, **options)
 recovery = ckpt.resume()
@@ -131,7 +135,8 @@ class Hosts:
     def lose(self, *hosts: int) -> None:
         """Hosts with all that is on them."""
         for host in hosts:
-            kill_keeper(self.keepers()[self.run(host)])
+            if (keeper := self.keepers().get(self.run(host))) is not None:
+                kill_keeper(keeper)
             shutil.rmtree(Path(self.run(host)).parent)
 
     def keepers(self) -> dict[str, Any]:
@@ -147,6 +152,12 @@ class Hosts:
             if status is None or (status.copies, status.logs) != wanted:
                 return False
         return True
+
+    def copied_log(self, step: int) -> bool:
+        """Whether the copies have the log of every rank up to a step."""
+        files = TierFileSystem(open_tier(self.store, PosixFileSystem()), ROOT)
+        found = (scan_log(files, ROOT, [1], rank=rank) for rank in range(self._world))
+        return all(any(one.last >= step for one in segments) for segments in found)
 
     def _copied(self) -> list[int]:
         files = TierFileSystem(open_tier(self.store, PosixFileSystem()), ROOT)
@@ -197,8 +208,8 @@ def test_two_neighbours_in_the_ring_are_lost_at_once(
 def test_half_of_the_hosts_are_gone(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
 ) -> None:
-    """Two of four ranks go on with what all four had. Their logs are of four ranks: none of their
-    steps can be replayed, which is said, and what comes back is the newest base in the copies."""
+    """Two of four ranks go on with what all four had. Of two logs nobody has anything, which is
+    said, and what comes back is the newest base in the copies."""
     expected = undisturbed(tmp_path_factory.getbasetemp() / f"half-{kind}", 4, kind)
     job = Hosts(folder, 4, kind)
     job.until_killed(6, 4)
@@ -207,6 +218,23 @@ def test_half_of_the_hosts_are_gone(
     for lines in said:
         assert (lines[0]["resumed"], lines[0]["base"], lines[0]["replayed"]) == (4, 4, 0)
         assert lines[0]["whole"] == expected[0][4]["whole"]
-        assert "log: 4 rank(s) wrote it, and 2 start" in lines[0]["skipped"]
+        assert "rank 2 of 4 that wrote it gets no further" in lines[0]["skipped"]
         assert [one["step"] for one in lines if "step" in one] == [5, 6, 7]
     assert said[0][-1]["whole"] == said[1][-1]["whole"], "they train on together"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_half_of_the_hosts_are_gone_and_copies_have_the_log(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    """Two of four ranks go on from the last step that all four had copied."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / f"half-{kind}", 4, kind)
+    job = Hosts(folder, 4, kind, copies_log=True)
+    job.until_killed(6, 4)
+    wait_for(lambda: job.copied_log(6), "the log")
+    for keeper in job.keepers().values():
+        kill_keeper(keeper)
+    job.lose(2, 3)
+    for lines in job.to_the_end(2):
+        assert (lines[0]["resumed"], lines[0]["base"], lines[0]["replayed"]) == (6, 4, 2)
+        assert lines[0]["whole"] == expected[0][6]["whole"]

@@ -18,6 +18,7 @@ import everstep
 from everstep import LogOptions
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
+from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
 from everstep.keeper import copies as copies_module
@@ -29,7 +30,7 @@ from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
 from everstep.recover import resume as resume_module
 from everstep.recover import together
-from everstep.recover.peers import Brought
+from everstep.recover.peers import Brought, plan_of
 from everstep.seams import PosixFileSystem, ReadFile, SystemClock
 from everstep.state.image import State
 from everstep.state.log_parts import recorded_by_several
@@ -42,7 +43,7 @@ from tests.unit.serving import die, serving
 from tests.unit.sharding import as_rank, build
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_together import die as all_die
-from tests.unit.test_tiers_mirror import contents, wait_for
+from tests.unit.test_tiers_mirror import contents, put, wait_for
 from tests.unit.test_together import resume, train
 from tests.unit.together import RankTraining, trained, trainings
 from tests.unit.world import TIMEOUT_S, forget
@@ -402,6 +403,15 @@ def _spoil(path: Path, where: str) -> None:
     path.write_bytes(data)
 
 
+def told_of_choice(say: Any, offer: Any, copies: Any, needs: Any, **more: Any) -> Brought:
+    """What a rank does before it fetches; there is nothing to fetch."""
+    said = say("say what they have", {"offer": encode_offer(offer)})
+    choice = plan_of([decode_offer(one["offer"]) for one in said], [], needs, more["step"])[1]
+    assert choice is not None
+    more["meanwhile"](choice)
+    return Brought([], [])
+
+
 def test_a_lossy_log_is_looked_at_while_others_fetch(
     tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +429,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
 
     def fetch(meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any) -> Brought:
         assert offer.log == ()
+        told_of_choice(say, offer, *about, **more)
         assert looked.wait(TIMEOUT_S), "nobody looks meanwhile"
         return Brought([], [])
 
@@ -436,7 +447,55 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         for one in ranks:
             one.ckpt._starts._job._fetches = True
         assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
+        all_die(ranks)
     assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_that_is_damaged(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Bases of steps 4 and 8 are in the store, and the log of steps 5 to 7, 9 and 10."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        resume(ranks)
+        for upto, step in ((0, 4), (7, 8)):
+            train(ranks, step - upto)
+            for one in ranks:
+                one.ckpt.wait(20)
+            Job(runs, store).copy()
+            train(ranks, 7 - step if step == 4 else 2)
+            for one in ranks:
+                copy_log(one, store, 0.9)
+        all_die(ranks)
+    for run in runs:
+        shutil.rmtree(run)
+    if damaged:
+        name = "timeline-00001/base/000000000008/rank-00001.safetensors"
+        data = bytearray(contents(store)[name])
+        data[-1] ^= 1
+        put(store, name, bytes(data))
+    opened: set[str] = set()
+    own = MemoryTier.open
+
+    def noting(self: MemoryTier, name: str) -> Any:
+        if "/lossy/" in name:
+            opened.add(name.split("/")[2][-2:])
+        return own(self, name)
+
+    monkeypatch.setattr(MemoryTier, "open", noting)
+    monkeypatch.setattr(
+        job_module,
+        "fetch_from_peers",
+        lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
+    )
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            one.ckpt._starts._job._fetches = True
+        found = {(one.step, one.base_step) for one in resume(ranks)}
+        all_die(ranks)
+    assert found == ({(7, 4)} if damaged else {(10, 8)})
+    assert opened == ({"07", "10"} if damaged else {"10"}), "by their last steps"
 
 
 def test_a_damaged_segment_in_the_store_is_the_end_for_all(

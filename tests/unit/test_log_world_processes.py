@@ -157,3 +157,19 @@ def test_a_job_of_another_size_comes_back_to_the_last_step(
     before = runs.said(layout, ranks, LAST, to="disk", dies=True)
     runs.kill_keepers()
     go_on(runs, before, other, world, LAST, LAST - BASE)
+
+
+@pytest.mark.parametrize(("ranks", "world"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_a_log_in_the_memory_of_keepers_leads_on(
+    runs: Runs, layout: str, ranks: int, world: int
+) -> None:
+    """Also of those that serve no rank any more; they keep it until the ranks that go on have a
+    base of their own."""
+    before = runs.said(layout, ranks, LAST, to="memory", dies=True)
+    for _ in range(2):  # the first of them has taken no base yet
+        said = runs.said(layout, world, LAST, to="memory", dies=True)
+        for lines in said:
+            first = lines[0]
+            assert (first["step"], first["replayed"]) == (LAST, LAST - BASE), first["skipped"]
+        assert at(said, LAST) == at(before, LAST)

@@ -150,6 +150,8 @@ def test_what_each_base_has_cost_is_told(served: Bench) -> None:
     causes = ("begin_s", "capture"), ("state_wait_s", "gate"), ("gradients_wait_s", "gradients")
     for name, cause in causes:
         assert 0 <= sum(getattr(base, name) for base in bases) <= stats.stall_s[cause]
+    # Own work of a part, of the second base: the first one was planned.
+    assert stats.multistep.part_s == bases[1].begin_s / 3 > 0
     lazy = opened(served.run.parent / "lazy", MatrixWorld(CASES["AdamW-foreach"], LOOPS["plain"]))
     assert lazy.stats().multistep is None
     lazy.close()

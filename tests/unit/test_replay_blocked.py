@@ -309,6 +309,32 @@ def test_what_the_self_test_does_not_prove_is_not_used(
     assert caplog.text.count("not bit-equal") == 1
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_parameters_that_share_memory_are_updated_in_turn(ways: list[tuple[str, int]]) -> None:
+    """All updates of a block of one, then those of the other, would be something else."""
+    drawn = torch.Generator().manual_seed(3)
+    names = ("one", "other")
+    logged = [{name: torch.randn(200, generator=drawn) for name in names} for _ in range(4)]
+    found = []
+    for replays in (False, True):
+        memory = torch.linspace(-1, 1, 300)
+        members = [torch.nn.Parameter(part) for part in (memory[:200], memory[100:])]
+        optimizer = SGD(members, lr=0.1, weight_decay=0.5)
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        if replays:
+            replayer = engine.Replayer.of(
+                optimizer, dict(zip(map(id, members), names, strict=True))
+            )
+            replayer.apply([Update(n, "o", (options,), one) for n, one in enumerate(logged, 1)])
+        for gradients in () if replays else logged:
+            for name, parameter in zip(names, members, strict=True):
+                parameter.grad = gradients[name]
+            optimizer.step()
+        found.append(memory)
+    assert torch.equal(*found)
+    assert ways == [("step", 1)] * 4
+
+
 def test_flat_is_a_view_in_memory_order() -> None:
     image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
     line = flat(image, (0, 2, 3, 1))

@@ -206,13 +206,18 @@ class Failing(Kernel):
         raise ValueError("no such instruction")
 
 
-RUN_FLAGS = {"foreach": True, "weight_decay": 0.25, "betas": (0.5, 0.75), "eps": 2.0**-20}
+RUN_FLAGS: dict[str, Any] = {
+    "foreach": True,
+    "weight_decay": 0.25,
+    "betas": (0.5, 0.75),
+    "eps": 2.0**-20,
+}
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, *kernels: Kernel, inexact: bool) -> Any:
+def chosen(monkeypatch: pytest.MonkeyPatch, *kernels: Kernel, inexact: bool, **options: Any) -> Any:
     use(monkeypatch, lambda kind, variant: list(kernels))
-    own = AdamW([torch.nn.Parameter(torch.zeros(1))], **RUN_FLAGS).param_groups[0]  # type: ignore[arg-type]
-    groups = ({key: value for key, value in own.items() if key != "params"},)
+    optimizer: Any = AdamW([torch.nn.Parameter(torch.zeros(1))], **{**RUN_FLAGS, **options})
+    groups = ({k: v for k, v in optimizer.param_groups[0].items() if k != "params"},)
     update = Update(1, "optimizer", groups, {})
     return proof.kernel_for(AdamW, update, 0, torch.device("cpu"), inexact=inexact)
 
@@ -226,6 +231,8 @@ def test_the_self_test_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chosen(monkeypatch, failing, far, inexact=inexact) is None
     assert chosen(monkeypatch, far, close, inexact=True) == (close, False)
     assert chosen(monkeypatch, far, close, inexact=False) is None
+    # Nor is one that is never called: what would be compared is torch with itself.
+    assert chosen(monkeypatch, far, inexact=True, amsgrad=True) is None
 
 
 @pytest.fixture

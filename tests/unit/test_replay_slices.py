@@ -225,35 +225,6 @@ def test_what_the_self_test_does_not_prove_is_not_used(
     assert caplog.text.count("slices of AdamW (torch.float32) are not bit-equal") == 1
 
 
-def test_parameters_that_share_memory_are_updated_in_turn(ways: list[tuple[str, int]]) -> None:
-    """All updates of one, then all of the other, would be something else."""
-
-    def trained(groups_of: Callable[[Any], Any]) -> tuple[torch.Tensor, Any, list[Update]]:
-        memory = torch.linspace(-1, 1, 300)
-        ours = {"one": memory[:200], "other": memory[100:]}
-        optimizer = groups_of([torch.nn.Parameter(tensor) for tensor in ours.values()])
-        members = optimizer.param_groups[0]["params"]
-        drawn = torch.Generator().manual_seed(3)
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        updates = [
-            Update(n, "o", (options,), {k: torch.randn(200, generator=drawn) for k in ours})
-            for n in range(1, 5)
-        ]
-        names = dict(zip(map(id, members), ours, strict=True))
-        return memory, engine.Replayer.of(optimizer, names), updates
-
-    def make(members: Any) -> Any:
-        return SGD(members, lr=0.1, weight_decay=0.5)
-
-    whole, one_by_one, updates = trained(make)
-    one_by_one._at_once = None
-    one_by_one.apply(updates)
-    memory, replayer, updates = trained(make)
-    replayer.apply(updates)
-    assert torch.equal(memory, whole)
-    assert {way for way, _ in ways} == {"step"}
-
-
 @settings(max_examples=60)
 @given(
     numels=st.lists(st.integers(0, 5 * BLOCK_NUMEL), min_size=1, max_size=12),

@@ -17,7 +17,7 @@ from everstep.options import KeeperOptions
 from everstep.seams import Clock
 from everstep.seams.sockets import close_descriptors
 
-__all__ = ["attach", "is_there"]
+__all__ = ["attach", "attach_to", "is_there"]
 
 _START_S = 30.0
 _LOOK_AGAIN_S = 0.05
@@ -62,16 +62,45 @@ def attach(
         except KeeperTimeoutError:  # there is none
             spawn_keeper(spawn)
             connection = connect(spawn.key, timeout_s=_START_S)
-        arena = _introduce(connection, arena_bytes, timeout_s)
-        if arena is not None:
-            pid = connection.peer().pid
-            return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s)
+        keeper = _met(connection, arena_bytes, channel, clock, timeout_s)
+        if keeper is not None:
+            return keeper
         time.sleep(_LOOK_AGAIN_S)  # it is ending, and still has something to write
     raise KeeperError(
         f"the keeper of {run} does not let this process attach",
         path=run,
         hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
     )
+
+
+def attach_to(
+    key: str, arena_bytes: int, channel: BackgroundChannel, clock: Clock, *, timeout_s: float
+) -> RemoteKeeper | None:
+    """The keeper with this key, if it is there and stays; none is started.
+
+    Raises:
+        KeeperError: it hangs, or is not ours.
+        OutOfSpaceError: it has not that much memory.
+    """
+    try:
+        connection = connect(key, timeout_s=0.0)
+    except KeeperTimeoutError:  # there is none
+        return None
+    return _met(connection, arena_bytes, channel, clock, timeout_s)
+
+
+def _met(
+    connection: Connection,
+    arena_bytes: int,
+    channel: BackgroundChannel,
+    clock: Clock,
+    timeout_s: float,
+) -> RemoteKeeper | None:
+    arena = _introduce(connection, arena_bytes, timeout_s)
+    if arena is None:
+        return None
+    pid = connection.peer().pid
+    return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s)
 
 
 def _introduce(connection: Connection, arena_bytes: int, timeout_s: float) -> Arena | None:

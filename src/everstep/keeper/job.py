@@ -29,6 +29,7 @@ from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import Manifest, RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.copies import open_places
+from everstep.keeper.left_keepers import left_logs
 from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.unsupported import refuse_unsupported
@@ -92,6 +93,7 @@ class Job:
         self._memories: tuple[str, ...] = ()  # by rank: what it shares with those of the same
         self._copies: Copies | None = None
         self._fetches = False  # what is in other ranks' memory
+        self._run_id = ""
 
     def open_run(
         self,
@@ -134,7 +136,7 @@ class Job:
         self._refuse_errors(found)
         self._fetches = any(said["node"] for said in found)
         nodes = nodes_said(found, rank, if_there=peers is not None and peers.if_there)
-        run_id = self._same_run(found)
+        run_id = self._run_id = self._same_run(found)
         self._open_copies(copies, found, run_id)
         with storage_errors("open the run folder", run, rank=rank):
             self._disks = self._find_disks(seams, run, found[0]["name"])
@@ -176,8 +178,13 @@ class Job:
             timeout_s=timeout_s,
             on_touch=on_touch,
         )
+        me, memory = self.info.rank, self._memories
+        near = [other for other, name in enumerate(memory) if name == memory[me]]
+        with self.telling():
+            left = left_logs(run, self._run_id, me, near, seams.clock, timeout_s=timeout_s)
+        left = replace(left, held=(*recalled.logs, *left.held))
         mine = seams, run, state, ring, recalled.records
-        log = RankLog(*mine, strict=strict, timeout_s=timeout_s, held=recalled.logs)
+        log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)
         about = load, log, step, trained
         with contextlib.closing(log):
             return self._start(seams, run, state, recalled, keeper, *about)

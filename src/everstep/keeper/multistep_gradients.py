@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.capture.lane import Transfer
-from everstep.seams.gather import read_once
+from everstep.seams.gather import Gather
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
@@ -58,7 +58,7 @@ class _Few(NamedTuple):
         names: of these.
         counts: of elements of each.
         strides: from one element of each to the next, in elements.
-        places: of the elements, in elements from where their gradient begins.
+        offsets: of the elements from where their gradient begins, in bytes.
         where: these are in the record, in elements.
     """
 
@@ -66,7 +66,7 @@ class _Few(NamedTuple):
     names: Sequence[str]
     counts: npt.NDArray[np.int64]
     strides: Sequence[int]
-    places: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
     where: torch.Tensor
 
 
@@ -115,7 +115,7 @@ def _places_of(
         which, names, counts, strides, firsts = zip(*some, strict=True)
         within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
         where = torch.from_numpy(np.repeat(firsts, counts) + within)
-        found[width] = _Few(which, names, np.array(counts), strides, within, where)
+        found[width] = _Few(which, names, np.array(counts), strides, width * within, where)
     return found
 
 
@@ -175,8 +175,8 @@ def _few_of(gradients: Sequence[torch.Tensor], few: _Few, width: int) -> torch.T
     chosen = [gradients[number] for number in few.which]
     if all(gradient.is_cpu for gradient in chosen):
         begins = np.array([gradient.data_ptr() for gradient in chosen], np.int64)
-        found = read_once(begins, few.counts, few.places, np.dtype(f"i{width}"))
-        return torch.from_numpy(found)
+        addresses = begins.repeat(few.counts) + few.offsets
+        return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
     return torch.cat(
         [
             gradient.detach().view(-1)[::stride].view(_INTEGERS[width])

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from everstep.keeper.last_mark import Tag, tag_of
-from everstep.seams.memory import bytes_at
 from everstep.state.survey import Survey
+from everstep.state.tensors import host_bytes
 
 __all__ = ["AtMark"]
 
@@ -49,14 +49,15 @@ class AtMark:
         values, tags = {}, {}
         for name in names:
             tensor = survey.tensors[name]
-            small = tensor.nbytes <= _LARGE_BYTES
+            small = tensor.numel() * tensor.element_size() <= _LARGE_BYTES
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 tags[name] = tag_of(tensor)
             elif small:
-                values[name] = _bytes_of(tensor)
+                values[name] = bytes(host_bytes(tensor))
             else:
                 tags[name] = tag_of(tensor)
-                values[name] = _bytes_of(_some(tensor))
+                some = _some(tensor)  # host_bytes() does not keep it alive
+                values[name] = bytes(host_bytes(some))
         return cls(survey, values, tags)
 
     def holds(self, survey: Survey) -> bool:
@@ -66,10 +67,6 @@ class AtMark:
             return False
         then = {section: tree.data for section, tree in self.survey.encoded().items()}
         return then == {section: tree.data for section, tree in survey.encoded().items()}
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:

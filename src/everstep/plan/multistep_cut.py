@@ -15,7 +15,8 @@ parts, which does not ask for how long gradients are held, may be less, or more.
 
 Where updates wait for gradients (``gockpt``) each captured share is waited for in each step to
 come: parts fill the last windows, and no part is captured earlier than ``1 / r`` steps before the
-last, from where on it is cheaper to wait for it. That, too, is the least. Where the next backward
+last, from where on it is cheaper to wait for it. That, too, is the least where the update does not
+begin before. Where gradients are copied behind their update, too, where the next backward
 waits, or gradients are held for more than a step, what is found is no worse than equal parts.
 """
 

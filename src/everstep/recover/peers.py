@@ -147,8 +147,8 @@ class Brought:
 
 
 Meanwhile = Callable[[Choice], None]
-"""What a rank begins when ranks are going to fetch, and wait for each other: told what would be
-chosen then. Does not wait."""
+"""What a rank begins before ranks fetch, and wait for each other: told what would be chosen
+then, the same on all ranks. Does not wait."""
 
 Fetch = Callable[[Offer, Meanwhile], Brought]
 """Gets what a rank needs that offers this by itself."""
@@ -267,7 +267,7 @@ def fetch_from_peers(
         step: as for a resume.
         timeout_s: a rank that says nothing for so long is reported.
         logs: steps of other ranks' logs that its keeper holds.
-        meanwhile: told what would be chosen, if any rank fetches something.
+        meanwhile: told what would be chosen.
 
     Raises:
         DeadlineError: a rank is silent.
@@ -296,10 +296,10 @@ def fetch_from_peers(
     while True:
         attempt += 1
         plan, choice = plan_of(offers, told, needs, step, logged)
+        if choice is not None:
+            meanwhile(choice)
         if not plan:
             return Brought([], [])
-        assert choice is not None
-        meanwhile(choice)
         exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
         brought, damaged = exchange.run()
         spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})

@@ -32,7 +32,7 @@ from everstep.recover.load import LoadedBase
 from everstep.recover.log_post import LogPost, to_bytes
 from everstep.recover.logs import LogFound
 from everstep.recover.old_logs import InMemory, OldLogs
-from everstep.recover.peer_log import LentLog, PeerLog
+from everstep.recover.peer_log import LentLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.sources import RankRead
@@ -74,7 +74,7 @@ class RankLog:
     Args:
         state: what is restored.
         records: in the memory of its keeper.
-        held: steps of other ranks' logs that are there, too.
+        left: what keepers on this machine have of other ranks' logs.
         strict: registered functions that are needed must be there.
 
     Attributes:
@@ -91,14 +91,15 @@ class RankLog:
         *,
         strict: bool,
         timeout_s: float,
-        held: Sequence[PeerLog] = (),
+        left: InMemory | None = None,
     ) -> None:
         self._seams, self._run, self._records = seams, run, records
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
         self._lent_out = self._log.twin()
-        memory = InMemory({self._rank: records}, held)
+        left = left or InMemory({})
+        memory = InMemory({**left.records, self._rank: records}, left.held)
         about = self._rank, state.ranks.world, memory, ring
         self._old = OldLogs(seams.filesystem, *about, timeout_s=timeout_s)
         self._doubt = ""

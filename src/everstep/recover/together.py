@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 
@@ -28,6 +28,7 @@ from everstep.commit.agreement import (
     Tell,
 )
 from everstep.commit.cluster import COORDINATOR
+from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.commit.offers import Choice, Needs, Offer, Source
 from everstep.commit.reclaim import VOLATILE_TIERS
@@ -113,6 +114,8 @@ class _Start:
         self.went: Go | None = None
         self._refused: str | None = None
         self._looked: Offer | None = None
+        self._only: BaseId | None = None  # all will choose it, unless something is damaged
+        self._in_order = True  # nothing was, so far
         self._agreement = Agreement(
             meeting.rank,
             meeting.world,
@@ -160,6 +163,8 @@ class _Start:
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("looks at what it can read")
+                self._only = self._only if self._in_order else None
+                self._in_order = False  # if ranks are asked again, what was chosen did not do
                 offer, self._looked = self._looked or self._offer(), None
                 todo += self._agreement.done(InventorySeen(offer))
             elif isinstance(out, Restore):
@@ -170,6 +175,7 @@ class _Start:
                 self.ready()
                 failpoint("resume.before_timeline")
                 todo += self._agreement.done(Opened(self._open(out)))
+                self._in_order = True
             elif isinstance(out, Go):
                 self.went = out
             elif isinstance(out, Refuse):
@@ -214,38 +220,42 @@ class _Start:
             return offer
         near = [other for other, name in enumerate(self._meeting.disks) if name == disk]
         others = self._log.others(inventory, self._copies.logs, offer.bases, near=near)
-        return replace(offer, log=self._runs(offer, lossy), others=others)
+        return replace(offer, log=self._runs(offer, self._only, lossy=lossy), others=others)
 
-    def _runs(self, offer: Offer, lossy: bool) -> tuple[LogRun, ...]:
+    def _runs(self, offer: Offer, only: BaseId | None, *, lossy: bool = True) -> tuple[LogRun, ...]:
+        """What there is of this rank's log; of copies, where a base is named, what it needs."""
         assert self._log is not None
         assert self.outcome.inventory is not None
-        about = self.outcome.inventory, self._copies.logs, offer.bases
-        return self._log.runs(*about, lossy=lossy)
+        bases = offer.bases if only is None else (only,)
+        return self._log.runs(self.outcome.inventory, self._copies.logs, bases, lossy=lossy)
 
     def fetch(self, fetch: Fetch) -> None:
         """What is held in the memory of other nodes, and is needed here, comes here: also steps
         of which copies have lossy gradients, as a peer may have them whole. What there is of those
-        is looked at meanwhile. Where nothing comes, the looks that were taken are the first of the
-        agreement, too."""
+        is looked at meanwhile, behind the base that will be chosen: as all ranks read the same
+        copies, and steps behind an older base are steps behind that one, too, others are of use
+        where it turns out to be damaged. Where nothing comes, the looks that were taken are the
+        first of the agreement, too."""
         offer = self._offer(lossy=False)
-        if self._log is None:
-            brought = fetch(offer, self._meanwhile)
+        looks: list[Future[tuple[LogRun, ...]]] = []
+        with ThreadPoolExecutor(1, "everstep-look") as thread:
+
+            def meanwhile(choice: Choice) -> None:
+                self._only = choice.base
+                if self._load is not None:
+                    self.ahead.begin(choice, self._copies.places)
+                if self._log is not None:
+                    looks.append(thread.submit(self._runs, offer, self._only))
+
+            brought = fetch(offer, meanwhile)
+        if not brought.bases and not brought.logs and self._log is None:
             self._looked = offer
-        else:
-            with ThreadPoolExecutor(1, "everstep-look") as thread:
-                every = thread.submit(self._runs, offer, True)
-                brought = fetch(offer, self._meanwhile)
+        elif not brought.bases and not brought.logs and looks:
             with contextlib.suppress(FileNotFoundError):  # gone a moment later: once more, then
-                self._looked = replace(offer, log=every.result())
-        if brought.bases or brought.logs:
-            self._looked = None
+                self._looked = replace(offer, log=looks[-1].result())
         self.fetched += brought.bases
         if self._log is not None:
             self._log.lent = brought.logs
-
-    def _meanwhile(self, choice: Choice) -> None:
-        if self._load is not None:
-            self.ahead.begin(choice, self._copies.places)
 
     def _restore(self, choice: Choice) -> Restored:
         """Loads what was chosen, and replays this rank's log behind it."""

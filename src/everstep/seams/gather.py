@@ -7,17 +7,15 @@ element and the last has many on their way at once, and takes a third of the tim
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Gather", "read_once"]
+__all__ = ["Gather"]
 
 _NO_ADDRESSES = np.empty(0, np.int64)
-_ADDRESSES = 1 << 56  # more than any process has
 
 
 class Gather:
@@ -56,37 +54,6 @@ class Gather:
         # All are inside; to clip is the mode that does not check that before.
         found: npt.NDArray[Any] = self._between.take(self._where, mode="clip").view(self._kind)
         return found
-
-
-def read_once(
-    begins: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    places: npt.NDArray[np.int64],
-    kind: np.dtype[Any],
-) -> npt.NDArray[Any]:
-    """Elements of some arrays that are read this once: with half as many calls as a
-    :class:`Gather` takes, each of which is far from any cache in a training thread.
-
-    Args:
-        begins: addresses of the arrays, whose memory stays where it is meanwhile.
-        counts: of elements of each.
-        places: of all these elements, in elements from where their array begins.
-        kind: an integer dtype, of up to 8 bytes.
-    """
-    shift = kind.itemsize.bit_length() - 1
-    if (begins & (kind.itemsize - 1)).any():
-        return Gather.at(begins.repeat(counts) + (places << shift), kind).take()
-    found: npt.NDArray[Any] = _everything(kind).take(
-        (begins >> shift).repeat(counts) + (places - 1), mode="clip"
-    )
-    return found
-
-
-@functools.cache
-def _everything(kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """All addresses but the first element's, which is nobody's; what is touched is for others to
-    say."""
-    return _array_at(kind.itemsize, _ADDRESSES // kind.itemsize, kind)
 
 
 class _Memory:

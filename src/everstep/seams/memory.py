@@ -33,11 +33,10 @@ try:
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PAGE_BYTES", "SharedMemory", "bytes_at", "copy_memory", "memory_at", "sealed_bytes"]
+__all__ = ["PAGE_BYTES", "SharedMemory", "copy_memory", "memory_at", "sealed_bytes"]
 
 PAGE_BYTES = mmap.PAGESIZE
 
-_FEW_BYTES = 16 << 10  # copied in a microsecond
 _SLICE_BYTES = 256 << 20  # per call, so that signals are seen in between
 _LINUX = sys.platform == "linux"
 
@@ -54,20 +53,10 @@ _PROT_NONE = 0
 
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
-_Move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_alone = _Move(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)  # keeps the lock
-
 
 def copy_memory(target: int, source: int, size_bytes: int) -> None:
-    """Copies between two addresses in the calling thread; other threads run meanwhile, unless it
-    takes less time than to give them the interpreter lock and to get it back."""
-    move = _move_alone if size_bytes <= _FEW_BYTES else ctypes.memmove
-    move(target, source, size_bytes)
-
-
-def bytes_at(address: int, size_bytes: int) -> bytes:
-    """A copy of so few bytes of this process's memory that other threads may wait for it."""
-    return ctypes.string_at(address, size_bytes)
+    """Copies between two addresses in the calling thread; other threads run meanwhile."""
+    ctypes.memmove(target, source, size_bytes)
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:

@@ -1,0 +1,55 @@
+"""Keepers on this machine that no rank of this job is served by: of ranks that trained in another
+number. What they have of the log is looked at, and left with them (``adr/033``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import PurePath
+
+from everstep.errors import EverstepError
+from everstep.format.log import LogRecord
+from everstep.keeper.attach import attach_to
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.registry import list_keepers
+from everstep.recover.old_logs import InMemory
+from everstep.recover.peer_log import PeerLog
+from everstep.seams import Clock
+
+__all__ = ["left_logs"]
+
+_log = logging.getLogger("everstep")
+_ARENA_BYTES = 1 << 16  # nothing is captured into it
+
+
+def left_logs(
+    run: PurePath, run_id: str, rank: int, near: Collection[int], clock: Clock, *, timeout_s: float
+) -> InMemory:
+    """What this rank looks at of them: the ranks of a machine share them out. One that cannot be
+    asked leaves what is on disk.
+
+    Args:
+        near: the ranks of this job on this machine, this one among them.
+    """
+    served, found, held = sorted(near), dict[int, Sequence[LogRecord]](), list[PeerLog]()
+    for info in list_keepers():
+        if (info.run, info.run_id) != (str(run), run_id) or info.rank in served:
+            continue
+        if served[info.rank % len(served)] != rank:
+            continue
+        channel = BackgroundChannel("warn", clock, progress_timeout_s=timeout_s)
+        try:
+            keeper = attach_to(info.key, _ARENA_BYTES, channel, clock, timeout_s=timeout_s)
+            if keeper is None:
+                continue
+            try:
+                keeper.settle(timeout_s)
+                recalled = keeper.recall(timeout_s)
+            finally:
+                keeper.close(stay=True)
+        except EverstepError as error:
+            _log.warning("the keeper of rank %d, which trained before: %s", info.rank, error)
+            continue
+        found[info.rank] = recalled.records
+        held += recalled.logs
+    return InMemory(found, tuple(held))
