@@ -238,3 +238,16 @@ def test_half_of_the_hosts_are_gone_and_copies_have_the_log(
     for lines in job.to_the_end(2):
         assert (lines[0]["resumed"], lines[0]["base"], lines[0]["replayed"]) == (6, 4, 2)
         assert lines[0]["whole"] == expected[0][6]["whole"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_of_three_hosts_is_gone_for_good_and_its_peer_has_the_log(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    expected = undisturbed(tmp_path_factory.getbasetemp() / f"third-{kind}", 3, kind)
+    job = Hosts(folder, 3, kind, peers=True)
+    job.until_killed(6, 4)
+    job.lose(2)
+    for lines in job.to_the_end(2):
+        assert (lines[0]["resumed"], lines[0]["replayed"]) == (6, 2), lines[0]["skipped"]
+        assert lines[0]["whole"] == expected[0][6]["whole"]

@@ -303,6 +303,21 @@ def test_another_number_of_ranks_comes_back_to_the_last_step(
     came_back(path, before, 9, 1)  # from a base of step 8, and what this number has logged
 
 
+def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
+    """What is logged from now on leads on from no base of the ranks before."""
+    path = tmp_path / "run"
+    until((path, path), 6)
+    for world, leads in ((2, True), (3, False)):
+        with replicas(*((path,) * world)) as ranks:
+            resume(ranks)
+            for one in ranks:
+                recorder = one.ckpt._recorder
+                assert recorder is not None
+                assert recorder._leads_here == leads
+            train_all(ranks, 1)
+            die(ranks)
+
+
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_post, "_PART_BYTES", 100)
     monkeypatch.setattr(log_post, "_UNANSWERED_MAX", 2)

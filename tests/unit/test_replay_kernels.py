@@ -296,6 +296,21 @@ def test_what_kernels_do_not_do_is_left_to_torch(
     assert not far.calls
 
 
+@pytest.mark.parametrize("scale", [None, torch.tensor(2.0)], ids=str)
+def test_what_a_scaler_says_is_left_to_torch(scale: Any) -> None:
+    far = Kernel(0.5)
+    run = record(
+        lambda groups: AdamW(groups, fused=True),
+        shapes={"even": (2 * BLOCK_NUMEL,)},
+        scaler=lambda step: (scale, torch.tensor(1.0 if step == 4 else 0.0)),
+        steps=6,
+    )
+    replayer, base = replayer_at(run, 1)
+    Sliced(replayer._optimizer, replayer._names, kernel=lambda *_: far).run(run.updates[1:])
+    assert_same_bits(base.tensors, run.moments[-1].tensors)
+    assert not far.calls
+
+
 @pytest.mark.parametrize("wanted", ["exact", "fast"])
 def test_a_recovery_says_so(wanted: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what descends from it is inexact for ever."""
