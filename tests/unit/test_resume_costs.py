@@ -48,7 +48,13 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
         return scan(filesystem, run)
 
     monkeypatch.setattr(together, "scan_run", noting)
-    monkeypatch.setattr(job, "fetch_from_peers", lambda *args, **named: Brought([*brought], []))
+    fetch = job.fetch_from_peers
+
+    def fetched(*args: Any, **named: Any) -> Brought:
+        assert fetch(*args, **named) == Brought([], [])
+        return Brought([*brought], [])
+
+    monkeypatch.setattr(job, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:
         for one in ranks:
             one.ckpt._starts._job._fetches = True  # type: ignore[union-attr]
