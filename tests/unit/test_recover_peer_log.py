@@ -51,23 +51,25 @@ def held(holder: int, source: int, steps: LogRun, session: str = "s") -> LogTold
 
 def test_a_rank_that_has_lost_its_log_fetches_base_and_steps() -> None:
     base, log = told(0, piece(1, A)), held(0, 1, run(11, 14))
-    assert plan_of(offers(run(11, 15), None, empty=1), [base], own, None, [log]) == {1: [base, log]}
+    assert plan_of(offers(run(11, 15), None, empty=1), [base], own, None, [log])[0] == {
+        1: [base, log]
+    }
 
 
 def test_steps_that_a_rank_has_itself_are_not_fetched() -> None:
     early, late = held(0, 1, run(11, 12)), held(0, 1, run(13, 14))
-    assert plan_of(offers(run(11, 15), run(11, 12)), [], own, None, [early, late]) == {1: [late]}
-    assert plan_of(offers(run(11, 15), run(11, 14)), [], own, None, [early, late]) == {}
+    assert plan_of(offers(run(11, 15), run(11, 12)), [], own, None, [early, late])[0] == {1: [late]}
+    assert plan_of(offers(run(11, 15), run(11, 14)), [], own, None, [early, late])[0] == {}
 
 
 def test_steps_that_not_all_ranks_can_match_are_not_fetched() -> None:
     near, far = held(0, 1, run(11, 12)), held(0, 1, run(13, 14))
-    assert plan_of(offers(run(11, 12), None), [], own, None, [near, far]) == {1: [near]}
+    assert plan_of(offers(run(11, 12), None), [], own, None, [near, far])[0] == {1: [near]}
 
 
 def test_a_hole_is_the_end_for_all() -> None:
     parts = [held(0, 1, run(11, 11)), held(0, 1, run(13, 14))]
-    assert plan_of(offers(run(11, 15), None), [], own, None, parts) == {1: [parts[0]]}
+    assert plan_of(offers(run(11, 15), None), [], own, None, parts)[0] == {1: [parts[0]]}
 
 
 def test_each_rank_gets_its_own_steps_only() -> None:
@@ -78,7 +80,7 @@ def test_each_rank_gets_its_own_steps_only() -> None:
         for log in (held(1, 0, run(11, 13)), held(3, 2, run(11, 14)))
     ]
     four = offers(None, run(11, 15), None, run(11, 15))
-    assert plan_of(_of_four(four), [], own, None, steps) == {0: [steps[0]], 2: [steps[1]]}
+    assert plan_of(_of_four(four), [], own, None, steps)[0] == {0: [steps[0]], 2: [steps[1]]}
 
 
 def _of_four(found: list[Offer]) -> list[Offer]:
@@ -93,10 +95,10 @@ def _of_four(found: list[Offer]) -> list[Offer]:
 def test_steps_of_another_timeline_of_the_same_number_are_never_taken() -> None:
     """Two starts that saw nothing of each other may both have opened it (I7)."""
     log = held(0, 1, run(11, 14), session="another start")
-    assert plan_of(offers(run(11, 15), None), [], own, None, [log]) == {}
+    assert plan_of(offers(run(11, 15), None), [], own, None, [log])[0] == {}
     base = told(0, piece(1, A))
     lost = offers(run(11, 15), None, empty=1)  # the rank itself cannot tell any more
-    assert plan_of(lost, [base], own, None, [log]) == {1: [base]}
+    assert plan_of(lost, [base], own, None, [log])[0] == {1: [base]}
 
 
 def test_what_has_come_counts_only_where_its_timeline_is_known_or_unknown() -> None:
@@ -141,7 +143,7 @@ def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> Non
     for steps in held_of[second]:
         record = records[steps.timeline].encode()
         lent.append(LogTold(second + 1, second, record, steps, 100, 10, "0"))
-    plan = plan_of(found, [], own, None, lent)
+    plan, _ = plan_of(found, [], own, None, lent)
     fetched = [one.run for one in plan.get(second, []) if isinstance(one, LogTold)]
     found[second] = replace(found[second], log=tuple(fetched))
     choice = choose(found, needs=own, fetch=False)

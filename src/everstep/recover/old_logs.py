@@ -89,6 +89,7 @@ class OldLogs:
         self._memory, self._ring, self._timeout_s = memory, ring, timeout_s
         self._logs: dict[tuple[int, int], LogFound] = {}  # by the world that wrote it, and rank
         self._worlds: dict[int, int] = {}
+        self._mended: list[Skipped] = []
 
     def look(
         self,
@@ -142,7 +143,8 @@ class OldLogs:
 
     @property
     def skipped(self) -> Iterator[Skipped]:
-        """Segments that cannot be used."""
+        """Segments that cannot be used, and records that were read in another place."""
+        yield from self._mended
         for log in self._logs.values():
             yield from log.skipped
 
@@ -151,15 +153,18 @@ class OldLogs:
         return timeline in self._worlds
 
     def records(self, source: int, timeline: int, step: int) -> list[LogRecord]:
-        """Updates and mark of a step, not verified.
+        """Updates and mark of a step, verified.
 
         Raises:
-            EverstepError: one cannot be read.
+            EverstepError: one cannot be read, or is damaged in every place.
             LookupError: they are not there, or not this rank's to read.
         """
         log = self._logs[self._worlds[timeline], source]
         about = self._filesystem, self._ring, self._timeout_s
-        return log.step_of(timeline, step, *about)
+        try:
+            return log.step_of(timeline, step, *about)
+        finally:
+            self._mended += log.take_mended()
 
     def close(self) -> None:
         """Ends what is under way. Idempotent."""
