@@ -250,10 +250,10 @@ def test_figures_that_are_the_models_meet_all_but_what_the_model_itself_misses()
         assert one(found, f"{way}: stall within") is True
         assert one(found, f"{way}: parts=") is True
     # Gradients of a third, held for one step only, do not all fit under training in 24 parts.
-    assert one(found, "gockpt_o: at its best") is False
-    assert one(verdicts_of(measured(0.5)), "gockpt_o: at its best") is True
+    assert one(found, "gockpt_o: at its best", "lower bound") is False
+    assert one(verdicts_of(measured(0.5)), "gockpt_o: at its best", "lower bound") is True
     late = verdicts_of(measured(0.5, off=lambda model_s: model_s + 0.003))
-    assert one(late, "gockpt_o: at its best") is False
+    assert one(late, "gockpt_o: at its best", "lower bound") is False
 
 
 def test_one_number_of_parts_that_is_off_is_seen() -> None:
@@ -293,6 +293,23 @@ def test_own_work_is_part_of_the_model_and_hides_nothing(part_s: float) -> None:
         assert one(verdicts_of(made), "gockpt_o: stall within") is False
         made.own = own_rows(3 * part_s)
         assert one(verdicts_of(made), "gockpt_o: stall within") is False
+
+
+@pytest.mark.parametrize("part_s", [0.0, 0.004])
+def test_what_can_be_reached_is_more_than_the_bound(part_s: float) -> None:
+    """T = 4, r = 4/12: in 12 parts the bound is 0, and any cut waits for a step."""
+    made = measured(4, part_s=part_s, parts=(1, 12))
+    row = made.row("gockpt_o", 12)
+    assert row is not None
+    assert made.bound_s(row) == 0.0
+    assert made.reach_s(row) == pytest.approx(0.1 + 12 * part_s, abs=1e-3)
+    found = verdicts_of(made)
+    assert one(found, "gockpt_o", "above the lower bound") is False
+    assert one(found, "gockpt_o", "above what can be reached") is True
+    row.saves = [save_of(0.1 + 12 * part_s + 0.025, 12)]
+    assert one(verdicts_of(made), "gockpt_o", "above what can be reached") is False
+    made.own = []
+    assert one(verdicts_of(made), "gockpt_o", "above what can be reached") is None
 
 
 def test_own_work_that_was_not_measured_is_no_target_met() -> None:

@@ -16,7 +16,13 @@ from everstep.cli import app
 from everstep.cli._common import ExitCode
 from everstep.errors import OptionError
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
-from everstep.plan.multistep_cut import best_cut, best_parts, fewest, filling_shares
+from everstep.plan.multistep_cut import (
+    best_cut,
+    best_parts,
+    fewest,
+    filling_shares,
+    least_wait_s,
+)
 
 HELD: tuple[int | None, ...] = (None, 0, 1, 2)
 ALL = 1000  # steps; as if device memory had no end
@@ -295,7 +301,13 @@ def test_stalls_by_the_closed_form(copy_steps: float, ratio: float, parts: int) 
     stall_s = max(0.0, copy_steps - 1 - captured * copy_steps * (1 - ratio))
     found = best_cut(pipeline(copy_steps, ratio), parts, 1).overlap.stall_s
     assert found == pytest.approx(stall_s, abs=1e-5)
-    assert found >= copy_steps - 1 / ratio - 1e-6
+    least_s = least_wait_s(pipeline(copy_steps, ratio))
+    assert least_s == pytest.approx(max(0.0, copy_steps - 1 / ratio))
+    assert found >= least_s - 1e-6
+
+
+def test_without_gradients_nothing_has_to_be_waited_for() -> None:
+    assert least_wait_s(Pipeline(8.0, 0.0, 0.5, 0.5)) == 0.0
 
 
 def test_windows_are_no_fuller_than_they_must_be() -> None:

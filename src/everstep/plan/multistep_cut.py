@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
 
-__all__ = ["Cut", "best_cut", "best_parts", "fewest", "filling_shares"]
+__all__ = ["Cut", "best_cut", "best_parts", "fewest", "filling_shares", "least_wait_s"]
 
 _HALVINGS = 24  # of how full windows are
 _NEAR, _NEAR_S = 0.02, 1e-6
@@ -43,6 +43,14 @@ class Cut:
 
     shares: Sequence[float]
     overlap: Overlap
+
+
+def least_wait_s(pipeline: Pipeline) -> float:
+    """What training waits for at least, in however many parts of whatever sizes, where gradients
+    are held for one step: ``T - 1 / r`` steps, or nothing."""
+    if not pipeline.gradients_s:
+        return 0.0
+    return max(0.0, pipeline.state_s * (1 - pipeline.step_s / pipeline.gradients_s))
 
 
 def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:

@@ -14,7 +14,7 @@ from everstep.bench.persist.report import Spread
 from everstep.capture.multistep import Unit
 from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
-from everstep.plan.multistep_cut import best_cut, fewest
+from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
 
 __all__ = ["AUTO", "HELD_STEPS", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
 
@@ -205,6 +205,14 @@ class Measurement:
     def bound_s(self, row: Row) -> float:
         """No way with so many parts holds training up less."""
         return lower_bound_s(self.pipeline(row), _count(row))
+
+    def reach_s(self, row: Row) -> float | None:
+        """The bound, or what any cut waits for if gradients are held for one step, whichever is
+        more, and own work; None where that was not measured."""
+        own_s = self.own_s(row.way, _count(row))
+        if own_s is None:
+            return None
+        return max(self.bound_s(row), least_wait_s(self.pipeline(row))) + own_s
 
     def best_modelled(self, way: str) -> tuple[int, float] | None:
         """The best number of parts as the model says, own work included, and what it holds training

@@ -102,6 +102,7 @@ class MultistepReport:
         return [
             *(self._model_verdict(measurement, way) for way in WAYS),
             self._bound_verdict(measurement, _BOUNDED),
+            self._reach_verdict(measurement, _BOUNDED),
             *(self._auto_verdict(measurement, way) for way in WAYS),
             *self._zero_verdicts(measurement),
         ]
@@ -189,6 +190,17 @@ class MultistepReport:
             f"{_own(measurement, way, parts)}"
         )
         return Verdict(what, figure, stall_s <= bound_s + allowed_s(bound_s))
+
+    def _reach_verdict(self, measurement: Measurement, way: str) -> Verdict:
+        """What the bound leaves out: gradients that are held for one step, and own work."""
+        what = f"{way}: at its best number of parts no more than that above what can be reached"
+        best = measurement.best_measured(way)
+        row = None if best is None else measurement.row(way, best[0])
+        reach_s = None if row is None else measurement.reach_s(row)
+        if best is None or reach_s is None:
+            return Verdict(what, "-", None)
+        figure = f"{1e3 * best[1]:.1f} ms next to {1e3 * reach_s:.1f} ms, in {best[0]} part(s)"
+        return Verdict(what, figure, best[1] <= reach_s + allowed_s(reach_s))
 
     def _auto_verdict(self, measurement: Measurement, way: str) -> Verdict:
         what = f'{way}: parts="auto" within 5 % (or 2 ms) of the best, measured and modelled'
