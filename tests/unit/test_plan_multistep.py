@@ -168,10 +168,13 @@ def test_the_same_as_in_small_ticks(
     half: int,
     behind: bool,
 ) -> None:
+    forward, backward, update = map(float, step)
     given = Pipeline(
         float(part * parts),
         float(gradients * parts),
-        *map(float, step),
+        forward,
+        backward,
+        update,
         part_s=2.0 * half,
         behind_update=behind,
     )
