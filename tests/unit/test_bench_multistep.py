@@ -305,11 +305,11 @@ def test_what_can_be_reached_is_more_than_the_bound(part_s: float) -> None:
     assert made.reach_s(row) == pytest.approx(0.1 + 12 * part_s, abs=1e-3)
     found = verdicts_of(made)
     assert one(found, "gockpt_o", "above the lower bound") is False
-    assert one(found, "gockpt_o", "above what can be reached") is True
+    assert one(found, "gockpt_o", "above what any cut waits for") is True
     row.saves = [save_of(0.1 + 12 * part_s + 0.025, 12)]
-    assert one(verdicts_of(made), "gockpt_o", "above what can be reached") is False
+    assert one(verdicts_of(made), "gockpt_o", "above what any cut waits for") is False
     made.own = []
-    assert one(verdicts_of(made), "gockpt_o", "above what can be reached") is None
+    assert one(verdicts_of(made), "gockpt_o", "above what any cut waits for") is None
 
 
 def test_own_work_that_was_not_measured_is_no_target_met() -> None:

@@ -193,7 +193,7 @@ class MultistepReport:
 
     def _reach_verdict(self, measurement: Measurement, way: str) -> Verdict:
         """What the bound leaves out: gradients that are held for one step, and own work."""
-        what = f"{way}: at its best number of parts no more than that above what can be reached"
+        what = f"{way}: at its best number of parts no more than that above what any cut waits for"
         best = measurement.best_measured(way)
         row = None if best is None else measurement.row(way, best[0])
         reach_s = None if row is None else measurement.reach_s(row)
