@@ -168,11 +168,10 @@ class Checkpointer:
         self._keeper: Keeper | None = None
         self._timeline, self._exact, self._step = 0, True, 0
         self._overwritten = Overwritten()
-        about = self._run, self._state, self._ring, self._overwritten
+        about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
-        self._base_due, self._joint = False, Joint(job)
+        self._base_due, self._joint, self._at_exit = False, Joint(job), AtExit()
         self._last: Save | None = None
-        self._at_exit = AtExit()
         self._preempting.install()
         self._open = True
         _live[self._live_key] = self
@@ -317,8 +316,7 @@ class Checkpointer:
         else:
             if standby is not None:
                 standby.settle(self._options.progress_timeout_s)
-            how = {"show": show, "in_memory": in_memory}
-            save = self._saver.take(self._identity(), survey=survey, **how)
+            save = self._saver.take(self._identity(), survey=survey, show=show, in_memory=in_memory)
             if standby is not None:
                 standby.base_taken(save)
         self._cadence.taken(save)
@@ -446,9 +444,9 @@ class Checkpointer:
 
     @property
     def _keeper_stays(self) -> bool:
-        """Whether others need this one's log to go on, or bases are in memory only."""
+        """Whether others need this one's log, or what it holds for them, or bases are in memory."""
         logs = self._recorder is not None and self._info.world > 1
-        return logs or self._options.method.in_memory
+        return logs or len(set(self._info.nodes)) > 1 or self._options.method.in_memory
 
     def _identity(self) -> ShardIdentity:
         return ShardIdentity(
@@ -489,6 +487,8 @@ class Checkpointer:
         self._at_exit.watch(self._saver, keeper, stay=self._keeper_stays)
 
     def _check_open(self) -> None:
+        if self._open and os.getpid() == self._pid:
+            return  # mostly; what follows takes its time, and this is asked at each step
         check_usable(self._open, self._pid, self._run, _live.get(self._live_key, self) is not self)
 
     def _release(self, *, stay: bool = False) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress
 from tests.unit.world import Gate
 
 __all__ = ["HeldLane", "held"]
 
 
 class HeldLane(CpuLane):
-    """A lane whose thread waits at a gate before each copy."""
+    """A lane whose thread waits at a gate before each copy, or run of copies."""
 
     gate = Gate()
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
         self.gate.wait_at()
         super()._copy(batch, block)
+
+    def _copy_run(
+        self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
+    ) -> None:
+        self.gate.wait_at()
+        super()._copy_run(run, block, transfer, tell)
 
 
 @pytest.fixture

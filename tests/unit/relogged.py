@@ -1,9 +1,10 @@
 """Bases and logs of jobs of several ranks, made in one process rank by rank, and redone by jobs of
-another number of ranks (see :mod:`tests.unit.sharding`)."""
+another number of ranks, or another layout (see :mod:`tests.unit.sharding`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from everstep.keeper.consumed import Consumption
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.recordable import Layouts, digest_of
 from everstep.recover.forward import Restored
+from everstep.recover.old_layout import OldLayout
 from everstep.recover.redo_others import redo_of_others
+from everstep.recover.reshard import SavedRanks
 from everstep.recover.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.dtensors import box_of, is_dtensor, local_of
@@ -29,7 +32,7 @@ from everstep.state.objects import encode
 from everstep.state.placing import Box
 from everstep.state.ranks import RankInfo
 from everstep.state.tensors import host_bytes
-from tests.unit.sharding import STEP, Values, as_rank, build, found, load, write
+from tests.unit.sharding import STEP, Values, as_rank, build, found, load, open_all, write
 
 __all__ = ["Logs", "gradient", "logged", "redone", "train"]
 
@@ -122,6 +125,10 @@ def redone(
     values = _values(layout, info, 9, optimizer)
     state = State(values, ranks=info)
     loaded = load(base, state, ring)
+    if loaded.layout is None:  # as many ranks, in another layout
+        with open_all(base) as opened:
+            layout_then = OldLayout.of(SavedRanks(opened), opened, state.optimizers)
+        loaded = replace(loaded, layout=layout_then)
     restored = Restored(base, loaded, base.id, loaded.marker.lsn)
 
     def fetch(ranks: Sequence[int], timeline: int, step: int) -> Mapping[int, list[LogRecord]]:

@@ -10,10 +10,12 @@ import torch
 
 import everstep
 from everstep.errors import OutOfSpaceError
-from everstep.keeper.bounds import Bounds, copies_announcement
+from everstep.keeper.bounds import Bounds, bounds_of, copies_announcement
 from everstep.options import Budget
 from everstep.state.image import State
+from everstep.state.ranks import RankInfo
 from everstep.tiers.options import TierOptions
+from tests.unit.test_options import options
 
 KEEP, EVERY, STEPS = 2, 2, 14
 
@@ -88,6 +90,28 @@ def test_what_a_cap_is_the_cap_of_is_printed(world: int, log: str, said: str) ->
     bounds = Bounds(0, 0, 0, 0, 0, (("/place", 1000),))
     assert copies_announcement(bounds, [place], world, 500).endswith(f", {said}")
     assert "objects" not in copies_announcement(bounds, [TierOptions("/place")], world, 500)
+
+
+@pytest.mark.parametrize(
+    ("keep", "nodes", "method", "bases"),
+    [
+        (3, (), "lazy", 5),
+        (3, ("a", "a"), "lazy", 5),
+        (3, ("a", "b"), "lazy", 6),
+        (2, ("a", "b"), "lazy", 6),
+        (5, ("a", "b"), "lazy", 7),
+        (3, ("a", "b"), "gemini", 5),
+    ],
+)
+def test_what_stays_because_peers_have_it_counts(
+    keep: int, nodes: tuple[str, ...], method: str, bases: int
+) -> None:
+    """The newest beside three that a slow peer may have or get, and two that are being written."""
+    chosen = options(keep=keep, method=method)
+    ranks = RankInfo(0, 2, nodes=nodes)
+    shape = State(state_of(1)).survey().shape
+    bounds = bounds_of(chosen, shape, ranks, host_bytes=0, peer_bytes=0)
+    assert bounds.disk_bytes == bases * bounds.base_bytes + 8192
 
 
 def test_it_is_what_the_budget_is_held_against(tmp_path: Path) -> None:

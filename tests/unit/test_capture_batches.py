@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.arena.memory import Arena
 from everstep.capture import batches
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, in_chunks, plan_batches, run_batch
+from everstep.capture.batches import Batch, Runs, in_chunks, plan_batches, run_batch
 from everstep.capture.lane import CpuLane
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
@@ -84,11 +85,12 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(batches, "_SMALL_BYTES", 24)
         monkeypatch.setattr(batches, "_PACK_BYTES_MAX", 40)
         monkeypatch.setattr(batches, "_PIECE_BYTES", 16)
+        monkeypatch.setattr(batches, "_RUN_BYTES", 60)
 
 
 @pytest.mark.usefixtures("sizes")
-@pytest.mark.parametrize("lane", [False, True], ids=["run_batch", "lane"])
-def test_every_tensor_lands_in_its_place(lane: bool) -> None:
+@pytest.mark.parametrize("how", ["run_batch", "lane", "runs"])
+def test_every_tensor_lands_in_its_place(how: str) -> None:
     copier = CpuLane()
 
     @settings(max_examples=150)
@@ -102,10 +104,14 @@ def test_every_tensor_lands_in_its_place(lane: bool) -> None:
         planned = plan_batches(layout, live, chosen, offset=offset)
         ends = [batch.end for batch in planned]
         assert ends == sorted(ends), "progress goes one way"
-        if lane:
-            seen: list[int] = []
+        seen: list[int] = []
+        if how == "lane":
             assert copier.submit(planned, block, seen.append).wait(TIMEOUT_S)
             assert seen == ends
+        elif how == "runs":
+            together = Runs(planned)
+            assert copier.submit(together, block, seen.append).wait(TIMEOUT_S)
+            assert seen == [run[-1].end for run in together.runs]
         else:
             for batch in planned:
                 run_batch(batch, block)
@@ -153,6 +159,28 @@ def test_a_single_element_of_many_has_a_byte_view() -> None:
     assert byte_view(every_other).tolist() == [2, 1]
     assert byte_view(every_other[:0]).tolist() == []
     assert byte_view(every_other[None, :]).tolist() == [2, 1]
+
+
+def test_thousands_of_small_tensors_are_few_operators() -> None:
+    """What a thread of Python does for each of them stands in the way of training."""
+    live = {f"t{number}": torch.full((8,), float(number)) for number in range(2000)}
+    layout = layout_of(live)
+    block = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    planned = plan_batches(layout, live, set(live))
+    operators = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            operators.append(str(func))
+            return func(*args, **kwargs or {})
+
+    with Counted():
+        for batch in planned:
+            run_batch(batch, block)
+    assert len(operators) <= 10, operators[:20]
+    assert float(block.view(torch.float32).view(2000, 8).sum()) == 8 * sum(range(2000))
 
 
 def test_what_lies_on_a_device_is_not_cut() -> None:

@@ -61,3 +61,44 @@ def test_closed_it_counts_no_more() -> None:
     counter.close()
     optimizer.step()
     assert counter.lsn == 0
+
+
+def test_behind_a_hook_that_comes_later_it_is_the_last_again_in_the_next_step() -> None:
+    """Only there can it tell, before the update, what is consumed (I2)."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    told: list[str] = []
+
+    def consumed(_: str) -> None:
+        told.append("before" if hooks.told else "behind")
+
+    hooks = UpdateHooks(lambda key: None, consumed, lambda key: told.append("applied"))
+    hooks.watch("o", optimizer)
+    optimizer.register_step_pre_hook(lambda *_: told.append("theirs"))
+    optimizer.step()
+    optimizer.step()
+    late = ["theirs", "behind", "applied"]
+    assert told == [*late, "theirs", "before", "applied"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Twice])
+def test_a_closure_tells_what_is_consumed_whoever_calls_it(kind: type[torch.optim.SGD]) -> None:
+    """Also within the call of an inherited ``step()``, which fires the hooks once more."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = kind([parameter], lr=0.1)
+    told: list[tuple[str, bool]] = []
+    hooks = UpdateHooks(
+        lambda key: None,
+        lambda key: told.append(("consumed", parameter.grad is not None)),
+        lambda key: told.append(("applied", True)),
+    )
+    hooks.watch("o", optimizer)
+
+    def closure() -> float:
+        parameter.grad = torch.ones(1)
+        return 0.0
+
+    optimizer.step(closure)
+    assert told == [("consumed", True), ("applied", True)]
+    assert hooks.lsn == 1

@@ -223,6 +223,20 @@ def test_inspect_chooses_base_and_entries(run: Path) -> None:
     missing = invoke("inspect", run, "--entry", "model/0.wieght")
     assert missing.exit_code == ExitCode.USAGE
     assert "did you mean 'model/0.weight'" in missing.stderr
+    for args in (["--entry", "zzzzzzzz"], ["--step", "5"]):
+        assert "hint: " in invoke("inspect", run, *args).stderr, "what to do"
+    assert "hint: " in invoke("inspect", run / "none.safetensors").stderr
+
+
+def test_inspect_says_which_bases_it_passes_over(run: Path) -> None:
+    flip(shard_of(run), 4000)
+    shown = invoke("inspect", run, "--table").stdout
+    assert "passed over step 6 of timeline 2: " in shown
+    assert "the header's digest does not match" in shown
+    (passed,) = document("inspect", run)["skipped"]
+    assert (passed["timeline"], passed["step"]) == (2, 6)
+    assert "the header's digest" in passed["reason"]
+    assert document("inspect", run, "--step", 4)["skipped"] == []
 
 
 def test_inspect_reads_a_single_file(run: Path, tmp_path: Path) -> None:
@@ -323,7 +337,9 @@ def test_verify_names_the_file_of_any_other_damage(run: Path, kind: str) -> None
     result = invoke("verify", run)
     assert result.exit_code == ExitCode.DIFFERENT
     assert "rank-00000.safetensors" in result.stdout
+    assert "Errno" not in result.stdout
     assert "3 of 4 bases good" in result.stdout
+    assert "everstep rm" in result.stdout, "what to do"
     assert document("verify", run, "--step", 4)["ok"] is True, "the others are not concerned"
 
 
@@ -563,6 +579,11 @@ def test_doctor_looks_where_the_folder_would_be_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     assert invoke("doctor", tmp_path / "file" / "run").exit_code == ExitCode.USAGE
+    for url in ("s3://bucket/run", "memory://x"):
+        refused = invoke("doctor", url)
+        assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
+        assert repr(url) in refused.stderr
+        assert "hint: a directory" in refused.stderr
 
 
 def test_doctor_of_a_file_system_in_memory(tmpfs_folder: Path) -> None:
@@ -632,6 +653,7 @@ def test_folders_that_are_no_runs(run: Path, tmp_path: Path, verb: str) -> None:
         result = invoke(verb, path, *step)
         assert result.exit_code == ExitCode.USAGE, (path, result.output)
         assert words in result.stderr
+        assert "hint: " in result.stderr, "what to do"
         assert result.stdout == ""
         assert result.stderr.replace("\n", "").isprintable()
         assert document(verb, path, *step, status=2)["exit_code"] == 2

@@ -111,7 +111,9 @@ def test_no_place_for_a_run(
     out: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert invoke("restore", run, "--step", 6, "--out", out).exit_code == 2
+    refused = invoke("restore", run, "--step", 6, "--out", out)
+    assert refused.exit_code == 2
+    assert "hint: " in refused.stderr, "what to do"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -120,6 +122,16 @@ def test_a_step_that_nobody_has(run: Path, tmp_path: Path) -> None:
     assert "neither a base nor the log on disk has step 77" in found["message"]
     assert found["hint"] == "steps there are: 1 to 10"
     assert not (tmp_path / "new").exists()
+
+
+def test_without_a_log_it_is_said_how_there_is_one(run: Path, tmp_path: Path) -> None:
+    for segment in segments_of(run):
+        shutil.rmtree(segment.path)
+    found = document("restore", run, "--step", 6, "--out", tmp_path / "new", status=2)
+    assert found["hint"].startswith("steps there are: 1, 4, 8")
+    assert 'LogOptions(to="disk")' in found["hint"]
+    found = document("replay", run, "--from", 4, "--to", 8, "--drop", 6, status=2)
+    assert 'LogOptions(to="disk")' in found["hint"]
 
 
 def test_a_damaged_log(run: Path, tmp_path: Path) -> None:

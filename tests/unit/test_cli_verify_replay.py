@@ -146,6 +146,7 @@ def test_without_the_log(run: Path) -> None:
     text = invoke("verify", run, "--replay").stdout
     assert "0 of 3 bases equal what replay gives, 3 not checked" in text
     assert "there is no record of step 2" in text
+    assert 'LogOptions(to="disk")' in text, "what to do"
 
 
 def test_another_shape(run_folder: Path) -> None:

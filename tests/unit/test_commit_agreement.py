@@ -23,6 +23,7 @@ from everstep.commit.agreement import (
     Tell,
 )
 from everstep.commit.lineage import BaseId
+from everstep.commit.logs import LogRun
 from everstep.commit.messages import Command
 from everstep.commit.offers import Choice, Offer, Source
 from everstep.format.digests import digest
@@ -47,6 +48,7 @@ class Ranks:
     taken: set[int] = field(default_factory=set)
     damaged: set[Source] = field(default_factory=set)
     at_open: Any = None
+    relaid: int | None = None  # a rank that notices another layout
     done: list[tuple[int, Any]] = field(default_factory=list)
 
     def run(self) -> dict[int, Any]:
@@ -90,7 +92,7 @@ class Ranks:
                 for source in sources
                 if source in self.damaged
             ]
-            return Restored(tuple(found))
+            return Restored(tuple(found), relaid=rank == self.relaid and not action.choice.readers)
         assert isinstance(action, OpenTimeline)
         if action.record.timeline in self.taken:
             return Opened(False)
@@ -118,6 +120,18 @@ def test_nobody_is_in_the_next_step_before_all_are_done() -> None:
     ranks.run()
     kinds = [type(action) for _, action in ranks.done]
     assert kinds == [TakeInventory] * 2 + [Restore] * 2 + [OpenTimeline] * 2 + [TakeInventory] * 2
+
+
+@pytest.mark.parametrize("notices", [0, 1])
+def test_another_layout_makes_all_look_at_the_logs_of_all(notices: int) -> None:
+    runs = (LogRun(1, 21, 20, (21, 22), "a"),)
+    offers = [replace(one, log=runs, others={rank: runs}) for rank, one in enumerate(two())]
+    ranks = Ranks(offers, loss=0.2, rng=random.Random(2), relaid=notices)
+    ends = ranks.run()
+    assert {end.choice.end for end in ends.values()} == {BaseId(1, 22)}
+    assert all(len(end.choice.readers) == 2 for end in ends.values())
+    looks = [action.relaid for rank, action in ranks.done if isinstance(action, TakeInventory)]
+    assert looks == [False] * 2 + [True] * 4, "and as they confirm it"
 
 
 def test_damage_makes_all_choose_again() -> None:

@@ -229,6 +229,26 @@ def test_a_step_of_theirs_can_be_asked_for() -> None:
     assert of_others(every, every, step=12).end == BaseId(1, 12)
 
 
+def of_another_layout(*timelines: int) -> Choice:
+    """Of two ranks, as many as before, of which each sees both logs."""
+    both = dict.fromkeys(range(2), behind(3).runs)
+    known = {1: record(1, world=2)}
+    offers = [
+        replace(offer(rank, behind(3 - rank), {BaseId(1, 10): 10}, known), others=both)
+        for rank in (0, 1)
+    ]
+    return choose(offers, relaid=timelines)
+
+
+def test_as_many_ranks_replay_their_own_logs_until_one_says_they_are_of_another_layout() -> None:
+    choice = of_another_layout()
+    assert (choice.end, choice.readers) == (BaseId(1, 12), ())
+    choice = of_another_layout(1)
+    assert choice.end == BaseId(1, 13)
+    assert [tuple(one) for one in choice.readers] == [(0, 1, 11, 13, 0), (1, 1, 11, 13, 1)]
+    assert of_another_layout(2).readers == (), "it is said of the timeline of a base"
+
+
 def test_behind_a_base_of_other_ranks_a_log_is_refused_and_that_is_said() -> None:
     """Three ranks wrote base and log, and two went on: their log has no base of its own."""
     known = {**OTHERS, 2: record(2, 1, 13, base=(1, 10))}

@@ -175,6 +175,24 @@ def test_older_bases_go_when_a_newer_one_was_read_back_by_all(disks: tuple[str, 
     assert set(read) == set(range(len(disks)))
 
 
+def test_what_peers_have_stays_until_they_have_a_newer_one() -> None:
+    room = Room(("a", "b"), keep=2)
+    spared = {BaseId(1, 10)}
+    leader = room.members[COORDINATOR]
+    assert isinstance(leader, Coordinator)
+    leader._spared = lambda: spared
+    for step in (10, 20, 30, 40):
+        room.save(step)
+        room.tick(3)
+    for disk in "ab":
+        assert set(room.manifests[disk]) == {BaseId(1, 10), BaseId(1, 40)}
+    spared.clear()
+    room.save(50)
+    room.tick(3)
+    for disk in "ab":
+        assert set(room.manifests[disk]) == {BaseId(1, 40), BaseId(1, 50)}
+
+
 def test_what_one_rank_finds_damaged_is_not_what_stays() -> None:
     room = Room(("a", "b"), keep=1)
     room.save(10)

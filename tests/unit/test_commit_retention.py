@@ -39,6 +39,16 @@ def test_abandoned_branches_go_first() -> None:
     assert plan.delete == (BaseId(1, 500),)
 
 
+def test_what_is_spared_stays_in_the_place_of_others() -> None:
+    every = set(BASES)
+    plan = plan_retention(BASES, ONE, keep=2, verified=every, damaged=set(), spared={BASES[0]})
+    assert every - set(plan.delete) == {BASES[0], BASES[-1]}
+    plan = plan_retention(
+        BASES, ONE, keep=2, verified=every, damaged=set(), spared={BASES[0], BASES[1]}
+    )
+    assert every - set(plan.delete) == {BASES[0], BASES[1], BASES[-1]}, "the newest, too"
+
+
 _some = st.sets(st.builds(BaseId, st.integers(1, 3), st.integers(0, 5)), max_size=12)
 
 
@@ -75,3 +85,20 @@ def test_running_it_again_changes_nothing(committed: set[BaseId], keep: int) -> 
     assert len(stays) == min(keep, len(committed))
     again = plan_retention(stays, tree, keep=keep, verified=stays, damaged=set())
     assert again == RetentionPlan()
+
+
+@given(_some, _some, _some, st.integers(1, 4), st.integers(0, 5))
+def test_what_is_spared_and_not_damaged_is_never_deleted(
+    committed: set[BaseId], spared: set[BaseId], damaged: set[BaseId], keep: int, fork: int
+) -> None:
+    tree = {1: Branch(1, None, 0), 2: Branch(2, 1, fork), 3: Branch(3, 2, fork)}
+    given = {"keep": keep, "verified": committed, "damaged": damaged}
+    without = committed - set(plan_retention(committed, tree, **given).delete)
+    stays = committed - set(plan_retention(committed, tree, **given, spared=spared).delete)
+    good = committed - damaged
+    assert stays >= good & spared
+    assert len(stays & good) <= max(keep, 1 + len(good & spared))
+    assert len(stays & good) >= len(without & good), "no fewer than without"
+    if good:
+        newest = plan_retention(good, tree, keep=1, verified=good, damaged=set()).delete
+        assert stays >= good - set(newest), "the newest along the history"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -359,6 +360,30 @@ def test_a_damaged_entry_is_named(tmp_path: Path) -> None:
         shard.read()
     assert error.value.entry == "second"
     assert error.value.step == IDENTITY.step
+    shard.ring.close()
+
+
+def test_every_byte_of_a_header_is_vouched_for(tmp_path: Path) -> None:
+    """The padding behind it, and what no digest of an entry covers, such as LSNs and strides."""
+    shard = Written(tmp_path / "s", {"t": torch.zeros(30)})
+    record = shard.write()
+    files = PosixFileSystem()
+    for offset in range(record.header_length):
+        flip(tmp_path / "s", offset, bit=offset % 8)
+        file = files.open(shard.path)
+        with pytest.raises(DamageError, match="the header's digest does not match"):
+            read_header(file, record, shard.path)
+        file.close()
+        flip(tmp_path / "s", offset, bit=offset % 8)
+    shard.read()
+    shard.ring.close()
+
+
+def test_the_digest_of_a_file_is_compared_with_its_marker(tmp_path: Path) -> None:
+    shard = Written(tmp_path / "s", {"t": torch.zeros(30)})
+    shard.record = replace(shard.write(), digest="0" * 32)
+    with pytest.raises(DamageError, match="the file's digest does not match its marker"):
+        shard.read()
     shard.ring.close()
 
 

@@ -17,7 +17,7 @@ import torch
 import everstep
 from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.format.log import LogRecord
-from everstep.keeper.multistep_fuzzy import redo_bytes
+from everstep.keeper.multistep_fuzzy import CapturedParts, redo_bytes
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
 from tests.unit.logged import invoke, rebuilder_of, record
@@ -247,8 +247,12 @@ def test_one_bit_of_the_gradients_is_noticed(trained: tuple[Path, dict[int, Any]
     assert invoke("verify", run).exit_code == 1
 
 
-def test_a_change_behind_the_optimizers_back_is_found(served: Bench) -> None:
-    """In a window, which no update repeats: what replay gives is not what training had."""
+def test_a_change_behind_the_optimizers_back_is_found(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a window, which no update repeats: what replay gives is not what training had. Here
+    training has not noticed."""
+    monkeypatch.setattr(CapturedParts, "written", lambda self, key=None: None)
     world = World()
     ckpt = opened(served.run, world, method=left(3))
     states = run_steps(ckpt, world, 2)
@@ -266,6 +270,40 @@ def test_a_change_behind_the_optimizers_back_is_found(served: Bench) -> None:
     assert recovery.step == 2
     assert other.snapshot() == states[2]
     assert "past the optimizer" in recovery.skipped[0].reason
+
+
+def clamped(world: World) -> None:
+    for parameter in world.model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def reset(world: World) -> None:
+    for values in world.optimizer.state.values():
+        values["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("change", [clamped, reset])
+def test_a_loop_that_always_writes_past_its_optimizer_has_bases_all_the_same(
+    change: Callable[[World], None], served: Bench
+) -> None:
+    """Of one step each: training would only hear of the others when it needs them."""
+    world = World()
+    ckpt = opened(served.run, world, method=left(3), every=3, keep=2)
+    ckpt.resume()
+    states = {}
+    for step in range(1, 13):
+        world.train()
+        change(world)
+        ckpt.step()
+        states[step] = world.snapshot()
+    ckpt.close()
+    report = ckpt.stats().multistep
+    assert report is not None
+    assert report.abandoned > 0
+    found = steps_on_disk(served.run)
+    assert found
+    for step in found:
+        assert restored(served.run, World(seed=9), step) == states[step]
 
 
 def test_other_conditions_are_not_called_exact(

@@ -163,3 +163,16 @@ def test_a_process_alone_comes_back_from_its_keeper(tmp_path: Path) -> None:
         end_keepers(tmp_path)
     inventory = scan_run(PosixFileSystem(), tmp_path / "run")
     assert sorted(base.id.step for base in inventory.bases) == [5, STEPS]
+
+
+@pytest.mark.slow
+def test_one_process_comes_back_from_what_one_keeper_holds_of_both(
+    nodes: Nodes, expected: list[dict[int, str]]
+) -> None:
+    """Two nodes were, one of them is left, and no base is on its disk."""
+    killed_at_5(nodes)
+    said = json.dumps({"peers": False, "method": "gemini"})
+    alone = start_trainer(ALONE, str(nodes.run_of(0)), "0", "", "1", said)
+    first, *_ = lines_of(alone)
+    assert (first["resumed"], first["source"]) == (4, "memory")
+    assert first["digest"] == expected[0][4]

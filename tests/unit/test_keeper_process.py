@@ -173,6 +173,7 @@ KEEPER_POINTS = [
     "save.before_manifest",
     "save.after_manifest",
     "retain.after_condemn",
+    "retain.before_unlink",
 ]
 
 
@@ -218,7 +219,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def both_killed(point: str) -> tuple[int, str]:
     """What is back; with its marker there, a base is rolled forward."""
-    committed = point in ("save.before_manifest", "save.after_manifest", "retain.after_condemn")
+    committed = point in ("save.before_manifest", "save.after_manifest")
+    committed = committed or point.startswith("retain.")
     return (8 if committed else 4, "disk")
 
 

@@ -4,6 +4,7 @@ that something goes wrong without it."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -370,6 +371,23 @@ def test_a_copy_that_hangs_does_not_hang_training(held: Gate, run_folder: Path) 
         wanted = world.snapshot()
         ckpt.save().durable.result(TIMEOUT_S)
     assert restored(run_folder) == wanted
+
+
+def test_a_forked_child_waits_for_no_copy(
+    held: Gate, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that copies is not there, and will never be done."""
+    with opened(run_folder, World().state, method="lazy") as ckpt:
+        ckpt.step()
+        ckpt.save()
+        child = threading.Thread(target=ckpt.before_update, daemon=True)
+        with monkeypatch.context() as forked:
+            forked.setattr(ckpt, "_check_updating", lambda: None)
+            forked.setattr(os, "getpid", lambda: -1)
+            child.start()
+            child.join(TIMEOUT_S / 4)
+            assert not child.is_alive(), "it waits"
+        held.open()
 
 
 def test_what_no_optimizer_owns_is_copied_at_the_mark(held: Gate, run_folder: Path) -> None:

@@ -19,7 +19,7 @@ import everstep
 from everstep.capture.batches import Batch
 from everstep.capture.spots import Spots
 from everstep.commit.lineage import BaseId
-from everstep.errors import DeadlineError
+from everstep.errors import DeadlineError, MismatchError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.recorder import Recorder
@@ -588,6 +588,28 @@ def test_a_killed_trainer_is_back_at_its_last_step(
     # What a child has said and not yet marked is the step in flight.
     assert reached - recovery["step"] <= lost + 1, recovery
     keepers_gone()
+
+
+def test_one_that_fails_to_resume_takes_nothing_with_it(served: Bench) -> None:
+    """A model that does not fit, and the right one behind it."""
+    world = World()
+    ckpt = opened(served.run, world, method="logged", every=4)
+    ckpt.resume()
+    states = run_steps(ckpt, world, 7)
+    ckpt._saver.finish_captures()
+    die(ckpt)
+    wrong = World()
+    wrong.state["model"] = nn.Linear(3, 3)
+    with (
+        pytest.raises(MismatchError),
+        opened(served.run, wrong, method="logged", every=4) as ckpt,
+    ):
+        ckpt.resume()
+    other = World(seed=9)
+    with opened(served.run, other, method="logged", every=4) as ckpt:
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.source, recovery.exact) == (7, "memory", True)
+        assert other.snapshot() == states[7]
 
 
 @pytest.mark.parametrize("hit", [5, pytest.param(14, marks=pytest.mark.slow)])

@@ -78,6 +78,16 @@ def other_dtype(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -
     optimizer.step()
 
 
+def one_value_many_times(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As ``torch.autograd.grad()`` gives it for a sum: all elements lie at one place."""
+    gradients(step, model)
+    for parameter in model.parameters():
+        if parameter.dim() == step % 2 + 1:
+            drawn = torch.Generator().manual_seed(step)
+            parameter.grad = torch.randn(1, generator=drawn).expand(parameter.shape)
+    optimizer.step()
+
+
 def groups_there_and_back(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     gradients(step, model)
     if step in (3, 5):
@@ -147,6 +157,7 @@ def swapped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     [
         (other_strides, True, STEPS - 1),
         (other_dtype, False, STEPS - 1),
+        (one_value_many_times, False, STEPS - 1),
         (groups_there_and_back, True, 1),
         (groups_there_and_back, False, 1),
         (parameter_there_and_back, True, 1),

@@ -100,9 +100,10 @@ def replicas(
     seams = seams or rank_seams(world)
     about = {**ON_DISK, "keeper": everstep.KeeperOptions(process=False), **options}
     about.setdefault("progress_timeout_s", 20.0)
+    apart = about.pop("apart", False)  # modules of their own, which nobody has in common
 
     def start(rank: int) -> Replica:
-        model = layers(tuple(range(world)))
+        model = layers(None if apart else tuple(range(world)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         state = {"model": model, "optimizer": optimizer, "data": {"step": 0}}
         ckpt = everstep.Checkpointer(paths[rank], state, seams=seams[rank], **about)
@@ -126,9 +127,9 @@ def train(ranks: list[Replica], steps: int) -> None:
     on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
 
 
-def until(paths: tuple[Path, ...], steps: int) -> list[int]:
+def until(paths: tuple[Path, ...], steps: int, **options: Any) -> list[int]:
     """A job that dies behind this step; returns the bytes that each rank has recorded."""
-    with replicas(*paths) as ranks:
+    with replicas(*paths, **options) as ranks:
         resume(ranks)
         train(ranks, steps)
         die(ranks)

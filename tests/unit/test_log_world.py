@@ -1,7 +1,9 @@
-"""The log of ranks of another number: redone by offsets, bit for bit, or refused with a reason."""
+"""The log of ranks of another number, or in another layout: redone by offsets, bit for bit, or
+refused with a reason."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.errors import AuditError, EverstepError, FormatError, ReplayError
+from everstep.commit.lineage import BaseId
+from everstep.errors import AuditError, EverstepError, FormatError, RecoveryError, ReplayError
 from everstep.format.log import record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.recover import log_post
 from everstep.recover.scan import scan_run
-from everstep.seams import PosixFileSystem
+from everstep.seams import PosixFileSystem, Seams
 from everstep.state.ranks import RankInfo
 from tests.unit.relogged import Logs, logged, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, locals_of
@@ -48,6 +51,13 @@ JOBS: list[tuple[Job, Job]] = [
     (("one", 1), ("fsdp", 2)),
     (("fsdp", 2), ("one", 1)),
     (("tp", 2), ("one", 1)),
+    (("fsdp", 2), ("ddp", 2)),
+    (("ddp", 2), ("fsdp", 2)),
+    (("hsdp", 4), ("fsdp", 4)),
+    (("fsdp", 4), ("hsdp", 4)),
+    (("fsdp", 2), ("tp", 2)),
+    (("tp", 4), ("fsdp_tp", 4)),
+    (("fsdp_tp", 4), ("ddp", 4)),
 ]
 
 
@@ -270,12 +280,12 @@ def test_what_was_written_past_the_optimizer_is_noticed(
 # --- All of it: ranks that train alike -------------------------------------------------------
 
 
-def came_back(path: Path, world: int, step: int, replayed: int) -> list[Any]:
+def came_back(path: Path, world: int, step: int, replayed: int, *, exact: bool = True) -> list[Any]:
     """What all ranks of a job come back to, and that it is what training had; and trains on."""
     with replicas(*((path,) * world)) as ranks:
         found = resume(ranks)
         for one, training in zip(found, ranks, strict=True):
-            assert (one.step, one.replayed, one.exact) == (step, replayed, True), one
+            assert (one.step, one.replayed, one.exact) == (step, replayed, exact), one
             check(training, step)
         train_all(ranks, 3)
         for training in ranks:
@@ -301,6 +311,84 @@ def test_another_number_of_ranks_comes_back_to_the_last_step(
     assert (record.parent, record.fork_step, record.base) == (1, 6, (1, 4))
     assert record.exact
     came_back(path, before, 9, 1)  # from a base of step 8, and what this number has logged
+
+
+def alone(path: Path, **options: Any) -> Any:
+    """A process that no others train with."""
+    return replicas(path, seams=[Seams()], **options)
+
+
+@pytest.mark.parametrize("before", [2, 3])
+def test_one_process_alone_goes_on_from_the_last_step_of_all(tmp_path: Path, before: int) -> None:
+    path = tmp_path / "run"
+    until((path,) * before, 6)
+    for step, replayed in ((6, 2), (9, 1)):  # then behind its own base of step 8
+        with alone(path) as (one,):
+            found = one.ckpt.resume()
+            assert (found.step, found.replayed, found.exact) == (step, replayed, True), found
+            check(one, step)
+            one.train(3)
+            check(one, step + 3)
+            die([one])
+    record = scan_run(PosixFileSystem(), path).timelines[2]
+    assert record is not None
+    assert (record.parent, record.fork_step, record.base, record.world) == (1, 6, (1, 4), 1)
+    came_back(path, before, 12, 0, exact=False)  # one process had no generators for a second one
+
+
+def test_its_first_step_waits_for_a_base(tmp_path: Path) -> None:
+    """Its own log leads on from no base of several ranks."""
+    path = tmp_path / "run"
+    until((path, path), 6)
+    with alone(path) as (one,):
+        one.ckpt.resume()
+        recorder = one.ckpt._recorder
+        assert recorder is not None
+        assert not recorder._leads_here
+        one.train(1)
+        die([one])
+    bases = [base.id for base in scan_run(PosixFileSystem(), path).bases]
+    assert BaseId(2, 7) in bases
+
+
+def test_it_goes_back_to_a_step_of_several(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 7)
+    with alone(path) as (one,):
+        found = one.ckpt.resume(6)
+        assert (found.step, found.replayed) == (6, 2)
+        check(one, 6)
+        die([one])
+    with alone(path) as (one,), pytest.raises(RecoveryError, match="step 7"):
+        one.ckpt.resume(7)  # turned away from
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hole_in_one_log_ends_it_for_one_process_too(tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "run"
+    until((path, path), 7)
+    (segment(path, 6) / marker_name(rank)).unlink()
+    with alone(path) as (one,):
+        found = one.ckpt.resume()
+        assert (found.step, found.replayed) == (5, 1)
+        assert f"rank {rank} of 2 that wrote it gets no further" in str(found.skipped)
+        check(one, 5)
+        die([one])
+
+
+def test_one_process_reads_the_logs_of_all_from_a_copy(tmp_path: Path) -> None:
+    """Its own folder is new, and has the run and its timelines before anything is trained."""
+    path, copy = tmp_path / "run", tmp_path / "copy"
+    until((path, path), 6)
+    shutil.copytree(path, copy)
+    with alone(tmp_path / "other", tiers=[copy], keeper=None, method="logged") as (one,):
+        found = one.ckpt.resume()
+        assert (found.step, found.replayed, found.source) == (6, 2, "copy")
+        check(one, 6)
+        one.train(2)
+    mine, theirs = (scan_run(PosixFileSystem(), p) for p in (tmp_path / "other", path))
+    assert mine.run == theirs.run
+    assert mine.timelines[1] == theirs.timelines[1]
 
 
 def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:

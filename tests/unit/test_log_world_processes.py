@@ -1,5 +1,5 @@
-"""Ranks that are processes, of another number than those that wrote the log: they come back to its
-last step, with the tensors that training had there, bit for bit."""
+"""Ranks that are processes, of another number than those that wrote the log, or in another layout:
+they come back to its last step, with the tensors that training had there, bit for bit."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ say(step=recovery.step, whole=training.whole(), replayed=recovery.replayed, exac
 for step in range(recovery.step + 1, last + 1):
     training.step()
     ckpt.step()
-    if to == "disk" and step == 5:
-        ckpt.wait()
+    if to == "disk" and step in (5, recovery.step + 1):
+        ckpt.wait()  # for the base, which is in the keeper's memory first
     say(step=step, whole=training.whole())
 if os.environ.get("DIES"):
     if to != "disk":
@@ -149,9 +149,15 @@ def go_on(runs: Runs, before: Said, layout: str, world: int, step: int, replayed
         ("hsdp", 4, "fsdp", 3),
         ("one", 1, "fsdp", 2),
         ("one", 1, "ddp", 2),
+        ("ddp", 2, "one", 1),
+        ("fsdp", 3, "one", 1),
+        ("fsdp", 4, "ddp", 4),  # from here on as many ranks, in another layout
+        ("ddp", 2, "fsdp", 2),
+        ("hsdp", 4, "fsdp", 4),
+        ("dp_tp", 4, "fsdp", 4),
     ],
 )
-def test_a_job_of_another_size_comes_back_to_the_last_step(
+def test_a_job_of_another_size_or_layout_comes_back_to_the_last_step(
     runs: Runs, layout: str, ranks: int, other: str, world: int
 ) -> None:
     before = runs.said(layout, ranks, LAST, to="disk", dies=True)
@@ -172,4 +178,26 @@ def test_a_log_in_the_memory_of_keepers_leads_on(
         for lines in said:
             first = lines[0]
             assert (first["step"], first["replayed"]) == (LAST, LAST - BASE), first["skipped"]
+        assert at(said, LAST) == at(before, LAST)
+
+
+@pytest.mark.parametrize(("layout", "other"), [("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_a_log_of_another_layout_in_the_memory_of_keepers_leads_on(
+    runs: Runs, layout: str, other: str
+) -> None:
+    before = runs.said(layout, 2, LAST, to="memory", dies=True)
+    for _ in range(2):  # the first of them has taken no base yet
+        said = runs.said(other, 2, LAST, to="memory", dies=True)
+        for lines in said:
+            first = lines[0]
+            assert (first["step"], first["replayed"]) == (LAST, LAST - BASE), first["skipped"]
+        assert at(said, LAST) == at(before, LAST)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_one_process_goes_on_from_what_keepers_of_several_hold(runs: Runs, layout: str) -> None:
+    before = runs.said(layout, 2, LAST, to="memory", dies=True)
+    for _ in range(2):
+        ((first, *_),) = said = runs.said("one", 1, LAST, to="memory", dies=True)
+        assert (first["step"], first["replayed"]) == (LAST, LAST - BASE), first["skipped"]
         assert at(said, LAST) == at(before, LAST)

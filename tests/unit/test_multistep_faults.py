@@ -312,6 +312,52 @@ def test_what_no_replay_repeats_begins_the_base_anew(
     assert restored(served.run, other, 6) == states[6]
 
 
+@pytest.mark.parametrize("when", ["for one update", "behind the last"])
+def test_groups_that_change_within_a_step_begin_the_base_anew(when: str, served: Bench) -> None:
+    world = World()
+    change_groups(world)
+    ckpt = start(served, world, over(3))
+    groups = world.optimizer.param_groups
+    if when == "for one update":  # the mark finds them as they were
+        groups.reverse()
+        world.train()
+        groups.reverse()
+    else:
+        world.train()
+        world.train()
+        groups.reverse()
+    ckpt.step()
+    states = run_steps(ckpt, world, 3)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 1
+    (found,) = steps_on_disk(served.run)
+    other = World(seed=9)
+    change_groups(other)
+    if when == "behind the last":
+        other.optimizer.param_groups.reverse()
+    assert restored(served.run, other, found) == states[found]
+
+
+def test_an_update_that_nobody_told_of_begins_it_anew(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason may be: the numbers of updates tell."""
+    world = World()
+    ckpt = start(served, world, over(4))
+    states = run_steps(ckpt, world, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ckpt._updates, "consumed", lambda key: None)
+        patch.setattr(ckpt._updates, "applied", lambda key: None)
+        world.train()
+    world.train()
+    ckpt.step()
+    states |= run_steps(ckpt, world, 4)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 1
+    (found,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), found) == states[found]
+
+
 def test_a_change_that_was_declared_begins_it_anew(served: Bench) -> None:
     world = World()
     ckpt = start(served, world, over(3))

@@ -4,6 +4,7 @@ a group of processes on this machine, which are killed together."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import threading
@@ -16,8 +17,11 @@ import pytest
 
 from everstep.cli.ps import Status, ask_statuses
 from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.recover.scan import scan_run
+from everstep.seams import PosixFileSystem
 from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
+from tests.unit.test_rank_tiers_processes import wait_for
 from tests.unit.world import TIMEOUT_S
 
 WORLD, STEPS = 2, 7
@@ -33,9 +37,17 @@ options = {"every": 2, "on_failure": "warn", "progress_timeout_s": 30.0, "method
 options.update(json.loads(sys.argv[5]))
 dies = os.environ.get("DIES", "")
 warnings.simplefilter("ignore")
+
+def gone(*_):  # as the next collective would
+    raise RuntimeError("the other rank is gone")
+
+signal.signal(signal.SIGUSR1, gone)
 dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
 torch.manual_seed(7)
-model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 8))
+width, rate = options.pop("width", 64), options.pop("bytes_per_s", None)
+model = torch.nn.Sequential(
+    torch.nn.Linear(32, width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 8)
+)
 model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 torch.manual_seed(100 + rank)
@@ -51,7 +63,8 @@ def digest():
 def say(**what):
     os.write(1, (json.dumps({"rank": rank, **what}) + "\\n").encode())
 
-peers = [PeerOptions(emulated_node=str(rank))] if options.pop("peers", True) else []
+peers = [PeerOptions(emulated_node=str(rank), bytes_per_s=rate)]
+peers = peers if options.pop("peers", True) else []
 ckpt = everstep.Checkpointer(
     run, {"model": model, "optimizer": optimizer}, tiers=peers, **options
 )
@@ -66,6 +79,8 @@ for step in range(recovery.step + 1, 8):
     ckpt.step()
     while os.environ.get("VANISHES") and step == 1 and not ckpt.stats().peered:
         time.sleep(0.01)  # nothing can be asked of a peer that has got nothing yet
+    while os.environ.get("PEERED") == str(step) and not ckpt.stats().peered:
+        time.sleep(0.01)
     say(step=step, digest=digest(), held=ckpt.stats().peer_log_step)
     if f"{rank} {step}" == os.environ.get("VANISHES"):
         from everstep.keeper.registry import kill_keeper, list_keepers
@@ -86,15 +101,15 @@ class Nodes:
     """A job of two ranks, each on a node of its own: folder, trainer and keeper."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self._folder, self._options, self._starts = folder, options, 0
+        self._folder, self.options, self._starts = folder, options, 0
 
     def run_of(self, node: int) -> Path:
         return self._folder / f"node-{node}" / "run"
 
-    def start(self, dies: str = "", vanishes: str = "") -> list[Trainer]:
+    def start(self, dies: str = "", vanishes: str = "", peered: str = "") -> list[Trainer]:
         self._starts += 1
         meet = str(self._folder / f"meet-{self._starts}")
-        said = json.dumps(self._options)
+        said = json.dumps(self.options)
         return [
             start_trainer(
                 TRAINING,
@@ -105,6 +120,7 @@ class Nodes:
                 said,
                 DIES=dies.format(rank=rank),
                 VANISHES=vanishes,
+                PEERED=peered,
             )
             for rank in range(WORLD)
         ]
@@ -213,3 +229,52 @@ def test_a_node_is_lost_again_after_its_state_came_from_its_peer(
         finish_trainer(one, TIMEOUT_S)
     nodes.lose(0)
     check([lines_of(one) for one in nodes.start()], expected, 6, "peer", "memory")
+
+
+@pytest.mark.slow
+def test_who_ends_because_a_node_is_lost_leaves_what_it_held_for_it(
+    nodes: Nodes, expected: list[dict[int, str]]
+) -> None:
+    """Its next collective raises, nobody catches that, and Python ends as it does."""
+    ranks = nodes.start("{rank} 5")
+    until_copied(nodes, 4)
+    ranks[0].kill()
+    finish_trainer(ranks[0], TIMEOUT_S)
+    nodes.lose(0)
+    os.kill(ranks[1].pid, signal.SIGUSR1)
+    status, _, err = finish_trainer(ranks[1], TIMEOUT_S)
+    assert status == 1
+    assert "the other rank is gone" in err
+    check([lines_of(one) for one in nodes.start()], expected, 4, "peer", "memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", range(WORLD))
+def test_what_a_slow_peer_holds_is_what_the_disks_keep(nodes: Nodes, node: int) -> None:
+    """Two newer bases are durable everywhere by the time that the next one is half way to the
+    peers: a lost node still has its part of one that the other has, too."""
+    # Some ten seconds for a base.
+    nodes.options.update({"width": 8000, "bytes_per_s": 400_000, "keep": 2})
+    ranks = nodes.start("{rank} 7", peered="3")
+    wait_for(lambda: on_disk(nodes) >= {4, 6}, "the bases of steps 4 and 6")
+    wait_for(lambda: nodes.copies() == {0: ((1, 2),), 1: ((0, 2),)}, "copies of that of step 2")
+    threading.Event().wait(1.0)  # nothing more is deleted
+    digests = []
+    for one in ranks:
+        one.kill()
+        said = [json.loads(line) for line in finish_trainer(one, TIMEOUT_S)[1].splitlines()]
+        digests.append(next(line["digest"] for line in said if line.get("step") == 2))
+    assert nodes.copies() == {0: ((1, 2),), 1: ((0, 2),)}, "it was not slow"
+    assert on_disk(nodes) == {2, 4, 6}
+    nodes.lose(node)
+    for rank, one in enumerate(nodes.start()):
+        first = lines_of(one)[0]
+        assert (first["resumed"], first["digest"], first["exact"]) == (2, digests[rank], True)
+        assert "the files of rank" in first["skipped"]
+
+
+def on_disk(nodes: Nodes) -> set[int]:
+    """Steps of bases that both disks have."""
+    found = [scan_run(PosixFileSystem(), nodes.run_of(node)).bases for node in range(WORLD)]
+    steps = [{base.id.step for base in one if base.status == "committed"} for one in found]
+    return set.intersection(*steps)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from everstep.arena import Block
 from everstep.seams import PosixFileSystem, posix
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
+from tests.unit.world import has_leases
 
 PAGE = DIRECT_ALIGNMENT_BYTES
 FS = PosixFileSystem()
@@ -316,6 +317,28 @@ def test_renaming_replaces_and_linking_does_not(tmp_path: Path) -> None:
         FS.unlink(tmp_path / "b")
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_syncing_reaches_the_kernel(
+    direct: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated disks show where a sync is missing, not whether this one is one."""
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    file = FS.create(folder / "f", direct=direct)
+    file.write(aligned(pattern(PAGE)), 0)
+    assert synced == []
+    file.sync()
+    file.close()
+    FS.sync_dir(folder)
+    assert synced == [(folder / "f").stat().st_ino, folder.stat().st_ino]
+
+
 def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems have no such call; a disk that fails is another matter."""
     for code, tolerated in ((errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)):
@@ -336,11 +359,8 @@ def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def leases(tmp_path: Path) -> None:
-    (tmp_path / "probe").write_bytes(b"x")
-    file = FS.reuse(tmp_path / "probe")
-    if file is None:
+    if not has_leases(tmp_path):
         pytest.skip("this file system has no leases")
-    file.close()
 
 
 def test_a_file_that_nobody_has_is_reused(leases: None, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import Message, PeerAt, PeerBegun, PeerPart, PeerRound, PeerSaid
+from everstep.commit.peers import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.keeper import replicator
 from everstep.keeper.peer_store import PeerStore, memory_bytes
@@ -107,6 +108,41 @@ def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed:
     ring.lost = lambda sender, to, message: False
     ring.run(60.0)
     assert [ring.held(rank) for rank in range(3)] == [[(2, 30)], [(0, 30)], [(1, 30)]]
+
+
+def test_the_disks_keep_what_a_slow_peer_has_and_what_it_is_getting() -> None:
+    """A node that is lost has its part of a base with its peer; all others need theirs on disk."""
+    ring = SlowRing("abc", bytes_per_s=10_000.0)
+    bases = [BaseId(1, step) for step in range(10, 200, 10)]
+    leader, wholes = ring.ranks[0], set()
+    for base in bases:
+        ring.take(base, size_bytes=30_000)
+        for _ in range(10):
+            ring.run(0.1)
+            held = [{base for base in bases if one.ranks_of(base)} for one in ring.stores]
+            whole = set.intersection(*held)
+            assert whole <= set(leader.needed()), "the newest that is whole with all"
+            assert len(leader.needed()) <= NEEDED_MAX
+            wholes |= whole
+    assert len(wholes) > 3
+    assert max(wholes) < bases[-2]
+    assert not ring.ranks[1].needed(), "rank 0 says what is deleted"
+
+
+def test_a_new_start_keeps_what_peers_have_of_the_one_before() -> None:
+    ring = SlowRing("abc", bytes_per_s=10_000.0)
+    ring.take(A, size_bytes=30_000)
+    ring.run(10.0)
+    for rank in range(3):  # all go on from B, which no peer has
+        ring.bases[rank, B] = piece(rank, B, size_bytes=30_000, world=3)
+        ring.ranks[rank] = ring._make(rank, B)
+    assert ring.ranks[0].needed() == [A]
+    for one in ring.ranks:
+        one.durable(B)
+    ring.run(1.0)
+    assert ring.ranks[0].needed() == [B, A]
+    ring.run(30.0)
+    assert ring.ranks[0].needed() == [B]
 
 
 def test_bytes_that_have_changed_on_the_way_are_no_copy() -> None:

@@ -22,6 +22,7 @@ from tests.unit.world import (
     TIMEOUT_S,
     HookedFileSystem,
     base_folder,
+    has_leases,
     inventory_of,
     opened,
     raising,
@@ -32,20 +33,9 @@ MIB = 1 << 20
 ELEMENTS = 600_000  # 2.4 MB: worth recycling
 
 
-def can_recycle(folder: Path) -> bool:
-    """Whether this file system can tell that nobody else has a file open."""
-    path = folder / "probe"
-    path.write_bytes(b"x")
-    file = PosixFileSystem().reuse(path)
-    if file is None:
-        return False
-    file.close()
-    return True
-
-
 @pytest.fixture(autouse=True)
 def recycling(tmp_path: Path) -> None:
-    if not can_recycle(tmp_path):
+    if not has_leases(tmp_path):
         pytest.skip("this file system has no leases")
 
 

@@ -301,8 +301,15 @@ def test_a_url_with_credentials_is_refused_without_repeating_them(url: str) -> N
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "http://x/y", "s3:/x", "s3://b/../c", "x"])
 def test_what_is_no_store_is_refused(url: str) -> None:
-    with pytest.raises(OptionError):
+    with pytest.raises(OptionError) as caught:
         ObjectTier(url)
+    assert caught.value.hint == "a URL like s3://bucket/prefix"
+
+
+def test_a_scheme_that_is_no_store_is_named_and_nothing_else_of_its_url() -> None:
+    with pytest.raises(OptionError, match=r"'s4://'.*s3://, gs://, az://") as caught:
+        ObjectTier("s4://key:secret-text@bucket/x")
+    assert "secret-text" not in str(caught.value)
 
 
 def test_a_place_is_a_url_or_an_absolute_path() -> None:

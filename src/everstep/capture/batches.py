@@ -7,6 +7,7 @@ packed by one ``torch.cat``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ import torch
 from everstep.state.layout import Placed, ShardLayout
 from everstep.state.tensors import byte_view
 
-__all__ = ["Batch", "Chunks", "in_chunks", "plan_batches", "run_batch"]
+__all__ = ["Batch", "Chunks", "Runs", "in_chunks", "plan_batches", "run_batch"]
 
 _SMALL_BYTES = 256 << 10
 _PACK_BYTES_MAX = 8 << 20
 _PIECE_BYTES = 32 << 20  # smaller pieces take the interpreter lock more often
+_RUN_BYTES = _PIECE_BYTES
 
 
 class Batch(NamedTuple):
@@ -135,6 +137,26 @@ class Chunks(Sequence[Batch]):
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
+
+
+class Runs(tuple[Batch, ...]):
+    """Batches of which nobody must know at once that one of them is copied.
+
+    A thread copies a run of them with hardly anything in between: behind each copy it takes the
+    interpreter lock, and while it holds that to tell how far it is, training stands still.
+    """
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[Batch, ...], ...]:
+        """All of them in order, in as few runs as their size allows; a large one is alone."""
+        runs: list[list[Batch]] = []
+        begin = 0
+        for batch in self:
+            if not runs or batch.end - begin > _RUN_BYTES:
+                runs.append([])
+                begin = batch.begin
+            runs[-1].append(batch)
+        return tuple(map(tuple, runs))
 
 
 def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) -> None:

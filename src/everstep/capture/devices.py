@@ -57,7 +57,7 @@ class DeviceLane:
         if any(seen is batches for seen in self._in_host_memory):
             return self._lane
         lane = self._for(_one_of_each(batches))
-        if lane is self._host and type(batches) is tuple:  # which stays what it is
+        if lane is self._host and isinstance(batches, tuple):  # which stays what it is
             self._in_host_memory = [*self._in_host_memory[-1:], batches]
         return lane
 

@@ -29,6 +29,8 @@ class EmulatedLink(CpuLane):
         bytes_per_s: of the link.
     """
 
+    _in_runs = False
+
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
         self._bytes_per_s = bytes_per_s

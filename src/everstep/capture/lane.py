@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from everstep.capture.batches import Batch, run_batch
+from everstep.capture.batches import Batch, Runs, run_batch
 from everstep.seams.memory import copy_memory
 from everstep.seams.threads import IoThreads
 
@@ -81,9 +81,15 @@ class Lane(Protocol):
 
 
 class CpuTransfer:
-    """Copies made by a thread."""
+    """Copies made by a thread.
+
+    Attributes:
+        awaited: somebody has come to the gate too early: whoever copies tells at once how far
+            it is.
+    """
 
     def __init__(self) -> None:
+        self.awaited = False
         self._changed = threading.Condition()
         self._copied = 0
         self._over = False
@@ -93,6 +99,7 @@ class CpuTransfer:
         if self._copied >= end or self._over:  # mostly: seen without the lock
             return True
         with self._changed:
+            self.awaited = True
             return self._changed.wait_for(lambda: self._copied >= end or self._over, timeout_s)
 
     def wait(self, timeout_s: float) -> bool:
@@ -120,6 +127,8 @@ class CpuLane:
     """A thread that copies. Tensors on a device without a lane of its own are fetched by it,
     too; marks are copied by the caller."""
 
+    _in_runs = True  # a kind of lane that does something at each copy says no
+
     def __init__(self) -> None:
         self._threads = IoThreads(1, "everstep-capture")
 
@@ -136,12 +145,20 @@ class CpuLane:
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         transfer = CpuTransfer()
 
+        def tell(end: int) -> None:
+            progress(end)
+            transfer.advance(end)
+
         def copy() -> None:
             try:
-                for batch in batches:
-                    self._copy(batch, block)
-                    progress(batch.end)
-                    transfer.advance(batch.end)
+                if self._in_runs and isinstance(batches, Runs):
+                    for run in batches.runs:
+                        self._copy_run(run, block, transfer, tell)
+                        tell(run[-1].end)
+                else:
+                    for batch in batches:
+                        self._copy(batch, block)
+                        tell(batch.end)
             except BaseException as error:
                 transfer.end(error)
                 raise
@@ -162,13 +179,36 @@ class CpuLane:
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
         _copy_alone(batch, block)
 
+    def _copy_run(
+        self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
+    ) -> None:
+        """Copies a run, and tells nobody of its parts unless somebody waits."""
+        target = block.data_ptr()
+        # Looked up before the first: in between, each microsecond is one of training's.
+        moves = [
+            (batch, target + batch.begin, _address(batch), batch.end - batch.begin) for batch in run
+        ]
+        for batch, to, source, size_bytes in moves:
+            if source is None:
+                run_batch(batch, block)
+            else:
+                copy_memory(to, source, size_bytes)
+            if transfer.awaited:
+                tell(batch.end)
+
 
 def _copy_alone(batch: Batch, block: torch.Tensor) -> None:
     """Copies a batch in this thread: not by ``Tensor.copy_``, if it is one tensor, which would use
     as many threads as torch has for training."""
-    if len(batch.sources) != 1 or batch.sources[0].device.type != "cpu":
+    source = _address(batch)
+    if source is None:
         run_batch(batch, block)
         return
-    copy_memory(
-        block.data_ptr() + batch.begin, batch.sources[0].data_ptr(), batch.end - batch.begin
-    )
+    copy_memory(block.data_ptr() + batch.begin, source, batch.end - batch.begin)
+
+
+def _address(batch: Batch) -> int | None:
+    """Where a batch lies that is one tensor in host memory."""
+    if len(batch.sources) != 1 or not batch.sources[0].is_cpu:
+        return None
+    return batch.sources[0].data_ptr()

@@ -55,7 +55,8 @@ class UpdateHooks:
         def before(*_: Any) -> None:
             caller = sys._getframe(1)
             if self.outermost is None or not _on_stack(self.outermost, caller):
-                self.settle()
+                if self.outermost is not None:
+                    self.settle()
                 self.outermost, self.depth, self.told = caller, 0, 0
                 self.key, self.within = key, False
             self.depth += 1
@@ -73,7 +74,7 @@ class UpdateHooks:
 
         def consume() -> None:
             self.told += 1
-            if self.consumed is not None and self.depth <= 1:
+            if self.consumed is not None:  # perhaps of a call within, which calls our closure
                 self.consumed(key)
 
         def at_last(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -369,7 +369,7 @@ def _bases_there(ordered: list[BaseId], step: int | None) -> str:
 
 def _no_folder(path: PurePath) -> OptionError:
     if os.path.lexists(path):
-        hint = None
+        hint = _hint(path)
         if path.suffix == ".safetensors":
             hint = f"everstep inspect {path}"
         return OptionError(f"{path} is no run folder but a file", path=path, hint=hint)

@@ -73,6 +73,9 @@ def doctor(
     Each line is ok, warn or fail, and says what to do.
     Exit status 4 if anything fails. Writes a few kilobytes into the directory and removes them.
     """
+    if "://" in directory:
+        hint = "a directory on this machine; copies of a run are checked by everstep verify URL"
+        raise OptionError(f"{directory!r} is no directory", hint=hint)
     asked = Path(os.path.abspath(directory))
     place = _nearest_directory(asked)
     checks = [*_machine(), *_directory(place)]
@@ -97,7 +100,8 @@ def _nearest_directory(asked: Path) -> Path:
         if place.is_dir():
             return place
         if os.path.lexists(place):
-            raise OptionError(f"{place} is no directory", path=place)
+            hint = "choose a directory, or one that is not there yet"
+            raise OptionError(f"{place} is no directory", path=place, hint=hint)
     raise AssertionError("the root is a directory")
 
 

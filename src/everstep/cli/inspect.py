@@ -40,6 +40,7 @@ from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.given import nearest
 
 if TYPE_CHECKING:
+    from everstep.commit.lineage import BaseId
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
     from everstep.format.records import AuditRecord
@@ -83,6 +84,7 @@ class _Found:
         segments: of the log of the run, if it is one.
         records: of the segment, if the file is one, or of what makes the base whole.
         audit: what the keeper's audit has said of the base.
+        skipped: newer bases that ``resume()`` would pass over, and why, if none was asked for.
     """
 
     path: PurePath
@@ -92,6 +94,7 @@ class _Found:
     segments: list[SegmentFound] = field(default_factory=list)
     records: tuple[RecordHead, ...] = ()
     audit: AuditRecord | None = None
+    skipped: dict[BaseId, str] = field(default_factory=dict)
 
 
 def inspect(
@@ -155,6 +158,7 @@ def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | 
                 hint="everstep ls lists what is there, --step chooses",
             )
         found = _of_base(filesystem, choice.base)
+        found.skipped = choice.skipped
     else:
         found = _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
     found.segments = [one for one in segments if timeline in (None, one.timeline)]
@@ -188,7 +192,8 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
     from everstep.format.records import Marker
 
     if not os.path.lexists(path):
-        raise OptionError(f"there is no file {path}", path=path)
+        hint = "everstep inspect RUN lists the entries of a run, --json their files"
+        raise OptionError(f"there is no file {path}", path=path, hint=hint)
     shard = parse_shard(path.name)
     record = None
     if shard is not None:
@@ -261,9 +266,8 @@ def _matching(rows: list[_Row], pattern: str) -> list[_Row]:
     found = [row for row in rows if any(map(matches, (row.entry.name, *row.aliases)))]
     if not found:
         guess = nearest(pattern, (row.entry.name for row in rows[:_ROWS_MAX]))
-        raise OptionError(
-            f"no entry is like {pattern!r}", hint=f"did you mean {guess!r}?" if guess else None
-        )
+        hint = f"did you mean {guess!r}?" if guess else "without --entry all are shown"
+        raise OptionError(f"no entry is like {pattern!r}", hint=hint)
     return found
 
 
@@ -283,6 +287,10 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
         "world": first.world,
         "exact": first.exact,
         "audit": record_as_json(found.audit),
+        "skipped": [
+            {"timeline": base.timeline, "step": base.step, "reason": reason}
+            for base, reason in found.skipped.items()
+        ],
         "segments": [segment_as_json(segment) for segment in found.segments],
         "records": [
             {
@@ -324,6 +332,9 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
     from everstep.recover.audits import audit_in_words
 
     first = found.headers[0][1].identity
+    for base, reason in found.skipped.items():
+        told = f"passed over {base}: {reason}"
+        out.print(label(told, "yellow", LINE_CHARS_MAX), soft_wrap=True)
     out.print(
         label(
             f"step {first.step} of timeline {first.timeline} (update {first.lsn}): "

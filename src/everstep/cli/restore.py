@@ -152,10 +152,12 @@ def check_out(out: str, inventory: Inventory) -> PurePath:
     folder = PurePath(os.path.realpath(out))
     run = PurePath(os.path.realpath(inventory.path))
     if run == folder or run in folder.parents:
-        raise OptionError(f"{folder} lies in the run itself", path=folder)
+        hint = "choose a folder outside of the run"
+        raise OptionError(f"{folder} lies in the run itself", path=folder, hint=hint)
     if os.path.lexists(folder):
         if not os.path.isdir(folder):
-            raise OptionError(f"{folder} is no folder", path=folder)
+            hint = "choose a folder that is not there yet"
+            raise OptionError(f"{folder} is no folder", path=folder, hint=hint)
         with reading(folder):
             held = os.listdir(folder)
         if held:

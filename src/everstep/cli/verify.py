@@ -145,6 +145,11 @@ def verify(
         _show(console(), inventory, checked, segments, read_s)
         if replay:
             show_audits(console(), audits)
+            if audits and log is None:
+                told = 'hint: a log on disk is what bases are compared with: method="logged", '
+                console().print(
+                    label(f'  {told}log=LogOptions(to="disk")', "", LINE_CHARS_MAX), soft_wrap=True
+                )
     raise typer.Exit(ExitCode.OK if ok else ExitCode.DIFFERENT)
 
 
@@ -369,6 +374,13 @@ def _show(
         f"{good} of {count_of(len(read), 'base')}{of_log} good, {in_words(size_bytes)} read in "
         f"{seconds:.1f} s" + (f"; {count_of(len(lines), 'damage')}" if lines else "")
     )
+    lost = [item.base.id for item in checked if item.damages and not item.usable]
+    if lost:
+        where = "the disk or the store may be failing"
+        told = f"  hint: resume() passes over what is damaged; {where}"
+        if "://" not in str(inventory.path):
+            told += f"; everstep rm {inventory.path} --step {lost[0].step} deletes a damaged base"
+        out.print(label(told, "", LINE_CHARS_MAX), soft_wrap=True)
 
 
 def _sentence(path: str, problem: str) -> str:

@@ -62,11 +62,18 @@ NO_WAY_BACK_HINT = (
 )
 _ROUNDS_MAX = 16
 _WIRE = PurePath("message")
+_RELAID = b"relaid"
 
 
 @dataclass(frozen=True, slots=True)
 class TakeInventory:
-    """Look at what this rank can read; answer with :class:`InventorySeen`."""
+    """Look at what this rank can read; answer with :class:`InventorySeen`.
+
+    Attributes:
+        relaid: also at the logs of as many ranks as there are now, as at those of another number.
+    """
+
+    relaid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +145,13 @@ class Restored:
         damaged: files that are damaged: of which rank, and where.
         spoilt: timeline and step at which this rank's log turned out to be of no use.
         exact: it is bit for bit what training had.
+        relaid: the log behind the base is of another layout than this rank has now.
     """
 
     damaged: tuple[tuple[int, Source], ...] = ()
     spoilt: tuple[int, int] | None = None
     exact: bool = True
+    relaid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +210,7 @@ class Agreement:
         self._record: TimelineRecord | None = None
         self._spoilt: set[tuple[BaseId, int, Source]] = set()
         self._spoilt_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
+        self._relaid: set[int] = set()  # timelines: their ranks had another layout
         self._exact = True
         self._trained = trained
         self._loaded = False  # ranks were told to load a base: so their state is not, either
@@ -223,7 +233,7 @@ class Agreement:
 
     def start(self) -> list[AgreementOut]:
         """Rank 0 begins; the others wait for it."""
-        return self._lead("offer", b"") if self.rank == COORDINATOR else []
+        return self._ask("offer") if self.rank == COORDINATOR else []
 
     def heard(self, sender: int, message: Message) -> list[AgreementOut]:
         """A message of this session has come from ``sender``."""
@@ -238,7 +248,9 @@ class Agreement:
         if isinstance(event, InventorySeen):
             return self._say(encode_offer(event.offer))
         if isinstance(event, Restored):
-            return self._say(encode_restored(event.damaged, event.spoilt, event.exact))
+            return self._say(
+                encode_restored(event.damaged, event.spoilt, event.exact, event.relaid)
+            )
         return self._say(b"ours" if event.ours else b"")
 
     def tick(self, now_s: float) -> list[AgreementOut]:
@@ -266,7 +278,7 @@ class Agreement:
             return [] if self._answer is None else [Tell(COORDINATOR, self._answer)]
         self._at, self._phase, self._answer = command.number, command.phase, None
         if command.phase in ("offer", "confirm"):
-            return [TakeInventory()]
+            return [TakeInventory(bool(command.payload))]
         if command.phase == "restore":
             return [Restore(decode_choice(command.payload))]
         if command.phase == "open":
@@ -286,6 +298,10 @@ class Agreement:
         return [Tell(COORDINATOR, self._answer)]
 
     # Rank 0.
+
+    def _ask(self, phase: str) -> list[AgreementOut]:
+        """Asks all ranks what they can read."""
+        return self._lead(phase, _RELAID if self._relaid else b"")
 
     def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
         """Begins the next step on all ranks."""
@@ -332,7 +348,7 @@ class Agreement:
             if str(error) == self._refusal or self._rounds > _ROUNDS_MAX:
                 return self._lead("refuse", str(error).encode("utf-8"))
             self._refusal = str(error)
-            return self._lead("offer", b"")
+            return self._ask("offer")
         self._loaded = self._loaded or self._choice.base is not None
         return self._lead("restore", encode_choice(self._choice))
 
@@ -345,6 +361,7 @@ class Agreement:
             fetch=self._fetch,
             spoilt=self._spoilt,
             spoilt_log=self._spoilt_log,
+            relaid=self._relaid,
         )
         if choice.base is None and self._trained:
             raise RecoveryError(NO_WAY_BACK, hint=NO_WAY_BACK_HINT)
@@ -364,15 +381,19 @@ class Agreement:
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
-        told = [decode_restored(answer) for answer in answers]
-        damaged = {found for files, _, _ in told for found in files}
-        log = {(rank, *spoilt) for rank, (_, spoilt, _) in enumerate(told) if spoilt is not None}
-        if damaged or log:
+        told = [Restored(*decode_restored(answer)) for answer in answers]
+        damaged = {found for one in told for found in one.damaged}
+        log = {(rank, *one.spoilt) for rank, one in enumerate(told) if one.spoilt is not None}
+        relaid = any(one.relaid for one in told)
+        if damaged or log or relaid:
             assert self._choice.base is not None
             self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
-            self._spoilt_log |= log
-            return self._lead("offer", b"")
-        self._exact = all(exact for _, _, exact in told)
+            if relaid:  # what is spoilt of the log shows when it is replayed as it was written
+                self._relaid.add(self._choice.base.timeline)
+            else:
+                self._spoilt_log |= log
+            return self._ask("offer")
+        self._exact = all(one.exact for one in told)
         return self._open(self._choice)
 
     def _open(self, choice: Choice) -> list[AgreementOut]:
@@ -387,7 +408,7 @@ class Agreement:
         if not all(answers):  # taken on some disk: the next number, on all of them
             return self._open(replace(self._choice, timeline=number + 1))
         self._opened.add(number)
-        return self._lead("confirm", b"")
+        return self._ask("confirm")
 
     def _on_confirmed(self, answers: Collection[bytes]) -> list[AgreementOut]:
         """Nobody else can commit or delete now: the choice must be what it would be now."""
@@ -395,13 +416,13 @@ class Agreement:
         try:
             now = self._decide(answers)
         except RecoveryError:
-            return self._lead("offer", b"")
+            return self._ask("offer")
         if now.base != self._choice.base or now.manifest != self._choice.manifest:
-            return self._lead("offer", b"")
+            return self._ask("offer")
         if now.end != self._choice.end:
-            return self._lead("offer", b"")
+            return self._ask("offer")
         if any(number not in self._opened for number in _newer(answers, self._choice.timeline)):
-            return self._lead("offer", b"")
+            return self._ask("offer")
         assert self._record is not None
         return self._lead("go", _join(self._choice, self._record))
 

@@ -13,7 +13,7 @@ start of the job begins at 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from everstep.commit.cluster import COORDINATOR, Cluster
 from everstep.commit.lineage import BaseId, Branch
@@ -49,6 +49,7 @@ class Coordinator(Member):
         keep: bases to keep, at least 1.
         recovered: what the timeline began with; every rank has read its part of it.
         unreadable: bases that have a manifest, and that the ranks cannot read all of.
+        spared: bases that stay on the disks, however old: asked before each deletion.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Coordinator(Member):
         unreadable: Collection[BaseId] = (),
         pace: Pace | None = None,
         kept: Mapping[BaseId, Marker] | None = None,
+        spared: Callable[[], Iterable[BaseId]] = tuple,
     ) -> None:
         super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace, kept=kept)
-        self._keep = keep
+        self._keep, self._spared = keep, spared
         self.verified: set[BaseId] = set() if recovered is None else {recovered}
         self.damaged: set[BaseId] = set(unreadable)
         self._kept: dict[BaseId, set[int]] = {}  # by leader
@@ -184,6 +186,7 @@ class Coordinator(Member):
             keep=self._keep,
             verified=self.verified,
             damaged=self.damaged,
+            spared=set(self._spared()),
         )
         if plan.verify is not None:
             return self._read_back(plan.verify)

@@ -2,8 +2,8 @@
 
 Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
 every one of them reaches: where one log ends, or has a hole, that is the end for all. The same goes
-for the logs of ranks that trained in another number (``adr/033``): the job that starts needs those
-of all of them, whoever can read them.
+for the logs of ranks that trained in another number, or another layout (``adr/033``): the job that
+starts needs those of all of them, whoever can read them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class LogRun:
 
 
 class LogReader(NamedTuple):
-    """Who reads steps of the log of a rank that trained in another number of them.
+    """Who reads steps of the log of a rank that trained in another number of them, or another
+    layout.
 
     Attributes:
         source: that rank.
@@ -267,7 +268,8 @@ class JobLogs:
         branches: where each forked from.
         spoilt: rank, timeline and step of what turned out to be of no use.
         others: by rank: what it can read of the logs of ranks that trained in another number, by
-            the number of that rank then.
+            the number of that rank then; of this number, too, where timelines are ``relaid``.
+        relaid: timelines whose ranks, as many as start now, had another layout.
     """
 
     def __init__(
@@ -277,8 +279,9 @@ class JobLogs:
         branches: Mapping[int, Branch],
         spoilt: Collection[tuple[int, int, int]] = (),
         others: Sequence[Mapping[int, Sequence[LogRun]]] = (),
+        relaid: Collection[int] = (),
     ) -> None:
-        self._world, self._spoilt = len(runs), spoilt
+        self._world, self._spoilt, self._relaid = len(runs), spoilt, relaid
         self._worlds = {n: record.world for n, record in records.items() if record is not None}
         self._runs = [
             [run for run in own if self._worlds.get(run.timeline) == len(runs)] for own in runs
@@ -286,26 +289,28 @@ class JobLogs:
         self._others: dict[int, dict[int, list[tuple[int, LogRun]]]] = {}  # by world, then rank
         for rank, seen in enumerate(others):
             for source, run in ((s, run) for s, found in seen.items() for run in found):
-                world = self._worlds.get(run.timeline, len(runs))
-                if world != len(runs):
+                if (world := self._worlds.get(run.timeline)) is not None:
                     known = self._others.setdefault(world, {})
                     known.setdefault(source, []).append((rank, run))
         self._last: dict[int, int] = {}  # step of each timeline
+        self._shapes: dict[int, set[str]] = {}  # likewise
         every = [run for own in self._runs for run in own]
         every += [run for w in self._others.values() for s in w.values() for _, run in s]
         for run in every:
             self._last[run.timeline] = max(self._last.get(run.timeline, 0), run.last)
+            self._shapes.setdefault(run.timeline, set()).add(run.shape)
         self._path = log_path(branches, self._last)
 
     def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
         """The last step that all ranks reach from a base, by the logs of the ranks that saved it;
-        None: they were another number than now, and nobody can read any of their logs.
+        None: they were another number than now, or had another layout, and nobody can read any of
+        their logs.
 
         Args:
             until: no step behind this one.
         """
         lsn, world = manifest.markers[0].lsn, len(manifest.markers)  # that of all
-        if world == self._world:
+        if self._is_own(base, manifest):
             logs: Sequence[Iterable[LogRun]] = self._runs
             spoilt = self._spoilt
         elif world in self._others:
@@ -317,11 +322,11 @@ class JobLogs:
         return common_reach(logs, base, lsn, self._path, until=until, spoilt=spoilt)
 
     def readers(self, base: BaseId, manifest: Manifest, reach: Reach) -> tuple[LogReader, ...]:
-        """Who reads which steps up to ``reach``, where another number of ranks has written them:
-        each step of each log is read once, mostly by who needs it; none where every rank reads its
-        own."""
+        """Who reads which steps up to ``reach``, where another number of ranks has written them, or
+        another layout: each step of each log is read once, mostly by who needs it; none where every
+        rank reads its own."""
         world, found = len(manifest.markers), list[LogReader]()
-        if world == self._world:
+        if self._is_own(base, manifest):
             return ()
         for source in range(world):
             nearest = source * self._world // world
@@ -367,22 +372,30 @@ class JobLogs:
 
     def refused(self, end: BaseId, manifest: Manifest) -> list[tuple[BaseId, str]]:
         """Timeline and last step of logs behind what is restored that other ranks have written than
-        its base, and why they are of no use: nothing says which part of a tensor their gradients
-        are of.
+        its base, or in another layout, and why they are of no use: nothing says which part of a
+        tensor their gradients are of.
 
         Args:
             end: timeline and step that are restored.
             manifest: of the base.
         """
-        world = len(manifest.markers)
-        return [
-            (
-                BaseId(timeline, step),
-                f"log: {self._worlds[timeline]} rank(s) wrote it, and {world} the base before it",
-            )
-            for timeline, step in sorted(self._last.items())
-            if self._worlds[timeline] != world and timeline >= end.timeline and step > end.step
-        ]
+        world, found = len(manifest.markers), list[tuple[BaseId, str]]()
+        for timeline, step in sorted(self._last.items()):
+            if timeline < end.timeline or step <= end.step:
+                continue
+            if (wrote := self._worlds[timeline]) != world:
+                why = f"log: {wrote} rank(s) wrote it, and {world} the base before it"
+                found.append((BaseId(timeline, step), why))
+            elif manifest.timeline in self._relaid and not (
+                self._shapes[timeline] & self._shapes.get(end.timeline, set())
+            ):
+                why = "log: its ranks had another layout than those of the base before it"
+                found.append((BaseId(timeline, step), why))
+        return found
+
+    def _is_own(self, base: BaseId, manifest: Manifest) -> bool:
+        """Whether each rank replays behind a base what it has logged itself."""
+        return len(manifest.markers) == self._world and base.timeline not in self._relaid
 
     def _of(self, world: int, source: int) -> list[LogRun]:
         """What anybody can read of the log of one of ``world`` ranks."""

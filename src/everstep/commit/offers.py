@@ -74,7 +74,8 @@ class Offer:
         lost: bases of which there is something that cannot be read.
         log: this rank's own log, in its keeper's memory and on its disk.
         others: of the logs of ranks that trained in another number than this job has, those that
-            this rank would read, by the number of that rank then.
+            this rank would read, by the number of that rank then; where it was asked to, also of
+            as many as it has, in another layout.
     """
 
     rank: int
@@ -191,6 +192,7 @@ def choose(
     fetch: bool = True,
     spoilt: Collection[tuple[BaseId, int, Source]] = (),
     spoilt_log: Collection[tuple[int, int, int]] = (),
+    relaid: Collection[int] = (),
 ) -> Choice:
     """The newest recovery point that every rank can read.
 
@@ -202,6 +204,7 @@ def choose(
         fetch: ranks hand each other what they can read.
         spoilt: pieces that turned out to be damaged: base, its rank, where.
         spoilt_log: of logs what turned out to be of no use: rank, timeline and step.
+        relaid: timelines whose ranks, as many as start now, had another layout.
 
     Raises:
         RecoveryError: there are bases, and none can be read by all; there is none of ``step``;
@@ -222,12 +225,12 @@ def choose(
     logged = {r.timeline for o in offers for r in o.logs if (o.rank, r.timeline) not in apart}
     branches = branches_of(records, whole | lost, logged)
     here, elsewhere = split_by_history(readable, branches)
-    logs = _logs_of(offers, apart, records, branches, spoilt_log)
+    logs = _logs_of(offers, apart, records, branches, spoilt_log, relaid)
     best = logs.best({base: readable[base] for base in here}, step)
     others = [base for base in elsewhere if step is not None and base.step == step]
     chosen = [best] if best is not None else [(base, None) for base in others[:1]]
     if not chosen and not _is_fresh(step, bases, whole | lost):
-        raise _nothing(step, bases, lost, here + elsewhere)
+        raise _nothing(step, bases, lost, here + elsewhere, len(offers))
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else readable[base]
     newer = [other for other in bases if base is None or other > base]
@@ -265,6 +268,7 @@ def _logs_of(
     records: Mapping[int, TimelineRecord | None],
     branches: Mapping[int, Branch],
     spoilt: Collection[tuple[int, int, int]],
+    relaid: Collection[int],
 ) -> JobLogs:
     """All logs, without what belongs to no timeline."""
     own: list[list[LogRun]] = []
@@ -276,7 +280,7 @@ def _logs_of(
 
         own.append(fit(offer.log))
         others.append({source: fit(runs) for source, runs in offer.others.items()})
-    return JobLogs(own, records, branches, spoilt, others)
+    return JobLogs(own, records, branches, spoilt, others, relaid)
 
 
 def _run_of(offers: Sequence[Offer]) -> str | None:
@@ -441,17 +445,19 @@ def _nothing(
     bases: Mapping[BaseId, _Base],
     lost: Iterable[BaseId],
     readable: Sequence[BaseId],
+    world: int,
 ) -> RecoveryError:
+    can_read = "can be read" if world == 1 else "every rank can read"
     if step is not None:
         return RecoveryError(
-            f"there is no base of step {step} that every rank can read",
+            f"there is no base of step {step} that {can_read}",
             step=step,
             hint="bases there are: " + (", ".join(map(str, readable[:20])) or "none"),
         )
     reasons = [f"  {base}: {known.why}" for base, known in sorted(bases.items(), reverse=True)]
     reasons += [f"  {base}: its records are damaged" for base in sorted(set(lost) - bases.keys())]
     return RecoveryError(
-        "there are bases, but none that every rank can read:\n" + "\n".join(reasons),
+        f"there are bases, but none that {can_read}:\n" + "\n".join(reasons),
         hint="start with the hosts that have the missing files; resume(step=0) starts from scratch",
     )
 

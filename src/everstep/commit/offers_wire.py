@@ -29,6 +29,7 @@ __all__ = [
 
 _WIRE = PurePath("message")
 _T = TypeVar("_T")
+_Restored = tuple[tuple[tuple[int, Source], ...], tuple[int, int] | None, bool, bool]
 
 
 def encode_offer(offer: Offer) -> bytes:
@@ -90,7 +91,10 @@ def decode_choice(data: bytes) -> Choice:
 
 
 def encode_restored(
-    damaged: Iterable[tuple[int, Source]], spoilt: tuple[int, int] | None, exact: bool
+    damaged: Iterable[tuple[int, Source]],
+    spoilt: tuple[int, int] | None,
+    exact: bool,
+    relaid: bool = False,
 ) -> bytes:
     """Bytes for what has become of a rank's state.
 
@@ -98,24 +102,24 @@ def encode_restored(
         damaged: files: of which rank, and where.
         spoilt: timeline and step of its log at which that turned out to be of no use.
         exact: what it has restored is exact.
+        relaid: the log is of another layout than this rank has.
     """
     files = [[rank, source.cost, source.rank] for rank, source in damaged]
-    return _pack([files, spoilt, exact])
+    return _pack([files, spoilt, exact, relaid])
 
 
-def decode_restored(
-    data: bytes,
-) -> tuple[list[tuple[int, Source]], tuple[int, int] | None, bool]:
+def decode_restored(data: bytes) -> _Restored:
     """What :func:`encode_restored` wrote.
 
     Raises:
         FormatError: it is something else.
     """
 
-    def make(found: Any) -> tuple[list[tuple[int, Source]], tuple[int, int] | None, bool]:
-        files, spoilt, exact = found
-        damaged = [(int(r), Source(int(cost), int(at))) for r, cost, at in files]
-        return damaged, None if spoilt is None else (int(spoilt[0]), int(spoilt[1])), bool(exact)
+    def make(found: Any) -> _Restored:
+        files, spoilt, exact, relaid = found
+        damaged = tuple((int(r), Source(int(cost), int(at))) for r, cost, at in files)
+        at = None if spoilt is None else (int(spoilt[0]), int(spoilt[1]))
+        return damaged, at, bool(exact), bool(relaid)
 
     return _unpack(data, make)
 

@@ -16,7 +16,10 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.messages import PeerRound
 from everstep.commit.steps import Send
 
-__all__ = ["Copy", "Rounds", "Shelf", "nodes_of", "peer_of"]
+__all__ = ["NEEDED_MAX", "Copy", "Rounds", "Shelf", "nodes_of", "peer_of"]
+
+NEEDED_MAX = 3
+"""Bases that disks keep because peers have parts of them."""
 
 
 def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -199,6 +202,19 @@ class Rounds:
         self._whole: set[int] = set()
         self._unanswered: set[int] = set()
         self._heard_s = self._said_s = 0.0
+
+    def needed(self, held: Collection[BaseId] = ()) -> list[BaseId]:
+        """Bases of which a lost node's part is with its peer, or will be: the others need theirs.
+        To be called in any thread; :data:`NEEDED_MAX` at most.
+
+        Args:
+            held: what this rank holds whole for others: before the first base of this start is
+                whole with all peers, one of an earlier start may be.
+        """
+        following, under_way = self._next, self.base  # in this order: one becomes the other
+        whole = [self.everywhere] if self.everywhere is not None else sorted(held, reverse=True)
+        found = [base for base in (under_way, *whole, following) if base is not None]
+        return list(dict.fromkeys(found))[:NEEDED_MAX]
 
     def durable(self, base: BaseId, now_s: float) -> list[Send]:
         """A base is durable on all ranks."""

@@ -30,6 +30,7 @@ def plan_retention(
     keep: int,
     verified: Collection[BaseId],
     damaged: Collection[BaseId],
+    spared: Collection[BaseId] = (),
 ) -> RetentionPlan:
     """Keeps the ``keep`` newest good bases, those of the current history first.
 
@@ -41,11 +42,17 @@ def plan_retention(
         keep: at least 1.
         verified: bases that this process has read back whole.
         damaged: bases found damaged; they neither count nor are kept once enough good ones are.
+        spared: good ones among them stay, in the place of others; the newest stays beside them.
     """
     good = [base for base in committed if base not in damaged]
     here, elsewhere = split_by_history(good, branches)
     ranked = here + elsewhere
-    stay, go = ranked[:keep], ranked[keep:]
+    staying = {*ranked[:1], *(base for base in ranked if base in spared)}
+    for base in ranked:
+        if len(staying) < keep:
+            staying.add(base)
+    stay = [base for base in ranked if base in staying]
+    go = [base for base in ranked if base not in staying]
     if len(stay) >= keep:
         go += [base for base in committed if base in damaged]
     if not go:

@@ -76,7 +76,8 @@ def attach(
 def attach_to(
     key: str, arena_bytes: int, channel: BackgroundChannel, clock: Clock, *, timeout_s: float
 ) -> RemoteKeeper | None:
-    """The keeper with this key, if it is there and stays; none is started.
+    """The keeper with this key, if it is there and stays; none is started. One that serves a
+    training process that lives is not taken from it: None.
 
     Raises:
         KeeperError: it hangs, or is not ours.
@@ -86,7 +87,7 @@ def attach_to(
         connection = connect(key, timeout_s=0.0)
     except KeeperTimeoutError:  # there is none
         return None
-    return _met(connection, arena_bytes, channel, clock, timeout_s)
+    return _met(connection, arena_bytes, channel, clock, timeout_s, idle=True)
 
 
 def _met(
@@ -95,22 +96,31 @@ def _met(
     channel: BackgroundChannel,
     clock: Clock,
     timeout_s: float,
+    *,
+    idle: bool = False,
 ) -> RemoteKeeper | None:
-    arena = _introduce(connection, arena_bytes, timeout_s)
+    arena = _introduce(connection, arena_bytes, timeout_s, idle=idle)
     if arena is None:
         return None
     pid = connection.peer().pid
     return RemoteKeeper(connection, arena, pid, channel, clock, timeout_s=timeout_s)
 
 
-def _introduce(connection: Connection, arena_bytes: int, timeout_s: float) -> Arena | None:
+def _introduce(
+    connection: Connection, arena_bytes: int, timeout_s: float, *, idle: bool
+) -> Arena | None:
     """The arena that the keeper has made for us; None if it was ending, or is of another
-    version and now ends."""
+    version and now ends.
+
+    Args:
+        idle: None, too, if it serves somebody who lives; nothing is asked to end.
+    """
     hello = {
         "kind": "attach",
         "protocol": PROTOCOL,
         "arena_bytes": arena_bytes,
         "timeout_s": timeout_s,
+        "idle": idle,
     }
     try:
         try:
@@ -131,9 +141,10 @@ def _introduce(connection: Connection, arena_bytes: int, timeout_s: float) -> Ar
                 close_descriptors(fds)
         if message.get("error") is not None:
             raise error_from_wire(message["error"])
-        connection.send({"kind": "stop"})  # of another protocol: what it has becomes durable
-        while connection.receive(timeout_s) is not None:
-            pass
+        if not idle:
+            connection.send({"kind": "stop"})  # of another protocol: what it has becomes durable
+            while connection.receive(timeout_s) is not None:
+                pass
         connection.close()
         return None
     except EverstepError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
+from everstep.commit.peers import NEEDED_MAX
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.options import Options
@@ -37,7 +38,7 @@ class Bounds:
         base_bytes: of one base with its records, as files.
         beside: bases that are on the disk before the oldest goes, beyond those to keep: the one
             that is written; of several ranks one more, for rank 0 says when the oldest goes, and
-            the others write the next one meanwhile.
+            the others write the next one meanwhile; and those that stay because peers have them.
         disk_bytes: of all bases in the run folder.
         copies: where copies are made, and what this rank has in each place.
     """
@@ -66,6 +67,8 @@ def bounds_of(
         for place in places
     )
     beside = 1 if ranks.world == 1 else 2
+    if len(set(ranks.nodes)) > 1 and not options.method.in_memory:
+        beside += max(0, 1 + NEEDED_MAX - options.keep)
     disk_bytes = (options.keep + beside) * base_bytes + _RUN_BYTES
     return Bounds(host_bytes, peer_bytes, base_bytes, beside, disk_bytes, copies)
 

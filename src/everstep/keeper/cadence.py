@@ -188,6 +188,8 @@ class Cadence:
     def _slowed_s(self) -> float:
         """What the steps beside the last base took more than others."""
         beside_s, self._beside_s = self._beside_s, []
+        if not beside_s:  # what a step takes is worked out of many samples
+            return 0.0
         step_s = self._estimator.step_s
         return 0.0 if step_s is None else max(0.0, sum(beside_s) - len(beside_s) * step_s)
 

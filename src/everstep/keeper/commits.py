@@ -102,6 +102,7 @@ class RankCommits:
     Attributes:
         on_peer: told of messages about copies in peers' memory, and who has sent them.
         on_copy: likewise, about copies in other tiers.
+        spared: which bases stay on all disks, however old they are.
         listened_s: when it was last looked what others say.
     """
 
@@ -123,6 +124,7 @@ class RankCommits:
         self._run, self._seat, self._mailbox = run, seat, mailbox
         self._persister, self._ring = persister, ring
         self._post, self._timeout_s = post, timeout_s
+        self.spared: Callable[[], Iterable[BaseId]] = tuple
         cluster, pace = Cluster(seat.disks), Pace(late_s=timeout_s)
         kept = self._markers_of(timeline) if seat.again else {}
         self._member = (
@@ -134,6 +136,7 @@ class RankCommits:
                 unreadable=seat.unreadable,
                 pace=pace,
                 kept=kept,
+                spared=lambda: self.spared(),
             )
             if seat.rank == COORDINATOR
             else Member(

@@ -41,6 +41,7 @@ __all__ = ["Keepers", "let_go"]
 
 _log = logging.getLogger("everstep")
 _TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
+_COUNTS = [field.name for field in dataclasses.fields(KeeperStats) if field.name != "durable_step"]
 
 
 class Keepers:
@@ -490,9 +491,6 @@ def let_go(keeper: Keeper, *, stay: bool) -> None:
 
 
 def _sum(one: KeeperStats, other: KeeperStats) -> KeeperStats:
-    names = [
-        field.name for field in dataclasses.fields(KeeperStats) if field.name != "durable_step"
-    ]
-    both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in names})
+    both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
     both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
     return both

@@ -1,5 +1,6 @@
-"""Keepers on this machine that no rank of this job is served by: of ranks that trained in another
-number. What they have of the log is looked at, and left with them (``adr/033``)."""
+"""Keepers on this machine that serve no rank of this job: of ranks that trained in another number.
+What they have of the log is looked at, and left with them (``adr/033``). One whose training process
+lives is left to it: that is another job on this path, or a part of this one."""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ def left_logs(
         try:
             keeper = attach_to(info.key, _ARENA_BYTES, channel, clock, timeout_s=timeout_s)
             if keeper is None:
+                _log.info("the keeper of rank %d serves somebody else, or ends", info.rank)
                 continue
             try:
                 keeper.settle(timeout_s)

@@ -215,9 +215,15 @@ class Multistep:
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """The gradients of an optimizer are what it is going to consume; see
         :meth:`.multistep_updates.UpdateCopies.consumed`."""
-        if self._window is not None:
-            with self._counted():
-                self._updates.consumed(self._window, key, lsn, step, over=over)
+        window = self._window
+        if window is None:
+            return
+        with self._counted():
+            # Where a hook of somebody else came last it is too late to tell.
+            if not over and (name := window.parts.written(key)) is not None:
+                self._give_up(_written(name))
+            else:
+                self._updates.consumed(window, key, lsn, step, over=over)
 
     def applied(self, key: str) -> None:
         """The update is over."""
@@ -228,6 +234,7 @@ class Multistep:
             try:
                 if not self._updates.applied(window, key):
                     self._give_up("an update was not seen")
+                window.parts.applied(key, window.identity.step)
             except Exception as error:  # which is no reason for training to fail
                 ours = as_ours(error, window.identity.step + 1)
                 self._give_up(ours.message, ours)
@@ -325,6 +332,9 @@ class Multistep:
         window.seen.append((window.identity.lsn, part.entries))
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
+        if self._options.leaves_bases_fuzzy:
+            owners = window.shape.owners
+            window.parts.add(part.entries, survey.tensors, owners, window.identity.step)
         window.at_mark = AtMark.of(survey, window.plan.prepared.marked)
         failpoint("window.after_part")
 
@@ -459,7 +469,8 @@ class Multistep:
             for name in window.plan.captured(window.next + 1):
                 if now[name] is not then[name]:
                     return f"{name!r} was replaced"
-        return None
+        written = window.parts.written()
+        return None if written is None else _written(written)
 
     def _samples(self, plan: PartsPlan, end: int, survey: Survey) -> list[Samples]:
         """Of what was captured in steps before, as it is now; on the CPU, where the keeper's replay
@@ -478,6 +489,10 @@ class Multistep:
         if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
             self._digest = (shape.entries, digest_of(shape, consumption.regroup()))
         return self._digest[1]
+
+
+def _written(name: str) -> str:
+    return f"{name!r} was changed, and not by its optimizer"
 
 
 def _is_base(save: Save, identity: ShardIdentity) -> bool:

@@ -16,9 +16,51 @@ from everstep.capture.spots import Spots, marked, which_of
 from everstep.format.plan import BasePlan
 from everstep.keeper.assembly import FuzzyParts
 from everstep.keeper.group_options import laid_out, options_of_groups
+from everstep.keeper.untold import Owned
+from everstep.state.owners import Owner
 from everstep.state.tensors import host_bytes, stored_form
 
-__all__ = ["fuzzy_parts", "redo_bytes", "spots_at_mark"]
+__all__ = ["CapturedParts", "fuzzy_parts", "redo_bytes", "spots_at_mark"]
+
+
+class CapturedParts:
+    """What the parts of a base were captured from, as training goes on.
+
+    Whoever restores the base finds what something else than an optimizer has written to it since;
+    until then such bases would be committed, and better ones deleted. So it is looked for here,
+    too: by version counters, and a few elements.
+    """
+
+    def __init__(self) -> None:
+        self._owned: dict[str, list[Owned]] = {}
+
+    def add(
+        self,
+        entries: Collection[str],
+        tensors: Mapping[str, torch.Tensor],
+        owners: Mapping[str, Owner],
+        step: int,
+    ) -> None:
+        """A part is being captured at this step mark."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name in entries:
+            owner = owners[name]
+            if owner.kind == "replayed" and owner.optimizer is not None:
+                found.setdefault(owner.optimizer, {})[name] = tensors[name]
+        for key, mine in found.items():
+            owned = Owned(mine)
+            owned.settle(step)
+            self._owned.setdefault(key, []).append(owned)
+
+    def applied(self, key: str, step: int) -> None:
+        """An update is over."""
+        for owned in self._owned.get(key, ()):
+            owned.settle(step)
+
+    def written(self, key: str | None = None) -> str | None:
+        """The name of a tensor of an optimizer (of any) that was written to since its update."""
+        some = self._owned.values() if key is None else [self._owned.get(key, [])]
+        return next((name for many in some for one in many if (name := one.written())), None)
 
 
 def redo_bytes(parts: Sequence[Sequence[Unit]]) -> int:

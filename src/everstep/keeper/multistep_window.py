@@ -15,6 +15,7 @@ from everstep.format.log import RecordHead
 from everstep.keeper.assembly import PartialUpdate
 from everstep.keeper.consumed import Consumed
 from everstep.keeper.multistep_choice import Timed
+from everstep.keeper.multistep_fuzzy import CapturedParts
 from everstep.keeper.multistep_gradients import GradientCheck
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_plan import PartsPlan
@@ -87,6 +88,7 @@ class Window:
         at_mark: what the state was at the last mark besides what optimizers own.
         failed: what went wrong in the lane's thread.
         told: the keeper has been told of all of it.
+        parts: what was captured, if nobody makes it whole before it is restored.
     """
 
     save: Save
@@ -111,6 +113,7 @@ class Window:
     at_mark: AtMark | None = None
     failed: EverstepError | None = None
     told: bool = False
+    parts: CapturedParts = field(default_factory=CapturedParts)
 
     def account(self, lsn: int, *, copied: bool = False) -> bool:
         """An update is accounted for; False: one before it was not.

@@ -63,6 +63,12 @@ class PeerStore:
         with self._lock:
             return [(copy.source, copy.base.step) for copy in self._shelf.copies if copy.whole]
 
+    @property
+    def bases(self) -> set[BaseId]:
+        """Of which there is a whole copy."""
+        with self._lock:
+            return {copy.base for copy in self._shelf.copies if copy.whole}
+
     def ranks_of(self, base: BaseId) -> set[int]:
         """Whose parts of a base are held whole."""
         with self._lock:

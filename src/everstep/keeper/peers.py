@@ -124,6 +124,8 @@ class Peers:
             sender.follow(log, timeline)
             log.listeners.append(replicator.logged)
         commits.on_peer = replicator.hear
+        if not holds:
+            commits.spared = replicator.needed
         replicator.start()
         if holds:
             self.bases = self._bases(clock, timeout_s, replicator.is_past)

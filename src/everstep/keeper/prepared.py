@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.batches import Batch, Chunks, Runs, plan_batches
 from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
@@ -116,7 +116,7 @@ class Prepared:
         gated = tuple(tensors[name] for name in self.gated)
         if not _same(gated, self._gated_tensors):
             self._gated_tensors = gated
-            self._gated_batches = self._batches(tensors, frozenset(self.gated))
+            self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
             self._check = self._versions = None
         marked = tuple(tensors[name] for name in self.marked)
         if not _same(marked, self._marked_tensors):

@@ -91,9 +91,8 @@ class RemoteKeeper:
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
         self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
-        self._timeline = 0
-        self._heard_s, self._written_bytes = clock.monotonic_s(), 0
-        self._hung = self._closing = False
+        self._timeline, self._heard_s, self._written_bytes = 0, clock.monotonic_s(), 0
+        self._hung = self._closing = self._recalled = False
         self.lost_steps: tuple[int, ...] = ()  # of captures that were lost with it
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
@@ -172,6 +171,7 @@ class RemoteKeeper:
             KeeperError, DeadlineError: as for :meth:`settle`.
         """
         reply, fds = self._request({"kind": "recall", "own": own}, "recalled", timeout_s)
+        self._recalled = self._recalled or bool(fds)
         try:
             return recalled_from_wire(reply, [Arena.attach(fd) for fd in fds])
         finally:
@@ -360,9 +360,9 @@ class RemoteKeeper:
 
     def close(self, *, stay: bool = False) -> None:
         """Lets the keeper go: it finishes what it was given, and ends, or is to ``stay``, as if we
-        had died. Returns when the run folder is nobody's, or after a few seconds."""
+        had died. It stays with what others have left that we did not take over."""
         self._closing = True
-        self._send({"kind": "bye", "stay": stay})
+        self._send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
         self._reader.join(_ENDS_S)
         self._connection.close()
         self._reader.join(_LOOK_AGAIN_S)

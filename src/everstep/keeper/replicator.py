@@ -210,6 +210,13 @@ class Replicator:
         over, now = self._over, self._round
         return (over is not None and base <= over) or (now is not None and base < now)
 
+    def needed(self) -> list[BaseId]:
+        """Bases that the disks of all ranks keep for the sake of a node that is lost: of these its
+        peer has its part (on rank 0, which says what is deleted)."""
+        if self._rounds is None:
+            return []
+        return self._rounds.needed(self._store.bases)
+
     def close(self) -> None:
         """Ends the thread; what is on its way stays behind."""
         self._events.put(None)

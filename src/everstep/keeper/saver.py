@@ -105,7 +105,7 @@ class Saver:
         saves: bases asked for.
         stall_s: seconds the training thread was held up, by cause.
         last_save_s: when the last one was asked for, on the monotonic clock.
-        also_gate: called at the gate, likewise: something else copies the state, too.
+        also_gate: called at the gate, likewise, where something else copies the state, too.
         finish_first: called when no copy is to be left under way.
         on_torn: told, in any thread, that a base is worth nothing because something has written to
             the state while it was copied; whether whoever hears it sees to all else.
@@ -137,11 +137,10 @@ class Saver:
         self._layouts = 0
         self._captures = 0
         self._flights: list[_Flight] = []
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
-        self.also_gate: Callable[[str | None], None] = lambda optimizer: None
+        self.also_gate: Callable[[str | None], None] | None = None
         self.finish_first: Callable[[], None] = lambda: None
         self.on_torn: Callable[[AuditError], bool] = lambda error: False
         self.saves = 0
@@ -229,16 +228,17 @@ class Saver:
             StateError: the update is being captured into a CUDA graph.
         """
         refuse_graph_capture()
-        if os.getpid() != self._pid:  # nobody copies in a forked child
-            return
-        self.also_gate(optimizer)
+        also = self.also_gate
+        if (also is None and not self._flights) or os.getpid() != self._pid:
+            return  # nothing is copied; in a forked child nobody copies
+        if also is not None:
+            also(optimizer)
         if not self._flights:
             return
         start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
         for flight in list(self._flights):
-            end = flight.prepared.size_bytes
-            if optimizer is not None:
-                end = flight.copies.ends.get(optimizer, 0)
+            ends = flight.copies.ends
+            end = flight.prepared.size_bytes if optimizer is None else ends.get(optimizer, 0)
             assert flight.transfer is not None
             self._look(flight)
             if not flight.transfer.gate(end, timeout_s):
@@ -368,14 +368,14 @@ class Saver:
         block = self._block[room.offset : room.offset + room.size_bytes]
         flight = _Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
         try:
+            if copies.check is not None and tell is None:  # first: the survey has just been there
+                flight.versions = prepared.versions(survey.tensors)
+                flight.seen = flight.versions.now()
             keeper.begin(capture)
             failpoint("capture.before_mark")
             self._lane.mark(prepared.marked_batches(survey.tensors), block)
             if copies.check is not None:
                 flight.sample = copies.check.take()
-            if copies.check is not None and tell is None:
-                flight.versions = prepared.versions(survey.tensors)
-                flight.seen = flight.versions.now()
             self._lane.run(lambda: self._announce(flight))
             flight.transfer = self._lane.submit(
                 copies.batches, block, lambda end: arena.set_progress(word, end)

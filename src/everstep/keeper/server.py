@@ -232,7 +232,9 @@ class Server:
             raise KeeperError(f"no message {kind!r} is known")
 
     def _attach(self, connection: Connection, message: dict[str, Any]) -> None:
-        if message.get("protocol") != PROTOCOL:
+        trainer = self._trainer
+        busy = message.get("idle") and trainer is not None and not trainer.watch.gone()
+        if busy or message.get("protocol") != PROTOCOL:
             connection.send(
                 {"kind": "refused", "version": self._version, "protocol": PROTOCOL, "error": None}
             )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePath
+from typing import Any
 
 from everstep.format.writer import ChunkRing
+from everstep.keeper.alone import resume_behind_several
 from everstep.keeper.copies import with_source
 from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
@@ -14,7 +16,7 @@ from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.seat import Seat
 from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
-from everstep.recover.resume import Resumed, open_timeline, resume
+from everstep.recover.resume import OfSeveralError, Resumed, open_timeline, resume
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.tiers.disk import storage_errors
@@ -37,6 +39,7 @@ class Starts:
         keepers: Keepers,
         seams: Seams,
         run: PurePath,
+        run_id: str,
         state: State,
         ring: ChunkRing,
         overwritten: Overwritten,
@@ -44,7 +47,8 @@ class Starts:
         timeout_s: float,
     ) -> None:
         self._job, self._keepers, self._seams, self._run = job, keepers, seams, run
-        self._state, self._ring, self._overwritten = state, ring, overwritten
+        self._run_id, self._state, self._ring = run_id, state, ring
+        self._overwritten = overwritten
         self._timeout_s = timeout_s
 
     @property
@@ -71,18 +75,15 @@ class Starts:
             self._keepers.open(beside=self._job is not None)
             recalled = self._keepers.left_behind(own=own)
         with self._overwritten.resuming():
-            resumed = self._resume(recalled, step, strict=strict, trained=trained)
+            resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
-        if self._job is not None:
-            return resumed, not self._job.resumed_durable
-        held = recalled.newest
-        return resumed, resumed.source == "memory" and held is not None and not held.durable
+        return resumed, in_memory
 
     def _resume(
         self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool
-    ) -> Resumed:
+    ) -> tuple[Resumed, bool]:
         if self._job is not None:
-            return self._job.resume(
+            resumed = self._job.resume(
                 self._seams,
                 self._run,
                 self._state,
@@ -95,19 +96,23 @@ class Starts:
                 on_touch=self._overwritten.touch,
                 trained=trained,
             )
-        resumed = resume(
-            self._seams,
-            self._run,
-            self._state,
-            self._ring,
-            replace(recalled, base=recalled.newest),
-            step=step,
-            strict=strict,
-            timeout_s=self._timeout_s,
-            on_touch=self._overwritten.touch,
-            trained=trained,
-        )
-        return with_source(resumed, self._seams, self._run)
+            return resumed, not self._job.resumed_durable
+        held = recalled.newest
+        about = self._seams, self._run, self._state, self._ring, replace(recalled, base=held)
+        given: dict[str, Any] = {
+            "step": step,
+            "strict": strict,
+            "timeout_s": self._timeout_s,
+            "on_touch": self._overwritten.touch,
+            "trained": trained,
+        }
+        try:
+            resumed = resume(*about, **given)
+        except OfSeveralError:
+            of_rank = self._seams, self._run, self._run_id, self._state, self._ring, recalled
+            return resume_behind_several(*of_rank, ready=self._keepers.ready, **given)
+        in_memory = resumed.source == "memory" and held is not None and not held.durable
+        return with_source(resumed, self._seams, self._run), in_memory
 
     def fresh(self) -> int:
         """Begins without a resume; returns the number of the timeline.

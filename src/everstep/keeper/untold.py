@@ -22,7 +22,7 @@ from everstep.errors import AuditError
 from everstep.keeper.channel import BackgroundChannel
 from everstep.state.survey import Shape, Survey, same_objects
 
-__all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Untold"]
+__all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Owned", "Untold"]
 
 LOOKED_AT_FIRST = 8
 """Steps of a timeline in which elements are compared while training runs."""
@@ -31,8 +31,8 @@ LOOK_EVERY = 16
 """Behind these in every so many steps; in each one, once something has been found."""
 
 
-class _Watched:
-    """What one optimizer owns."""
+class Owned:
+    """What one optimizer owns, or some of it, between its updates."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -89,7 +89,7 @@ class Untold:
         self._lock = threading.Lock()
         self._said = False
         self._torn: str | None = None
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, Owned] = {}
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._shape: Shape | None = None
         self._names: Mapping[str, tuple[str, ...]] = {}
@@ -191,7 +191,7 @@ class Untold:
         for key, mine in self._names.items():
             now = {name: tensors[name] for name in mine}
             old = before.get(key)
-            self._watched[key] = old if old is not None and old.is_of(now) else _Watched(now)
+            self._watched[key] = old if old is not None and old.is_of(now) else Owned(now)
         if self._watched != before:
             all_of = (watched.tensors for watched in self._watched.values())
             self._spots = Spots({name: t for found in all_of for name, t in found.items()})

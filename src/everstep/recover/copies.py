@@ -53,13 +53,17 @@ class RunWithCopies:
     Args:
         run: the run folder on ``local``.
         tiers: the copies; the cheapest is read first.
+
+    Attributes:
+        local: the disk alone.
+        tiers: the copies, the cheapest first.
     """
 
     def __init__(self, local: FileSystem, run: PurePath, tiers: Sequence[Tier]) -> None:
-        self._local = local
+        self.local = local
         self._run = run
-        self._tiers = sorted(tiers, key=lambda tier: tier.traits.cost)
-        self._copies = [TierFileSystem(tier, run) for tier in self._tiers]
+        self.tiers = sorted(tiers, key=lambda tier: tier.traits.cost)
+        self._copies = [TierFileSystem(tier, run) for tier in self.tiers]
         self._read_from: dict[PurePath, Tier] = {}
         self._staged: dict[PurePath, _Staged] = {}
         self._distrusted: set[PurePath] = set()
@@ -75,7 +79,7 @@ class RunWithCopies:
         Raises:
             ForeignDirectoryError: one of them is of another.
         """
-        for tier in self._tiers:
+        for tier in self.tiers:
             try:
                 file = tier.open(RUN_RECORD)
             except FileNotFoundError:
@@ -103,7 +107,7 @@ class RunWithCopies:
         """
         for number, record in timelines.items():
             path = timeline_dir(self._run, number) / TIMELINE_RECORD
-            for tier, copy in zip(self._tiers, self._copies, strict=True):
+            for tier, copy in zip(self.tiers, self._copies, strict=True):
                 try:
                     theirs = TimelineRecord.decode(read_record_bytes(copy, path), path)
                 except (FileNotFoundError, DamageError, FormatError):
@@ -129,19 +133,19 @@ class RunWithCopies:
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
         if path.parent not in self._distrusted:
             try:
-                return self._local.open(path, direct=direct)
+                return self.local.open(path, direct=direct)
             except FileNotFoundError:
                 if not self._inside(path):
                     raise
-        for tier, copy in zip(self._tiers, self._copies, strict=True):
+        for tier, copy in zip(self.tiers, self._copies, strict=True):
             with contextlib.suppress(FileNotFoundError):
                 file = copy.open(path)
                 self._read_from[path] = tier
                 return file
-        return self._local.open(path, direct=direct)  # perhaps raises what it raised
+        return self.local.open(path, direct=direct)  # perhaps raises what it raised
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        places = [self._local, *(self._copies if self._inside(path) or path == self._run else [])]
+        places = [self.local, *(self._copies if self._inside(path) or path == self._run else [])]
         found: dict[str, DirEntry] = {}
         missing: FileNotFoundError | None = None
         unmarked = False
@@ -161,15 +165,15 @@ class RunWithCopies:
 
     def link(self, source: PurePath, target: PurePath) -> None:
         if target.name in _EXCLUSIVE and self._inside(target):
-            data = read_record_bytes(self._local, source)
-            for tier in self._tiers:
+            data = read_record_bytes(self.local, source)
+            for tier in self.tiers:
                 if not tier.create(self._name(target), data):
                     raise FileExistsError(f"{tier.url}/{self._name(target)}")
-        self._local.link(source, target)
+        self.local.link(source, target)
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
         try:
-            return self._local.create(path, direct=direct)
+            return self.local.create(path, direct=direct)
         except FileNotFoundError:
             target = path.with_name(path.name.removesuffix(TEMPORARY_SUFFIX))
             if target.name != MANIFEST or path != temporary(target) or not self._inside(path):
@@ -183,10 +187,10 @@ class RunWithCopies:
             self._lift(source, target)
             return
         if staged is None:
-            self._local.rename(source, target)
+            self.local.rename(source, target)
             return
         name = self._name(target)
-        for tier, copy in zip(self._tiers, self._copies, strict=True):
+        for tier, copy in zip(self.tiers, self._copies, strict=True):
             if not copy.scan(target.parent):
                 continue  # this base is in another tier
             if not tier.create(name, bytes(staged.data)):
@@ -199,7 +203,7 @@ class RunWithCopies:
 
     def sync_dir(self, path: PurePath) -> None:
         try:
-            self._local.sync_dir(path)
+            self.local.sync_dir(path)
         except FileNotFoundError:
             if not self._inside(path):
                 raise
@@ -207,25 +211,25 @@ class RunWithCopies:
                 raise
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
-        return self._local.reuse(path, direct=direct)
+        return self.local.reuse(path, direct=direct)
 
     def unlink(self, path: PurePath) -> None:
-        self._local.unlink(path)
+        self.local.unlink(path)
 
     def make_dir(self, path: PurePath) -> None:
-        self._local.make_dir(path)
+        self.local.make_dir(path)
 
     def remove_dir(self, path: PurePath) -> None:
-        self._local.remove_dir(path)
+        self.local.remove_dir(path)
 
     def free_bytes(self, path: PurePath) -> int:
-        return self._local.free_bytes(path)
+        return self.local.free_bytes(path)
 
     def _lift(self, source: PurePath, target: PurePath) -> None:
         """Lifts the mark of a base wherever it has one."""
-        lifted = [lift_mark_in(tier, self._name(source.parent)) for tier in self._tiers]
+        lifted = [lift_mark_in(tier, self._name(source.parent)) for tier in self.tiers]
         try:
-            self._local.rename(source, target)
+            self.local.rename(source, target)
         except FileNotFoundError:
             if not any(lifted):
                 raise

@@ -8,7 +8,7 @@ from everstep.commit.lineage import BaseId, split_by_history
 from everstep.errors import RecoveryError
 from everstep.recover.scan import BaseFound, Inventory
 
-__all__ = ["Candidates", "Skipped", "candidates"]
+__all__ = ["Candidates", "Skipped", "begins_with_several", "candidates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,22 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
                 hint="bases there are: " + (_listed(here + elsewhere) or "none"),
             )
     return Candidates(tuple(usable[base] for base in chosen), tuple(skipped), tuple(damaged))
+
+
+def begins_with_several(inventory: Inventory, *, step: int | None = None) -> bool:
+    """Whether the base to begin with is one of several ranks: the newest in the history.
+
+    Args:
+        step: none behind this one, then those of other timelines.
+    """
+    worlds = {
+        base.id: base.manifest.markers[0].world  # of what is in memory only one has come
+        for base in inventory.bases
+        if base.is_usable and base.manifest is not None
+    }
+    here, elsewhere = split_by_history(worlds, inventory.branches)
+    ordered = here if step is None else [base for base in here + elsewhere if base.step <= step]
+    return bool(ordered) and worlds[ordered[0]] > 1
 
 
 def _listed(bases: list[BaseId]) -> str:

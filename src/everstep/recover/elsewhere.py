@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from everstep.arena.reused import ReusedMemory
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.recover.segment_reads import SegmentReads
+from everstep.recover.segment_reads import ReadRoom, SegmentReads
 from everstep.recover.segments import SegmentFound
 from everstep.seams.filesystem import FileSystem
 
@@ -60,7 +59,7 @@ def whole_record(
 def _read(
     files: FileSystem, segment: SegmentFound, place: int, ring: ChunkRing, timeout_s: float
 ) -> LogRecord:
-    reads = SegmentReads(files, segment, ring, ReusedMemory(), first=place, timeout_s=timeout_s)
+    reads = SegmentReads(files, segment, ring, ReadRoom(), first=place, timeout_s=timeout_s)
     try:
         found = reads.read()
     finally:

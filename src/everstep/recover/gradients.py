@@ -12,6 +12,7 @@ from everstep.compress.lossy import restored_values
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError
+from everstep.recover.tensors import as_it_lay
 from everstep.replay.packed import Gradient, Packed
 from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
 
@@ -64,5 +65,4 @@ def _compressed(
         raise FormatError(f"the gradient of {name!r} has {form.numel} elements, not {list(shape)}")
     if stride is None:
         return packed
-    dense = packed.dense()
-    return torch.empty_strided(shape, tuple(stride), dtype=dense.dtype).copy_(dense)
+    return as_it_lay(packed.dense(), stride)

@@ -53,7 +53,8 @@ class LoadedBase:
         redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
         rank_bytes: of ``size_bytes``, those from the files of each rank that wrote some.
         finite: names of parameters that were seen to hold nothing but numbers as they came.
-        layout: of a base that another number of ranks has saved: who had what.
+        layout: of a base that another number of ranks has saved: who had what; of as many in
+            another layout, once that shows.
     """
 
     marker: Marker

@@ -7,20 +7,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from everstep.commit.offers import Needs
-from everstep.errors import DamageError
+from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest
 from everstep.format.writer import ChunkRing
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase, load_ranks
 from everstep.recover.node_reads import NodeReads
+from everstep.recover.old_layout import OldLayout
 from everstep.recover.opened import OpenBase
-from everstep.recover.reshard import HoleError, needs_of
+from everstep.recover.reshard import HoleError, SavedRanks, needs_of
 from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
 from everstep.seams.progress import ProgressSink, progress
 from everstep.state.image import State
 
-__all__ = ["LoadWithNode", "loader", "needs_here"]
+__all__ = ["LoadWithNode", "layout_in", "loader", "needs_here"]
 
 _log = logging.getLogger("everstep")
 
@@ -69,6 +70,32 @@ def needs_here(state: State, disks: Sequence[str], shared: Sequence[bool] | None
     return here
 
 
+def layout_in(
+    base: BaseFound, places: Mapping[int, Place], optimizers: Collection[str]
+) -> OldLayout | None:
+    """Who had what of a base, as its headers say; None: they cannot be read any more.
+
+    Args:
+        optimizers: their sections.
+    """
+    opened: list[OpenBase] = []
+    try:
+        for number, place in places.items():
+            opened.append(_open(base, number, place))
+        return OldLayout.of(SavedRanks(opened), opened, optimizers)
+    except (DamageError, FormatError, OSError) as error:
+        _log.warning("%s: who had what of it cannot be read: %s", base.id, error)
+        return None
+    finally:
+        for one in opened:
+            one.close()
+
+
+def _open(base: BaseFound, number: int, place: Place) -> OpenBase:
+    files = place.files
+    return files.open() if isinstance(files, HeldBase) else OpenBase.open(files, base, rank=number)
+
+
 def loader(
     state: State,
     ring: ChunkRing,
@@ -107,13 +134,15 @@ def loader(
         opened: list[OpenBase] = []
         try:
             for number, place in places.items():
-                files = place.files
-                if isinstance(files, HeldBase):
-                    opened.append(files.open())
-                else:
-                    opened.append(OpenBase.open(files, base, rank=number))
-                    if node is not None:
-                        node.share(opened[-1], place)
+                opened.append(_open(base, number, place))
+                if opened[-1].redo is not None:
+                    raise FormatError(
+                        f"{base.path}: its tensors are of several updates: only a process that "
+                        "trains alone makes it whole",
+                        path=base.path,
+                    )
+                if node is not None and not isinstance(place.files, HeldBase):
+                    node.share(opened[-1], place)
                 alive()
             tiers = ", ".join(sorted({place.source.tier for place in places.values()}))
             label = f"resume from step {base.id.step} ({tiers})"

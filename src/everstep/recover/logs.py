@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain as chained
 
-from everstep.arena.reused import ReusedMemory
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
 from everstep.errors import DamageError, EverstepError, FormatError, StorageError
@@ -19,9 +18,9 @@ from everstep.recover.chain import Chain, LogIndex
 from everstep.recover.copies import has_copy
 from everstep.recover.decide import Skipped
 from everstep.recover.elsewhere import Key, key_of, whole_record
+from everstep.recover.log_reads import LogReads
 from everstep.recover.rank_copies import own_words
 from everstep.recover.scan import Inventory
-from everstep.recover.segment_reads import SegmentReads
 from everstep.recover.segments import SegmentFound, scan_log, vetted
 from everstep.seams.filesystem import FileSystem
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
@@ -58,8 +57,7 @@ class LogFound:
         self._places: dict[Key, list[SegmentFound]] = {}  # the nearest last
         self._look: Callable[[int, int], Iterable[SegmentFound]] = lambda timeline, step: ()
         self._mended: dict[Skipped, None] = {}
-        self._reads: SegmentReads | None = None
-        self._room = ReusedMemory()
+        self._reads: LogReads | None = None
         heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # by whether they are lossy
         self.skipped: list[Skipped] = []
         self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
@@ -167,12 +165,15 @@ class LogFound:
         where a record cannot be read. To be used by one thread at a time, whichever it is, and
         closed by whoever does not come to the end.
 
-        Nothing is verified yet. The memory of a record that was read from disk is used again when
-        nobody looks at it any more: so whoever keeps records keeps memory.
+        Nothing is verified yet. What is on disk is read ahead (:class:`.segment_reads.ReadRoom`).
+        The memory of a record that was read from there is used again when nobody looks at it any
+        more: so whoever keeps records keeps memory.
 
         Args:
             lsn: of the base.
         """
+        self._close()
+        self._reads = LogReads(filesystem, ring, timeout_s, self._on_disk(chain, lsn))
         try:
             for timeline, step in chain.steps:
                 mark = self.index.marks[timeline, step]
@@ -189,7 +190,6 @@ class LogFound:
                 del updates, last  # not while the next ones are being read
         finally:
             self._close()
-            self._room = ReusedMemory()
 
     def records_of(
         self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
@@ -244,7 +244,7 @@ class LogFound:
     def twin(self) -> LogFound:
         """The same records, for another thread to read."""
         found = copy(self)
-        found._reads, found._room, found.parts = None, ReusedMemory(), {}
+        found._reads, found.parts = None, {}
         return found
 
     def close(self) -> None:
@@ -273,21 +273,39 @@ class LogFound:
         timeout_s: float,
     ) -> LogRecord:
         key: Key = (kind, timeline, number)
+        found = self._nearest(key)
+        if isinstance(found, LogRecord):
+            return found
+        segment, place = found
+        try:
+            return self._read(segment, place, filesystem, ring, timeout_s)
+        except EverstepError as error:
+            reads = self._reads
+            digest = None if reads is None else reads.digest_of(segment, place)
+            if reads is None or digest is None:  # nobody knows which bits it had
+                raise
+            reads.close()
+            return self._elsewhere(segment.heads[place], digest, error, filesystem, ring, timeout_s)
+
+    def _nearest(self, key: Key) -> LogRecord | tuple[SegmentFound, int]:
+        """A record in memory, or the segment that it is read from, and its number there."""
         if key in self._memory:
             return self._memory[key]
         there = self._segments.get(key)
         if key in self._lossy and (there is None or there[0].lossy):
             return self._lossy[key]
-        segment, place = self._segments[key]
-        try:
-            return self._read(segment, place, filesystem, ring, timeout_s)
-        except EverstepError as error:
-            reads = self._reads
-            if reads is None or reads.segment is not segment:  # nobody knows which bits it had
-                raise
-            self._close()
-            head, digest = segment.heads[place], reads.digests[place]
-            return self._elsewhere(head, digest, error, filesystem, ring, timeout_s)
+        return self._segments[key]
+
+    def _on_disk(self, chain: Chain, lsn: int) -> Iterator[tuple[SegmentFound, int]]:
+        """What of a chain is read from segments, in the order in which it is needed."""
+        for timeline, step in chain.steps:
+            last = self.index.marks[timeline, step].lsn
+            keys: list[Key] = [("update", timeline, number) for number in range(lsn + 1, last + 1)]
+            for key in (*keys, ("mark", timeline, step)):
+                found = self._nearest(key)
+                if not isinstance(found, LogRecord):
+                    yield found
+            lsn = last
 
     def _elsewhere(
         self,
@@ -322,15 +340,9 @@ class LogFound:
         timeout_s: float,
     ) -> LogRecord:
         try:
-            reads, files = self._reads, segment.files or filesystem
-            if reads is None or reads.segment is not segment or reads.next > place:
-                self._close()
-                reads = self._reads = SegmentReads(
-                    files, segment, ring, self._room, first=place, timeout_s=timeout_s
-                )
-            while reads.next < place:
-                reads.read()
-            return reads.read()
+            if self._reads is None:
+                self._reads = LogReads(filesystem, ring, timeout_s)
+            return self._reads.read(segment, place)
         except OSError as error:
             reason = error.strerror or str(error)
             raise StorageError(f"{segment.path}: {reason}", path=segment.path) from error

@@ -1,4 +1,5 @@
-"""Which part of each tensor ranks had that trained in another number: as a base of theirs says."""
+"""Which part of each tensor ranks had that trained in another number, or in another layout: as a
+base of theirs says."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Logs of ranks that trained in another number than this job has (``adr/033``): what of them this
-rank reads, for itself and for the others.
+"""Logs of ranks that trained in another number than this job has, or in another layout
+(``adr/033``): what of them this rank reads, for itself and for the others.
 
 Each segment is looked at, and read, by one rank: those that see the same disk share them out among
 each other, all share out what copies have. What lies in a keeper's memory is read by whoever that
@@ -98,6 +98,7 @@ class OldLogs:
         bases: Collection[BaseId],
         *,
         near: Sequence[int],
+        relaid: bool = False,
     ) -> dict[int, tuple[LogRun, ...]]:
         """What there is now, by the rank whose log it is.
 
@@ -105,6 +106,7 @@ class OldLogs:
             copies: places that have copies of the run, nearest first.
             bases: that this rank could begin with; of copies only what leads on from there counts.
             near: the ranks that see the same disk, this one among them.
+            relaid: of as many ranks as this job has, too.
 
         Raises:
             OSError: a directory cannot be read.
@@ -113,7 +115,7 @@ class OldLogs:
         self._logs, self._worlds = {}, {}
         for known in (inventory, *(there for _, there in copies)):
             for number, record in known.timelines.items():
-                if record is not None and record.world != self._world:
+                if record is not None and (relaid or record.world != self._world):
                     self._worlds.setdefault(number, record.world)
         found: dict[int, list[LogRun]] = {}
         for world in sorted(set(self._worlds.values())):
@@ -148,9 +150,9 @@ class OldLogs:
         for log in self._logs.values():
             yield from log.skipped
 
-    def has(self, timeline: int) -> bool:
-        """Whether ranks of another number have written this timeline."""
-        return timeline in self._worlds
+    def has(self, source: int, timeline: int) -> bool:
+        """Whether this rank reads a log of a timeline that is looked at here."""
+        return (self._worlds.get(timeline), source) in self._logs
 
     def records(self, source: int, timeline: int, step: int) -> list[LogRecord]:
         """Updates and mark of a step, verified.

@@ -6,6 +6,7 @@ keeper's memory or on its disk, behind its own part of the base, up to exactly t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,13 +30,14 @@ from everstep.recover.chain import Chain, path_of
 from everstep.recover.decide import Skipped
 from everstep.recover.forward import Loader, Restored, redoable, replay
 from everstep.recover.load import LoadedBase
+from everstep.recover.loading import layout_in
 from everstep.recover.log_post import LogPost, to_bytes
 from everstep.recover.logs import LogFound
 from everstep.recover.old_logs import InMemory, OldLogs
 from everstep.recover.peer_log import LentLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
-from everstep.recover.sources import RankRead
+from everstep.recover.sources import Place, RankRead
 from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
 from everstep.state.log_parts import log_parts, others_of
@@ -55,6 +57,8 @@ class Redone:
     Attributes:
         spoilt: timeline and step that could not be redone: the state is not what was asked for.
         sure: it is that step, and not one of several that were redone at once.
+        relaid: the log is of another layout than this rank has now; nothing was replayed.
+        touched: the state is not that of the base any more.
         inexact: why it is not bit for bit what training had; "" if it is.
         skipped: what could not be used, and why.
         notes: what could not be taken back, in words.
@@ -66,6 +70,8 @@ class Redone:
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
     replay_s: float = 0.0
+    relaid: bool = False
+    touched: bool = True
 
 
 class RankLog:
@@ -139,9 +145,18 @@ class RankLog:
         bases: Collection[BaseId] = (),
         *,
         near: Sequence[int],
+        relaid: bool,
     ) -> dict[int, tuple[LogRun, ...]]:
-        """What this rank reads of the logs of another number of ranks (:meth:`.OldLogs.look`)."""
-        return self._old.look(inventory, copies, bases, near=near)
+        """What this rank reads of the logs of another number of ranks, or of another layout
+        (:meth:`.OldLogs.look`)."""
+        return self._old.look(inventory, copies, bases, near=near, relaid=relaid)
+
+    def with_layout(
+        self, loaded: LoadedBase, base: BaseFound, places: Mapping[int, Place]
+    ) -> LoadedBase:
+        """A base that another layout has saved, with who had what."""
+        optimizers = self._loader.state.optimizers
+        return replace(loaded, layout=layout_in(base, places, optimizers))
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
         """Records of what has come from other nodes, so that all see whether they mean the same."""
@@ -186,6 +201,10 @@ class RankLog:
         path = path_of(reach.timeline, records)
         found = BaseFound(base, self._run, "committed", choice.manifest, None, ())
         restored = Restored(found, loaded, base, loaded.marker.lsn)
+        if not choice.readers:
+            restored.loaded = self._with_shape(loaded)
+            if self._is_relaid(restored.loaded, timeline_of(base.step + 1, path), base.step + 1):
+                return Redone(relaid=True, touched=False)
         skipped: list[Skipped] = []
         redo = self._redo_of_others if choice.readers else self._redo_own
         failed = redo(choice, reach, path, restored, skipped, records, together, post)
@@ -195,6 +214,7 @@ class RankLog:
         notes = tuple(dict.fromkeys(noted))
         inexact, skipped = restored.inexact or self._doubt, [*skipped, *restored.skipped]
         replay_s = clock.monotonic_s() - start_s
+        touched = failed is not None or restored.replayed > 0
         there = restored.end == reach.end and restored.lsn == reach.lsn
         if failed is None and there:
             return Redone(None, True, inexact, tuple(skipped), notes, replay_s)
@@ -204,7 +224,8 @@ class RankLog:
             why = f"log: it cannot be replayed: {failed.message}"
             skipped.append(Skipped(timeline, step, why))
         sure = failed is None or not together or reach.count == 1
-        return Redone((timeline, step), sure, inexact, tuple(skipped), notes, replay_s)
+        about = sure, inexact, tuple(skipped), notes, replay_s
+        return Redone((timeline, step), *about, touched=touched)
 
     def _redo_own(
         self,
@@ -225,7 +246,6 @@ class RankLog:
         whole = self._log.index.follow(base, loaded.marker.lsn, None, path)
         chain = replace(whole, steps=whole.steps[: reach.count])
         chain = redoable(found, chain, self._loader, self._log, skipped)
-        restored.loaded = self._with_shape(loaded)
         for cut in self._in_reach(chain, restored, post):
             try:
                 about = self._loader, self._log, records, together, post.attend
@@ -245,7 +265,8 @@ class RankLog:
         together: bool,
         post: LogPost,
     ) -> EverstepError | None:
-        """By the logs of another number of ranks; returns why a step could not be redone."""
+        """By the logs of another number of ranks, or of another layout; returns why a step could
+        not be redone."""
         # Only now: most jobs start with as many ranks as before.
         from everstep.recover.redo_others import redo_of_others
 
@@ -293,12 +314,13 @@ class RankLog:
 
     def part(self, rank: int, timeline: int, step: int) -> bytes:
         """The updates of a step of a rank's log, for another rank, with the mark where another
-        number of ranks has written it; b"" where they cannot be read here."""
+        number of ranks has written it, or another layout; b"" where they cannot be read here."""
         loader = self._loader
         about = loader.seams.filesystem, loader.ring, loader.timeout_s
         try:
-            if self._old.has(timeline):
-                return to_bytes(self._old.records(rank, timeline, step))
+            if self._old.has(rank, timeline):
+                with contextlib.suppress(LookupError):
+                    return to_bytes(self._old.records(rank, timeline, step))
             if rank != self._rank:
                 raise LookupError(f"rank {rank} reads its own log")
             return to_bytes(self._lent_out.records_of(timeline, step, *about))
@@ -324,7 +346,7 @@ class RankLog:
                     spoilt = Skipped(*chain.steps[place], f"log: {error.message}")
                     break
                 for rank, records in found.items():
-                    for record in records:
+                    for record in (one for one in records if one.head.kind == "update"):
                         head = record.head
                         parts.setdefault((head.timeline, head.lsn), {})[rank] = record
                         size_bytes += record.size_bytes
@@ -335,6 +357,13 @@ class RankLog:
         self._log.parts = {}
         if spoilt is not None:
             restored.skipped.append(spoilt)
+
+    def _is_relaid(self, loaded: LoadedBase, timeline: int | None, step: int) -> bool:
+        """Whether the first step behind a base is of other parts than this rank has now."""
+        if timeline is None or loaded.marker.world == 1 or loaded.mismatches:
+            return False
+        mark = self._log.index.marks.get((timeline, step))
+        return mark is not None and mark.shape != loaded.shape
 
     def _with_shape(self, loaded: LoadedBase) -> LoadedBase:
         """What the state consists of, now that it is restored: several ranks' bases have other

@@ -260,11 +260,15 @@ class Rebuilder:
 
     def _hint(self) -> str:
         there = {key.step for key in self.log.usable}
-        there |= {step for _, step in self.log.replayable()}
+        logged = {step for _, step in self.log.replayable()}
+        there |= logged
         listed = ", ".join(
             f"{a}" if a == b else f"{a} to {b}" for a, b in spans(sorted(there))[-20:]
         )
-        return f"steps there are: {listed or 'none'}"
+        known = f"steps there are: {listed or 'none'}"
+        if logged:
+            return known
+        return f'{known}; more with a log on disk: method="logged", log=LogOptions(to="disk")'
 
     def _first(
         self,

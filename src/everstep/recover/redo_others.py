@@ -1,4 +1,5 @@
-"""Redo of steps that another number of ranks has trained (``adr/033``).
+"""Redo of steps that another number of ranks has trained, or as many in another layout
+(``adr/033``).
 
 As :mod:`.redo`, but each update is put together of this rank's parts of what all of them consumed,
 and what no optimizer replays is restored from the last marks of all of them.
@@ -121,6 +122,8 @@ def redo_of_others(
     layout = loaded.layout
     if layout is None or loaded.mismatches:
         why = "the log behind it is of a state that consists of something else"
+        if not loaded.mismatches:
+            why = "log: who had what is in files of other ranks, which are not here"
         restored.skipped.append(Skipped(*steps[0], why))
         return
     if state.told.updates:

@@ -30,7 +30,7 @@ from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.copies import has_copy, looks_at_a_time
-from everstep.recover.decide import Skipped, candidates
+from everstep.recover.decide import Skipped, begins_with_several, candidates
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.lift import lift_mark
@@ -46,13 +46,17 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.state.image import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
 
-__all__ = ["Resumed", "not_finite", "open_timeline", "resume"]
+__all__ = ["OfSeveralError", "Resumed", "not_finite", "open_timeline", "resume"]
 
 _ATTEMPTS = 8
 
 
 class _VanishedError(Exception):
     """The base was deleted while we read it: whoever deleted it has a newer one."""
+
+
+class OfSeveralError(Exception):
+    """What there is to begin with is a base of several ranks: behind it lie the logs of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,15 @@ class Resumed:
     forks: tuple[int, ...] = ()
     reads: tuple[RankRead, ...] = ()
     lent: int = 0
+    by_offsets: bool = False
 
     def led_from(self, world: int) -> int | None:
         """Step of the base that the log of ``world`` ranks goes on from; None: there is none, as it
-        goes on from no base of another number of ranks (``adr/033``)."""
-        if self.base is None or self.loaded is None or self.loaded.marker.world != world:
+        goes on from no base of another number of ranks, nor behind the log of another layout
+        (``adr/033``)."""
+        if self.base is None or self.loaded is None or self.by_offsets:
+            return None
+        if self.loaded.marker.world != world:
             return None
         return self.base.step
 
@@ -119,6 +127,7 @@ def resume(
         trained: this process has trained: its state is not that of a fresh start.
 
     Raises:
+        OfSeveralError: it is for :func:`everstep.keeper.alone.resume_behind_several`.
         RecoveryError: when there are bases and none can be used, or none of ``step``.
         MismatchError: when the newest one is of another model.
     """
@@ -131,6 +140,8 @@ def resume(
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             if fresh and trained:
                 raise RecoveryError(NO_WAY_BACK, step=0, path=run, hint=NO_WAY_BACK_HINT)
+            if begins_with_several(inventory, step=step):
+                raise OfSeveralError
             try:
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
                 files, records = seams.filesystem, recalled.records
@@ -248,6 +259,8 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     left = list(reversed(chosen.ordered))
     while left:
         base, whole = left.pop()
+        if base.manifest is not None and base.manifest.markers[0].world > 1:
+            raise OfSeveralError  # what was newer is damaged
         chain = redoable(base, whole, loader, log, skipped)
         if step is not None and chain.end[1] != step:
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from everstep.errors import DamageError
@@ -9,7 +11,7 @@ from everstep.format.log import LogRecord
 from everstep.state.layout import Placed
 from everstep.state.tensors import torch_dtype
 
-__all__ = ["tensor_of"]
+__all__ = ["as_it_lay", "tensor_of"]
 
 
 def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
@@ -23,8 +25,18 @@ def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
         tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
     if entry.stride is None:
         return tensor
-    strided = torch.empty_strided(tuple(tensor.shape), entry.stride, dtype=tensor.dtype)
-    return strided.copy_(tensor)
+    return as_it_lay(tensor, entry.stride)
+
+
+def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy with these strides; where one is 0, as in an expanded tensor, all elements along it
+    are one element in memory, as they were."""
+    shape = tuple(tensor.shape)
+    for dim, step in enumerate(stride):
+        if step == 0:
+            tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
+    strided = torch.empty_strided(tuple(tensor.shape), tuple(stride), dtype=tensor.dtype)
+    return strided.copy_(tensor).expand(shape)
 
 
 def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from pathlib import PurePath
 
 from everstep.commit.agreement import (
@@ -35,6 +35,7 @@ from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import (
     DamageError,
     FormatError,
+    NewerFormatError,
     RecoveryError,
     StateError,
 )
@@ -45,15 +46,15 @@ from everstep.recover.files_ahead import Apart, BaseAhead
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase
 from everstep.recover.log_post import LogPost
-from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.others import Meeting, Others
+from everstep.recover.outcome import Outcome, resumed_of
 from everstep.recover.peers import Fetch, Fetched
 from everstep.recover.rank_copies import Copies
-from everstep.recover.ranklog import RankLog, Redone
+from everstep.recover.ranklog import RankLog
 from everstep.recover.ranks import offer_of, open_on_disk
 from everstep.recover.reshard import HoleError
-from everstep.recover.resume import Resumed, not_finite
-from everstep.recover.scan import BaseFound, Inventory, scan_run
+from everstep.recover.resume import Resumed
+from everstep.recover.scan import BaseFound, scan_run
 from everstep.recover.sources import Place, Places, RankRead, name_of, rank_of
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -69,19 +70,6 @@ _LOOKS_MAX = 8
 Load = Callable[[BaseFound, Mapping[int, Place], Callable[[], None]], LoadedBase]
 """Restores this rank's state from a base: from the files of these ranks, each where it says. Calls
 the last argument every now and then."""
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What has become of the live state."""
-
-    loaded: LoadedBase | None = None
-    source: str = "fresh"
-    exact: bool = True
-    load_s: float = 0.0
-    inventory: Inventory | None = None
-    reads: tuple[RankRead, ...] = ()
-    redone: Redone = field(default_factory=Redone)
 
 
 class _Start:
@@ -109,11 +97,14 @@ class _Start:
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
         self.fetched: list[Fetched] = []
-        self.outcome = _Outcome()
+        self.outcome = Outcome()
         self.skipped: list[Skipped] = []
         self.went: Go | None = None
         self._refused: str | None = None
         self._looked: Offer | None = None
+        self._stands: tuple[Manifest, Outcome] | None = None  # restored, and nothing replayed
+        self._why: dict[str, None] = {}  # files could not be used
+        self._relaid = False  # logs of as many ranks as now are looked at as those of others
         self._only: BaseId | None = None  # all will choose it, unless something is damaged
         self._in_order = True  # nothing was, so far
         self._agreement = Agreement(
@@ -146,7 +137,8 @@ class _Start:
             self._others.is_alive()
             self._others.check(self._agreement.waits_for)
         if self._refused is not None:
-            raise RecoveryError(self._refused, rank=self._meeting.rank, path=self._run)
+            why = "\n".join([self._refused, *(f"  {one}" for one in self._why)])
+            raise RecoveryError(why, rank=self._meeting.rank, path=self._run)
         assert self.went is not None
         return self.went
 
@@ -163,6 +155,7 @@ class _Start:
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("looks at what it can read")
+                self._relaid = out.relaid
                 self._only = self._only if self._in_order else None
                 self._in_order = False  # if ranks are asked again, what was chosen did not do
                 offer, self._looked = self._looked or self._offer(), None
@@ -219,7 +212,8 @@ class _Start:
         if self._log is None:
             return offer
         near = [other for other, name in enumerate(self._meeting.disks) if name == disk]
-        others = self._log.others(inventory, self._copies.logs, offer.bases, near=near)
+        about = inventory, self._copies.logs, offer.bases
+        others = self._log.others(*about, near=near, relaid=self._relaid)
         return replace(offer, log=self._runs(offer, self._only, lossy=lossy), others=others)
 
     def _runs(self, offer: Offer, only: BaseId | None, *, lossy: bool = True) -> tuple[LogRun, ...]:
@@ -271,6 +265,10 @@ class _Start:
             if damaged or loaded is None:
                 return Restored(damaged, exact=self.outcome.exact)
             redone = self._log.redo(choice, loaded, together=False, post=self._post)
+        if redone.touched:
+            self._stands = None
+        if redone.relaid:
+            return Restored(exact=self.outcome.exact, relaid=True)
         self.outcome.redone = redone
         self.skipped += [one for one in redone.skipped if one not in self.skipped]
         exact = self.outcome.exact and not redone.inexact and not redone.notes
@@ -278,8 +276,10 @@ class _Start:
         return Restored((), redone.spoilt, exact)
 
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
-        """Loads what was chosen; returns which files are damaged, and where."""
-        self.outcome = _Outcome(inventory=self.outcome.inventory)
+        """Loads what was chosen, unless that stands; returns which files are damaged, and where."""
+        stands, self._stands = self._stands, None
+        inventory = self.outcome.inventory
+        self.outcome = Outcome(inventory=inventory)
         self.ahead.only(choice.base)
         if choice.base is None or choice.manifest is None:
             return ()
@@ -293,6 +293,10 @@ class _Start:
         path = base_dir(self._run, choice.base.timeline, choice.base.step)
         base = BaseFound(choice.base, path, "committed", choice.manifest, None, ())
         places = self._places(choice, choice.manifest)
+        if stands is not None and stands[0] == choice.manifest:
+            self._stands, self.outcome = stands, replace(stands[1], inventory=inventory)
+            self._see_layout(choice, base, places)
+            return ()
         wanted = tuple(self._needs(self._meeting.rank, choice.manifest))
         while (picked := places.pick(wanted)) is not None:
             start_s = self._clock.monotonic_s()
@@ -305,12 +309,16 @@ class _Start:
                         raise
                     places.failed(picked, None)
                 wanted = places.readable or wanted
+            except NewerFormatError:
+                raise  # it is whole, and not ours to pass over
             except (DamageError, FormatError, OSError) as error:
                 where = ", ".join(sorted({place.source.tier for place in picked.values()}))
                 _log.warning("%s could not be restored from %s: %s", choice.base, where, error)
+                self._why[f"{choice.base}, from {where}: {error}"] = None
                 places.failed(picked, rank_of(error))
             else:
                 self._take(loaded, choice.manifest, picked, start_s)
+                self._see_layout(choice, base, places)
                 return ()
         if not places.damaged:  # or the others would take this rank's state for that of the base
             missing = ", ".join(str(r) for r in wanted if r not in places.readable)
@@ -323,6 +331,14 @@ class _Start:
             )
         return tuple(places.damaged)
 
+    def _see_layout(self, choice: Choice, base: BaseFound, places: Places) -> None:
+        """Who had what, where another layout has written the log: most starts need not know."""
+        loaded = self.outcome.loaded
+        if not choice.readers or loaded is None or loaded.layout is not None or self._log is None:
+            return
+        picked = places.pick(places.readable)
+        self.outcome.loaded = self._log.with_layout(loaded, base, picked or {})
+
     def _take(
         self, loaded: LoadedBase, manifest: Manifest, picked: Mapping[int, Place], start_s: float
     ) -> None:
@@ -333,7 +349,7 @@ class _Start:
         for rank, size_bytes in loaded.rank_bytes.items():
             source = picked[rank].source
             read_bytes[source] = read_bytes.get(source, 0) + size_bytes
-        self.outcome = _Outcome(
+        self.outcome = Outcome(
             loaded,
             name_of({place.source.tier for place in picked.values()}),
             exact,
@@ -344,6 +360,7 @@ class _Start:
                 for source, size_bytes in sorted(read_bytes.items())
             ),
         )
+        self._stands = manifest, replace(self.outcome)
 
     def _places(self, choice: Choice, manifest: Manifest) -> Places:
         """Where this rank can read the files of each rank that wrote some."""
@@ -439,47 +456,5 @@ def resume_together(
     finally:
         start.ahead.close()
     skipped = (*start.skipped, *(() if log is None else log.skipped))
-    resumed = _resumed(go, start.outcome, state, skipped, copies.problems)
+    resumed = resumed_of(go, start.outcome, state, skipped, copies.problems)
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice
-
-
-def _resumed(
-    go: Go,
-    outcome: _Outcome,
-    state: State,
-    skipped: tuple[Skipped, ...],
-    damage: tuple[str, ...],
-) -> Resumed:
-    choice, loaded, redone = go.choice, outcome.loaded, outcome.redone
-    end, lsn = choice.end, 0 if loaded is None else loaded.marker.lsn
-    if choice.reach is not None:
-        lsn = choice.reach.lsn
-    if loaded is not None and redone.notes:
-        loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
-    inexact = redone.inexact
-    if outcome.exact and not go.exact:
-        inexact = "what another rank has restored is not exact"
-    inventory = outcome.inventory
-    assert inventory is not None
-    problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
-    if loaded is not None:
-        seen = () if choice.reach is not None else loaded.finite
-        if bad := nonfinite_parameter(state, but=seen):
-            problems += (not_finite(bad, end),)
-    return Resumed(
-        go.timeline,
-        choice.base,
-        loaded,
-        outcome.source,
-        outcome.exact and go.exact,
-        (*(Skipped(base.timeline, base.step, why) for base, why in choice.skipped), *skipped),
-        problems,
-        step=0 if end is None else end.step,
-        lsn=lsn,
-        replayed=0 if choice.reach is None else choice.reach.count,
-        inexact=inexact,
-        load_s=outcome.load_s,
-        replay_s=redone.replay_s,
-        forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
-        reads=outcome.reads,
-    )

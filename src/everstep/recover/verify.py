@@ -65,7 +65,10 @@ def verify_base(
 
     def note(path: str, error: Exception) -> None:
         entry = error.entry if isinstance(error, DamageError) else None
-        message = error.message if isinstance(error, FormatError | DamageError) else str(error)
+        if isinstance(error, OSError):
+            message = error.strerror or str(error)
+        else:
+            message = error.message if isinstance(error, FormatError | DamageError) else str(error)
         damages.append(Damage(path, entry, message, isinstance(error, OSError)))
 
     for marker in base.manifest.markers:
@@ -78,7 +81,8 @@ def verify_base(
         try:
             opened = OpenBase.open(filesystem, base, marker.rank)
         except (DamageError, FormatError, OSError) as error:
-            note(str(getattr(error, "path", None) or base.path), error)
+            of = error.filename if isinstance(error, OSError) else error.path
+            note(str(of or base.path), error)
             continue
         try:
             for file, record, header, path in opened.files:

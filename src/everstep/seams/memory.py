@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +55,9 @@ _PROT_NONE = 0
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def copy_memory(target: int, source: int, size_bytes: int) -> None:
-    """Copies between two addresses in the calling thread; other threads run meanwhile."""
-    ctypes.memmove(target, source, size_bytes)
+copy_memory: Callable[[int, int, int], object] = ctypes.memmove
+"""Copies to an address from another so many bytes, in the calling thread; other threads run
+meanwhile. Called as it is: a function around it would keep the interpreter lock longer."""
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:

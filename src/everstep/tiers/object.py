@@ -37,6 +37,7 @@ _PARTS_MAX = 9_000  # S3 allows 10000
 _PARTS_AT_ONCE = 4
 _RETRIES = 2  # by the client, of a part or a request; of a whole operation see tiers/retry.py
 _SCHEMES = ("s3", "gs", "az")
+_URL_HINT = "a URL like s3://bucket/prefix"
 
 Credentials = Callable[[], Any]
 
@@ -279,8 +280,10 @@ def _below(prefix: str, items: list[Item]) -> list[Item]:
 def _checked(url: str) -> str:
     """The URL without a slash at its end."""
     scheme, separator, rest = url.partition("://")
-    if scheme not in _SCHEMES or not separator:
-        raise OptionError(f"object stores are {', '.join(f'{s}://' for s in _SCHEMES)}")
+    if scheme not in _SCHEMES or not separator:  # the rest may hold credentials: not repeated
+        named = f"{scheme + separator!r}: " if separator else ""
+        stores = ", ".join(f"{one}://" for one in _SCHEMES)
+        raise OptionError(f"{named}object stores are {stores}", hint=_URL_HINT)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:
         raise OptionError(
@@ -289,9 +292,12 @@ def _checked(url: str) -> str:
         )
     prefix = prefix.strip("/")
     if not bucket:
-        raise OptionError(f"{url!r} names no bucket")
+        raise OptionError(f"{url!r} names no bucket", hint=_URL_HINT)
     if prefix:
-        check_name(prefix)
+        try:
+            check_name(prefix)
+        except OptionError as error:
+            raise OptionError(f"{url!r}: {error.message}", hint=_URL_HINT) from None
     return f"{scheme}://{bucket}/{prefix}" if prefix else f"{scheme}://{bucket}"
 
 

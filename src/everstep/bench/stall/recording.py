@@ -13,7 +13,7 @@ import torch
 from everstep.bench.stall.gauges import cpu_s
 from everstep.bench.stall.loop import Step
 from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress
 
 __all__ = ["Copied", "Copies", "CpuSample", "Curve", "Sampler", "recorded"]
 
@@ -38,6 +38,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._found: list[Copied] = []
+        self._runs: list[tuple[Sequence[Batch], float, float]] = []
         self._state: frozenset[int] = frozenset()
 
     def begin(self, state: Iterable[torch.Tensor]) -> None:
@@ -48,19 +49,34 @@ class Copies:
         """
         self._state = frozenset(tensor.untyped_storage().data_ptr() for tensor in state)
         self._found = []
+        self._runs = []
 
     def found(self) -> tuple[Copied, ...]:
-        """In the order in which they began."""
-        return tuple(sorted(self._found))
+        """In the order in which they began; of a run, each batch at its share of the time."""
+        found = list(self._found)
+        for run, begin_s, end_s in self._runs:
+            size_bytes = sum(batch.end - batch.begin for batch in run)
+            for batch in run:
+                next_s = begin_s + (end_s - begin_s) * (batch.end - batch.begin) / size_bytes
+                size_bytes -= batch.end - batch.begin
+                found.append(self._copied(batch, begin_s, next_s, at_mark=False))
+                begin_s = next_s
+        return tuple(sorted(found))
 
     def add(self, batch: Batch, begin_s: float, *, at_mark: bool) -> None:
         """A batch is copied."""
+        self._found.append(self._copied(batch, begin_s, time.monotonic(), at_mark=at_mark))
+
+    def add_run(self, run: Sequence[Batch], begin_s: float) -> None:
+        """A run is copied. It is looked at later: the thread that copies is not held up."""
+        self._runs.append((run, begin_s, time.monotonic()))
+
+    def _copied(self, batch: Batch, begin_s: float, end_s: float, *, at_mark: bool) -> Copied:
         sources = batch.sources or (() if batch.rearranged is None else (batch.rearranged,))
         state = at_mark or any(
             source.untyped_storage().data_ptr() in self._state for source in sources
         )
-        size_bytes = batch.end - batch.begin
-        self._found.append(Copied(begin_s, time.monotonic(), size_bytes, not state))
+        return Copied(begin_s, end_s, batch.end - batch.begin, not state)
 
 
 if TYPE_CHECKING:
@@ -84,6 +100,13 @@ class _Recording(_Base):
         begin_s = time.monotonic()
         super()._copy(batch, block)
         self.copies.add(batch, begin_s, at_mark=False)
+
+    def _copy_run(
+        self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
+    ) -> None:
+        begin_s = time.monotonic()
+        super()._copy_run(run, block, transfer, tell)
+        self.copies.add_run(run, begin_s)
 
 
 def recorded(make: type[CpuLane], copies: Copies, *arguments: Any) -> Callable[[], CpuLane]:

@@ -1,0 +1,79 @@
+"""What a start of several ranks has made of one rank's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from everstep.commit.agreement import Go
+from everstep.recover.decide import Skipped
+from everstep.recover.load import LoadedBase
+from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.recover.ranklog import Redone
+from everstep.recover.resume import Resumed, not_finite
+from everstep.recover.scan import Inventory
+from everstep.recover.sources import RankRead
+from everstep.state.image import State
+
+__all__ = ["Outcome", "resumed_of"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What has become of the live state."""
+
+    loaded: LoadedBase | None = None
+    source: str = "fresh"
+    exact: bool = True
+    load_s: float = 0.0
+    inventory: Inventory | None = None
+    reads: tuple[RankRead, ...] = ()
+    redone: Redone = field(default_factory=Redone)
+
+
+def resumed_of(
+    go: Go,
+    outcome: Outcome,
+    state: State,
+    skipped: tuple[Skipped, ...],
+    damage: tuple[str, ...],
+) -> Resumed:
+    """What one rank has come back to, when all of them go on.
+
+    Args:
+        skipped: what could not be used, beside what all know of.
+        damage: in words.
+    """
+    choice, loaded, redone = go.choice, outcome.loaded, outcome.redone
+    end, lsn = choice.end, 0 if loaded is None else loaded.marker.lsn
+    if choice.reach is not None:
+        lsn = choice.reach.lsn
+    if loaded is not None and redone.notes:
+        loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
+    inexact = redone.inexact
+    if outcome.exact and not go.exact:
+        inexact = "what another rank has restored is not exact"
+    inventory = outcome.inventory
+    assert inventory is not None
+    problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
+    if loaded is not None:
+        seen = () if choice.reach is not None else loaded.finite
+        if bad := nonfinite_parameter(state, but=seen):
+            problems += (not_finite(bad, end),)
+    return Resumed(
+        go.timeline,
+        choice.base,
+        loaded,
+        outcome.source,
+        outcome.exact and go.exact,
+        (*(Skipped(base.timeline, base.step, why) for base, why in choice.skipped), *skipped),
+        problems,
+        step=0 if end is None else end.step,
+        lsn=lsn,
+        replayed=0 if choice.reach is None else choice.reach.count,
+        inexact=inexact,
+        load_s=outcome.load_s,
+        replay_s=redone.replay_s,
+        forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
+        reads=outcome.reads,
+        by_offsets=bool(choice.readers),
+    )

@@ -1,0 +1,183 @@
+"""Runs: copied with nothing in between, and told of in time if somebody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.capture import batches, lane
+from everstep.capture.batches import Batch, Runs
+from everstep.capture.devices import DeviceLane
+from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lane import CpuLane, CpuTransfer
+from everstep.seams.memory import copy_memory
+from tests.unit.world import TIMEOUT_S, opened
+
+SIZE = 4096
+COUNT = 6
+
+
+def several(count: int = COUNT) -> list[Batch]:
+    """Batches one behind the other, each filled with its number, from 1."""
+    return [
+        Batch(n * SIZE, (n + 1) * SIZE, (torch.full((SIZE,), n + 1, dtype=torch.uint8),))
+        for n in range(count)
+    ]
+
+
+def block_of(count: int = COUNT) -> torch.Tensor:
+    return torch.zeros(count * SIZE, dtype=torch.uint8)
+
+
+class Copying:
+    """Copies of the lane's thread, which a test holds back one by one."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.allowed = 0
+        self.begun = 0
+        self.fails_at: int | None = None
+
+    def __call__(self, target: int, source: int, size_bytes: int) -> None:
+        with self.changed:
+            self.begun += 1
+            self.changed.notify_all()
+            if self.begun == self.fails_at:
+                raise MemoryError("made up")
+            assert self.changed.wait_for(lambda: self.allowed >= self.begun, TIMEOUT_S)
+        copy_memory(target, source, size_bytes)
+
+    def allow(self, count: int) -> None:
+        with self.changed:
+            self.allowed = count
+            self.changed.notify_all()
+
+    def until_begun(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.begun >= count, TIMEOUT_S)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
+    made = Copying()
+    monkeypatch.setattr(lane, "copy_memory", made)
+    yield made
+    made.allow(1 << 30)
+
+
+@pytest.fixture
+def host() -> Iterator[CpuLane]:
+    made = CpuLane()
+    yield made
+    made.close()
+
+
+def test_who_waits_is_served_in_the_middle_of_a_run(copying: Copying, host: CpuLane) -> None:
+    """An update waits for the copies of what it changes, and not for the rest of the run."""
+    told: list[int] = []
+    block = block_of()
+    transfer = host.submit(Runs(several()), block, told.append)
+    assert isinstance(transfer, CpuTransfer)
+    copying.until_begun(1)
+    let_through: list[bool] = []
+    update = threading.Thread(target=lambda: let_through.append(transfer.gate(3 * SIZE, TIMEOUT_S)))
+    update.start()
+    while not transfer.awaited:
+        assert update.is_alive()
+    copying.allow(3)  # and the fourth stays where it is
+    update.join(TIMEOUT_S / 2)
+    assert let_through == [True]
+    assert copying.begun == 4
+    assert block[: 3 * SIZE].view(3, SIZE)[:, -1].tolist() == [1, 2, 3]
+    assert not bool(block[3 * SIZE :].any())
+    assert told == [SIZE, 2 * SIZE, 3 * SIZE]
+    copying.allow(COUNT)
+    assert transfer.wait(TIMEOUT_S)
+    assert told[-1] == COUNT * SIZE
+
+
+def test_a_gate_lets_nothing_through_too_early(copying: Copying, host: CpuLane) -> None:
+    transfer = host.submit(Runs(several()), block_of(), lambda end: None)
+    copying.allow(2)
+    copying.until_begun(3)
+    assert not transfer.gate(3 * SIZE, 0.05)
+    copying.allow(3)
+    assert transfer.gate(3 * SIZE, TIMEOUT_S)
+    assert not transfer.gate(4 * SIZE, 0.05)
+
+
+def test_where_nobody_waits_a_run_is_told_of_once(
+    host: CpuLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_RUN_BYTES", 4 * SIZE)
+    told: list[int] = []
+    block = block_of()
+    # As the engine's own lane is given them, too.
+    own = DeviceLane(host)
+    assert own.submit(Runs(several()), block, told.append).wait(TIMEOUT_S)
+    assert told == [4 * SIZE, 6 * SIZE]
+    assert block.view(COUNT, SIZE)[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_batches_that_are_no_runs_are_told_of_one_by_one(host: CpuLane) -> None:
+    told: list[int] = []
+    assert host.submit(tuple(several()), block_of(), told.append).wait(TIMEOUT_S)
+    assert told == [batch.end for batch in several()]
+
+
+def test_a_slow_link_copies_one_by_one_as_ever() -> None:
+    link = EmulatedLink(1e9)
+    told: list[int] = []
+    try:
+        assert link.submit(Runs(several()), block_of(), told.append).wait(TIMEOUT_S)
+    finally:
+        link.close()
+    assert told == [batch.end for batch in several()]
+
+
+def test_a_copy_that_fails_within_a_run_ends_the_transfer(copying: Copying, host: CpuLane) -> None:
+    told: list[int] = []
+    copying.fails_at = 3
+    copying.allow(COUNT)
+    transfer = host.submit(Runs(several()), block_of(), told.append)
+    with pytest.raises(MemoryError, match="made up"):
+        transfer.wait(TIMEOUT_S)
+    assert told == []
+    assert transfer.gate(COUNT * SIZE, TIMEOUT_S)  # there is nothing left to wait for
+
+
+def test_a_lazy_base_is_copied_in_runs(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[tuple[int, int]]] = []
+    copy_run = CpuLane._copy_run
+
+    def seen(self: CpuLane, run: Sequence[Batch], *rest: Any) -> None:
+        runs.append([batch[:2] for batch in run])
+        copy_run(self, run, *rest)
+
+    monkeypatch.setattr(CpuLane, "_copy_run", seen)
+    model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Linear(400, 400))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with opened(run_folder, state, method="lazy") as ckpt:
+        model(torch.ones(2, 400)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        ckpt.save().durable.result(TIMEOUT_S)
+    (run,) = runs
+    assert len(run) > 6  # 3 times 2 large tensors, and small ones between them
+    assert run == sorted(run)
+
+
+def test_runs_are_as_large_as_they_may_be_and_keep_the_order() -> None:
+    large = Batch(2 * SIZE, 40 << 20, (torch.empty(0, dtype=torch.uint8),))
+    more = [Batch((40 << 20) + n, (40 << 20) + n + 1, large.sources) for n in range(3)]
+    together = Runs([*several(2), large, *more])
+    assert [batch for run in together.runs for batch in run] == list(together)
+    assert [len(run) for run in together.runs] == [2, 1, 3]
+    assert together.runs is together.runs  # planned once
+    assert Runs().runs == ()
