@@ -102,3 +102,27 @@ def test_a_closure_tells_what_is_consumed_whoever_calls_it(kind: type[torch.opti
     optimizer.step(closure)
     assert told == [("consumed", True), ("applied", True)]
     assert hooks.lsn == 1
+
+
+def test_of_two_that_watch_one_optimizer_both_see_gradients_before_the_update() -> None:
+    """And not only behind it, where nothing overlaps the update any more."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    seen: dict[str, list[float]] = {"one": [], "other": []}
+
+    def watch(name: str) -> UpdateHooks:
+        hooks = UpdateHooks(
+            lambda key: None,
+            consumed=lambda key: seen[name].append(parameter.item()),
+            applied=lambda key: None,
+        )
+        hooks.watch("o", optimizer)
+        return hooks
+
+    both = [watch(name) for name in seen]
+    for _ in range(3):
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+    assert seen["one"] == seen["other"] == pytest.approx([0.0, -0.1, -0.2])
+    for hooks in both:
+        hooks.close()

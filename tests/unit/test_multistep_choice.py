@@ -183,3 +183,15 @@ def test_copies_are_told_one_behind_the_other() -> None:
         ("part", begin_s, begin_s + 1, 1 << 20),
         ("gradients", begin_s + 1, begin_s + 3, 1 << 20),
     ]
+
+
+def test_small_copies_that_are_held_up_do_not_make_the_link_slow() -> None:
+    """Beside an update, whose thread takes turns with the one that copies: parts that are cut for a
+    slower link than there is are waited for."""
+    bench = Bench()
+    for part_bytes, gradient_bytes in ((16 << 20, 4 << 20), (16 << 20, 12 << 20)):
+        for size_bytes, slower in ((part_bytes, 1.0), (gradient_bytes, 2.5)):
+            timed = bench.choice.timed("part", size_bytes)
+            bench.clock.advance(slower * size_bytes / 3e8)
+            timed.ended()
+    assert bench.stats.link_bytes_per_s == pytest.approx(3e8)

@@ -84,10 +84,11 @@ class UpdateHooks:
                 return (args[0], _then(args[1], consume), *args[2:]), options
             if callable(options.get("closure")):
                 return args, {**options, "closure": _then(options["closure"], consume)}
-            if next(reversed(before_hooks)) == last.id:
+            if _is_last(before_hooks, last.id):
                 consume()
             return None
 
+        at_last.looks_on = True  # type: ignore[attr-defined]
         first = optimizer.register_step_pre_hook(before)
         # Before all other hooks of this optimizer: one of them may change parameters.
         before_hooks.move_to_end(first.id, last=False)
@@ -128,6 +129,16 @@ class UpdateHooks:
         if self.lost is not None:
             self.lsn += 1
             self.lost(why)
+
+
+def _is_last(hooks: Any, number: int) -> bool:
+    """Whether behind this hook there are only those of other Checkpointers, which look on, too."""
+    for other, hook in reversed(hooks.items()):
+        if other == number:
+            return True
+        if not getattr(hook, "looks_on", False):
+            return False
+    return False
 
 
 def _then(closure: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
