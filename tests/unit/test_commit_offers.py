@@ -247,3 +247,60 @@ def test_bytes_that_are_no_offer(data: bytes) -> None:
     for decode in (decode_offer, decode_choice):
         with pytest.raises(FormatError):
             decode(data)
+
+
+# --- Files that are gone, of ranks that had something in common with those that are left ------
+
+
+def left(rank: int, *steps: int, has: Iterable[int] = (), manifest: str | None = None) -> Offer:
+    """A rank of a job of one that has some files of bases of two ranks, and their manifests."""
+    bases = {}
+    for base in (BaseId(1, step) for step in steps):
+        markers = {number: marker(base, number, 2) for number in range(2)}
+        whole = manifest_of(markers)
+        assert whole is not None
+        others = tuple(m for number, m in markers.items() if number not in has)
+        named = manifest or digest(whole.encode())
+        bases[base] = BaseOffer(pieces(base, has, 2), named, others)
+    return offer(rank, bases)
+
+
+def test_what_is_left_is_taken_where_nothing_else_is() -> None:
+    with pytest.raises(RecoveryError, match="the files of rank 1 are missing"):
+        choose([left(0, 10, 20, has=[0])])
+    choice = choose([left(0, 10, 20, has=[0])], partly=True)
+    assert (choice.base, choice.partly, choice.durable) == (BaseId(1, 20), True, False)
+    assert choice.sources == {0: (Source(2, 0),), 1: ()}
+    assert choice.complete == ()
+    assert choice.unreadable == (BaseId(1, 10), BaseId(1, 20))
+
+
+def test_an_older_base_that_is_whole_comes_first() -> None:
+    """Also where ranks have told what is left of newer ones."""
+    older, newer = left(0, 10, has=[0, 1]), left(0, 20, has=[0])
+    choice = choose([offer(0, {**older.bases, **newer.bases})], partly=True)
+    assert (choice.base, choice.partly) == (BaseId(1, 10), False)
+
+
+def test_what_is_left_has_been_committed_as_it_is() -> None:
+    for manifest in ("contradicted", "0" * 32):
+        with pytest.raises(RecoveryError):
+            choose([left(0, 10, has=[0], manifest=manifest)], partly=True)
+    base = BaseId(1, 10)
+    never = offer(0, {base: BaseOffer(pieces(base, [0], 2))})
+    assert choose([never], partly=True).base is None, "nobody has a manifest: it was never there"
+
+
+def test_each_rank_reads_some_of_what_is_left() -> None:
+    mine, none = left(0, 10, has=[0]), left(1, 10)
+    with pytest.raises(RecoveryError):
+        choose([mine, none], partly=True, fetch=False)
+    with pytest.raises(RecoveryError):
+        choose([left(0, 10)], partly=True)
+
+
+def test_what_is_left_goes_over_the_wire() -> None:
+    one = left(0, 10, 20, has=[0])
+    assert decode_offer(encode_offer(one)) == one
+    choice = choose([one], partly=True)
+    assert decode_choice(encode_choice(choice)) == choice

@@ -62,7 +62,7 @@ NO_WAY_BACK_HINT = (
 )
 _ROUNDS_MAX = 16
 _WIRE = PurePath("message")
-_RELAID = b"relaid"
+_RELAID, _PARTLY = b"relaid", b"partly"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,11 @@ class TakeInventory:
 
     Attributes:
         relaid: also at the logs of as many ranks as there are now, as at those of another number.
+        partly: say also what manifests list and is not there.
     """
 
     relaid: bool = False
+    partly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ class Agreement:
         self._spoilt: set[tuple[BaseId, int, Source]] = set()
         self._spoilt_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
         self._relaid: set[int] = set()  # timelines: their ranks had another layout
+        self._partly = False  # nothing else is left
         self._exact = True
         self._trained = trained
         self._loaded = False  # ranks were told to load a base: so their state is not, either
@@ -278,7 +281,8 @@ class Agreement:
             return [] if self._answer is None else [Tell(COORDINATOR, self._answer)]
         self._at, self._phase, self._answer = command.number, command.phase, None
         if command.phase in ("offer", "confirm"):
-            return [TakeInventory(bool(command.payload))]
+            asked = command.payload.split()
+            return [TakeInventory(_RELAID in asked, _PARTLY in asked)]
         if command.phase == "restore":
             return [Restore(decode_choice(command.payload))]
         if command.phase == "open":
@@ -301,7 +305,8 @@ class Agreement:
 
     def _ask(self, phase: str) -> list[AgreementOut]:
         """Asks all ranks what they can read."""
-        return self._lead(phase, _RELAID if self._relaid else b"")
+        asked = (_RELAID if self._relaid else b"", _PARTLY if self._partly else b"")
+        return self._lead(phase, b" ".join(asked).strip())
 
     def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
         """Begins the next step on all ranks."""
@@ -345,8 +350,10 @@ class Agreement:
         except RecoveryError as error:
             # Inventories are not taken at the same moment: while an older start of the job still
             # commits, what one rank saw another could not see yet. Twice the same is the truth.
-            if str(error) == self._refusal or self._rounds > _ROUNDS_MAX:
+            again = str(error) == self._refusal
+            if self._rounds > _ROUNDS_MAX or (again and self._partly):
                 return self._lead("refuse", str(error).encode("utf-8"))
+            self._partly = self._partly or again  # replicas that are left are the last resort
             self._refusal = str(error)
             return self._ask("offer")
         self._loaded = self._loaded or self._choice.base is not None
@@ -362,6 +369,7 @@ class Agreement:
             spoilt=self._spoilt,
             spoilt_log=self._spoilt_log,
             relaid=self._relaid,
+            partly=self._partly,
         )
         if choice.base is None and self._trained:
             raise RecoveryError(NO_WAY_BACK, hint=NO_WAY_BACK_HINT)

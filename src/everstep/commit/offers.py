@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from everstep.commit.lineage import BaseId, Branch, branches_of, split_by_history
 from everstep.commit.logs import JobLogs, LogReader, LogRun, Reach
+from everstep.commit.offered import timelines_of
 from everstep.commit.reclaim import COPY_TIERS, TIERS, VOLATILE_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
@@ -30,7 +31,6 @@ __all__ = [
     "Source",
     "all_ranks",
     "choose",
-    "timelines_of",
 ]
 
 
@@ -54,10 +54,13 @@ class BaseOffer:
     Attributes:
         pieces: by the rank that wrote them.
         manifest: digest of its manifest, where there is one.
+        listed: markers that this manifest has of files that are not here; only where ranks are
+            asked for them.
     """
 
     pieces: Mapping[int, Piece]
     manifest: str | None = None
+    listed: tuple[Marker, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ class Choice:
             count on them.
         reach: the step that every rank replays to behind the base; None: the base itself.
         readers: where another number of ranks has written the log up to there: who reads what.
+        partly: of some ranks no files are left, or not where they are needed: what they had in
+            common with others is taken from those.
     """
 
     base: BaseId | None
@@ -147,6 +152,7 @@ class Choice:
     elsewhere: tuple[BaseId, ...] = ()
     reach: Reach | None = None
     readers: tuple[LogReader, ...] = ()
+    partly: bool = False
 
     @property
     def end(self) -> BaseId | None:
@@ -169,6 +175,7 @@ class _Base:
 
     pieces: dict[int, dict[str, list[tuple[Source, int]]]] = field(default_factory=dict)
     markers: dict[int, dict[str, Marker]] = field(default_factory=dict)
+    listed: dict[int, Marker] = field(default_factory=dict)
     manifests: set[str] = field(default_factory=set)
     why: str = ""
 
@@ -181,7 +188,7 @@ class _Base:
             }
             for rank, places in self.pieces.items()
         }
-        return _Base(left, self.markers, self.manifests)
+        return _Base(left, self.markers, self.listed, self.manifests)
 
 
 def choose(
@@ -193,6 +200,7 @@ def choose(
     spoilt: Collection[tuple[BaseId, int, Source]] = (),
     spoilt_log: Collection[tuple[int, int, int]] = (),
     relaid: Collection[int] = (),
+    partly: bool = False,
 ) -> Choice:
     """The newest recovery point that every rank can read.
 
@@ -205,6 +213,7 @@ def choose(
         spoilt: pieces that turned out to be damaged: base, its rank, where.
         spoilt_log: of logs what turned out to be of no use: rank, timeline and step.
         relaid: timelines whose ranks, as many as start now, had another layout.
+        partly: where nothing else is left, a base of which each rank can read the files of some.
 
     Raises:
         RecoveryError: there are bases, and none can be read by all; there is none of ``step``;
@@ -229,10 +238,16 @@ def choose(
     best = logs.best({base: readable[base] for base in here}, step)
     others = [base for base in elsewhere if step is not None and base.step == step]
     chosen = [best] if best is not None else [(base, None) for base in others[:1]]
+    left: dict[BaseId, Manifest] = {}
+    if partly and not chosen:
+        left = _left_of(bases, offers)
+        there = branches_of(records, whole | lost | left.keys(), logged)
+        found_here, _ = split_by_history(left, there)
+        chosen = [(base, None) for base in found_here if step in (None, base.step)][:1]
     if not chosen and not _is_fresh(step, bases, whole | lost):
         raise _nothing(step, bases, lost, here + elsewhere, len(offers))
     base, reach = chosen[0] if chosen else (None, None)
-    manifest = None if base is None else readable[base]
+    manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
     leads, end = reach is not None and reach.count > 0, base if reach is None else reach.end
     return Choice(
@@ -249,7 +264,7 @@ def choose(
             *_cut_off(manifest, reach, step, len(offers)),
         ),
         tuple(sorted(b for b in bases if b not in readable and bases[b].manifests)),
-        base is not None and _is_durable(bases[base]),
+        base is not None and base in readable and _is_durable(bases[base]),
         tuple(
             other
             for other in sorted(readable)
@@ -259,6 +274,7 @@ def choose(
         ),
         reach if leads else None,
         logs.readers(base, manifest, reach) if leads and base and manifest and reach else (),
+        base is not None and base not in readable,
     )
 
 
@@ -294,49 +310,6 @@ def _run_of(offers: Sequence[Offer]) -> str | None:
     return next(iter(runs), None)
 
 
-def timelines_of(
-    offers: Sequence[Offer],
-) -> tuple[dict[int, TimelineRecord | None], set[tuple[int, int]]]:
-    """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.
-
-    Two starts that saw none of each other's disks may both have opened a timeline of the same
-    number. One that has neither bases nor a log was never trained on and does not count.
-
-    Raises:
-        RecoveryError: both were trained on: nobody but a person can say which one is meant.
-    """
-    records: dict[int, TimelineRecord | None] = {}
-    apart: set[tuple[int, int]] = set()
-    for number in sorted({number for offer in offers for number in offer.timelines}):
-        kinds: dict[bytes, tuple[TimelineRecord, list[int]]] = {}
-        for offer in offers:
-            record = offer.timelines.get(number)
-            if record is not None:
-                kinds.setdefault(record.encode(), (record, []))[1].append(offer.rank)
-        used = {
-            key
-            for key, (_, ranks) in kinds.items()
-            if any(_trained_on(offer, number) for offer in offers if offer.rank in ranks)
-        }
-        if len(used) > 1:
-            ranks = " and ".join(str(kinds[key][1]) for key in sorted(used))
-            raise RecoveryError(
-                f"timeline {number} was opened by two starts of the job that knew nothing of each "
-                f"other, and both trained on: the disks of ranks {ranks} differ",
-                hint="start with the hosts of one of them only, and empty the others' run folders",
-            )
-        wins = next(iter(used), None) or (min(kinds) if kinds else None)
-        records[number] = None if wins is None else kinds[wins][0]
-        apart |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}
-    return records, apart
-
-
-def _trained_on(offer: Offer, timeline: int) -> bool:
-    """Whether a rank has anything of a timeline but its record."""
-    logged = any(run.timeline == timeline for run in offer.logs)
-    return logged or any(base.timeline == timeline for base in offer.bases)
-
-
 def _bases_of(
     offers: Sequence[Offer],
     apart: Collection[tuple[int, int]],
@@ -350,6 +323,7 @@ def _bases_of(
             known = found.setdefault(base, _Base())
             if one.manifest is not None:
                 known.manifests.add(one.manifest)
+            known.listed |= {marker.rank: marker for marker in one.listed}
             for rank, piece in one.pieces.items():
                 key = digest(piece.marker.encode())
                 known.markers.setdefault(rank, {})[key] = piece.marker
@@ -377,6 +351,21 @@ def _manifest(known: _Base) -> Manifest | None:
         known.why = "its files are not those that its manifest lists"
         return None
     return manifest
+
+
+def _left_of(bases: Mapping[BaseId, _Base], offers: Sequence[Offer]) -> dict[BaseId, Manifest]:
+    """Committed bases of which each rank can read something."""
+    found = {}
+    for base, known in bases.items():
+        if any(len(markers) > 1 for markers in known.markers.values()):
+            continue
+        markers = known.listed | {rank: next(iter(m.values())) for rank, m in known.markers.items()}
+        manifest = manifest_of(markers)
+        holders = {h for m in known.pieces.values() for places in m.values() for _, h in places}
+        committed = manifest is not None and known.manifests == {digest(manifest.encode())}
+        if manifest is not None and committed and holders >= {offer.rank for offer in offers}:
+            found[base] = manifest
+    return found
 
 
 def _world(known: _Base) -> int | None:
@@ -425,7 +414,7 @@ def _is_durable(known: _Base) -> bool:
 def _sources(known: _Base, manifest: Manifest) -> dict[int, tuple[Source, ...]]:
     return {
         marker.rank: tuple(
-            sorted(s for places in known.pieces[marker.rank].values() for s, _ in places)
+            sorted(s for places in known.pieces.get(marker.rank, {}).values() for s, _ in places)
         )
         for marker in manifest.markers
     }

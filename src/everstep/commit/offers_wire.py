@@ -39,6 +39,7 @@ def encode_offer(offer: Offer) -> bytes:
             plain_base(base),
             [[piece.marker.encode(), list(piece.tiers)] for piece in one.pieces.values()],
             one.manifest,
+            [marker.encode() for marker in one.listed],
         ]
         for base, one in offer.bases.items()
     ]
@@ -77,6 +78,7 @@ def encode_choice(choice: Choice) -> bytes:
             [plain_base(base) for base in choice.elsewhere],
             None if choice.reach is None else [*astuple(choice.reach)],
             [list(one) for one in choice.readers],
+            choice.partly,
         ]
     )
 
@@ -132,7 +134,7 @@ def _offer(found: Any) -> Offer:
         None if run is None else str(run),
         int(next_timeline),
         {int(n): None if r is None else TimelineRecord.decode(r, _WIRE) for n, r in timelines},
-        {to_base(base): _base_offer(pieces, manifest) for base, pieces, manifest in bases},
+        {to_base(base): _base_offer(*fields) for base, *fields in bases},
         tuple(to_base(base) for base in lost),
         tuple(run_from_wire(*fields) for fields in log),
         {int(source): tuple(run_from_wire(*one) for one in runs) for source, runs in others},
@@ -159,19 +161,20 @@ def _reach(fields: Any) -> Reach:
     return Reach(*map(int, fields))
 
 
-def _base_offer(pieces: Any, manifest: Any) -> BaseOffer:
+def _base_offer(pieces: Any, manifest: Any, listed: Any) -> BaseOffer:
     found = {}
     for data, tiers in pieces:
         marker = Marker.decode(data, _WIRE)
         if not set(tiers) <= set(TIERS):
             raise ValueError(f"{tiers!r} are no tiers")
         found[marker.rank] = Piece(marker, tuple(tiers))
-    return BaseOffer(found, None if manifest is None else str(manifest))
+    others = tuple(Marker.decode(data, _WIRE) for data in listed)
+    return BaseOffer(found, None if manifest is None else str(manifest), others)
 
 
 def _choice(found: Any) -> Choice:
     base, manifest, sources, complete, timelines, run, timeline, skipped, *rest = found
-    unreadable, safe, elsewhere, reach, readers = rest
+    unreadable, safe, elsewhere, reach, readers, partly = rest
     return Choice(
         None if base is None else to_base(base),
         None if manifest is None else Manifest.decode(manifest, _WIRE),
@@ -186,6 +189,7 @@ def _choice(found: Any) -> Choice:
         tuple(to_base(one) for one in elsewhere),
         None if reach is None else _reach(reach),
         tuple(LogReader(*map(int, one)) for one in readers),
+        bool(partly),
     )
 
 

@@ -47,9 +47,9 @@ class Timed:
 
 
 def _link(copies: Iterable[tuple[int, float]]) -> float:
-    """Bytes per second that half of all bytes went at, or faster. Not their mean: small copies beside
-    an update, whose thread is kept from its next chunk, say nothing about the link, and parts cut for
-    a slower one than there is wait."""
+    """Bytes per second that half of all bytes went at, or faster. Not their mean: small copies
+    beside an update, whose thread is kept from its next chunk, say nothing about the link, and
+    parts cut for a slower one than there is wait."""
     rates = sorted(((size / took_s, size) for size, took_s in copies), reverse=True)
     left_bytes = sum(size for _, size in rates) / 2
     for rate, size in rates:

@@ -144,6 +144,7 @@ def load_ranks(
     timeout_s: float,
     progress: ProgressSink,
     on_touch: Any = lambda: None,
+    partly: bool = False,
 ) -> LoadedBase:
     """Restores this rank's part of ``state``, whatever ranks and layout saved the base.
 
@@ -154,6 +155,8 @@ def load_ranks(
         opened: the files of all ranks that saved the base, or of those that are needed.
         strict: refuse any difference in names, shapes or dtypes; otherwise the rest is loaded.
         on_touch: called once, just before the first byte of live state is overwritten.
+        partly: the files of other ranks are gone, this rank's own perhaps, too: what they had in
+            common with those that are given counts.
 
     Raises:
         MismatchError: listing every difference; nothing has been touched.
@@ -162,7 +165,7 @@ def load_ranks(
             of which a part is missing; nothing has been touched.
     """
     alone = opened[0].marker.world == 1
-    saved = SavedRanks(opened, contents(opened[0])[0] if alone else None)
+    saved = SavedRanks(opened, contents(opened[0])[0] if alone else None, partly=partly)
     with _read_ahead(opened, ring, timeout_s) as reads:  # while all is planned and compared
         return _load(saved, opened, state, ring, strict, timeout_s, progress, on_touch, reads)
 

@@ -35,6 +35,8 @@ class LoadWithNode(Protocol):
         places: Mapping[int, Place],
         alive: Callable[[], None],
         node: NodeReads | None = None,
+        *,
+        partly: bool = False,
     ) -> LoadedBase: ...
 
 
@@ -111,9 +113,11 @@ def loader(
         places: Mapping[int, Place],
         alive: Callable[[], None],
         node: NodeReads | None = None,
+        *,
+        partly: bool = False,
     ) -> LoadedBase:
-        if node is None or not node.begin(base, places):
-            return load_from(base, places, alive, None)
+        if partly or node is None or not node.begin(base, places):
+            return load_from(base, places, alive, None, partly)
         try:
             return load_from(base, places, alive, node)
         except DamageError as error:
@@ -130,6 +134,7 @@ def loader(
         places: Mapping[int, Place],
         alive: Callable[[], None],
         node: NodeReads | None,
+        partly: bool = False,
     ) -> LoadedBase:
         opened: list[OpenBase] = []
         try:
@@ -155,6 +160,7 @@ def loader(
                     timeout_s=timeout_s,
                     progress=_Alive(bar, alive),
                     on_touch=on_touch,
+                    partly=partly,
                 )
         finally:
             for one in opened:

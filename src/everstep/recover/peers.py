@@ -27,7 +27,8 @@ from everstep.commit.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.offers import BaseOffer, Choice, Needs, Offer, Piece, choose, timelines_of
+from everstep.commit.offered import timelines_of
+from everstep.commit.offers import BaseOffer, Choice, Needs, Offer, Piece, choose
 from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.commit.reclaim import COPY_TIERS
 from everstep.errors import DamageError, DeadlineError, FormatError, RecoveryError
@@ -240,7 +241,7 @@ def _with(offer: Offer, copies: Sequence[Told]) -> Offer:
             continue
         tiers = ("peer", *(() if known is None else known.tiers))
         pieces = {**old.pieces, copy.marker.rank: Piece(copy.marker, tiers)}
-        bases[copy.base] = BaseOffer(pieces, old.manifest)
+        bases[copy.base] = replace(old, pieces=pieces)
         if timelines.get(copy.base.timeline) is None:
             timelines[copy.base.timeline] = TimelineRecord.decode(copy.record, _WIRE)
     return replace(offer, bases=bases, timelines=timelines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
@@ -44,6 +45,8 @@ def offer_of(
     disk: str,
     held: Iterable[tuple[Marker, str]] = (),
     log: tuple[LogRun, ...] = (),
+    *,
+    partly: bool = False,
 ) -> Offer:
     """What a rank can read, from names and lengths; bytes are checked when they are loaded.
 
@@ -54,10 +57,14 @@ def offer_of(
         disk: name of the disk that ``inventory`` is of.
         held: what is in other tiers: marker and tier of each piece.
         log: of this rank.
+        partly: say also what manifests list and is not there.
     """
     bases: dict[BaseId, BaseOffer] = {}
     for found in inventory.bases:
         offer = base_offer_of(found)
+        if partly and offer.manifest is not None and found.manifest is not None:
+            others = (m for m in found.manifest.markers if m.rank not in offer.pieces)
+            offer = replace(offer, listed=tuple(others))
         if offer.pieces and offer.manifest is None:
             _sync_names(filesystem, found.path)
         if offer.pieces or offer.manifest is not None:
@@ -70,7 +77,7 @@ def offer_of(
             continue  # the disk's is the one that others know of
         tiers = (tier, *(piece.tiers if piece is not None else ()))
         pieces = {**old.pieces, marker.rank: Piece(marker, tiers)}
-        bases[base] = BaseOffer(pieces, old.manifest)
+        bases[base] = replace(old, pieces=pieces)
     lost = tuple(base.id for base in inventory.bases if base.status == "damaged")
     timelines = dict(inventory.timelines)
     return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost, log)

@@ -129,6 +129,7 @@ class SavedRanks:
     Args:
         opened: one per rank, in any order.
         trees: of the first of them, where they have been decoded already.
+        partly: those of the other ranks are gone.
 
     Raises:
         FormatError: they are not of one base.
@@ -138,7 +139,14 @@ class SavedRanks:
         files: of all of them.
     """
 
-    def __init__(self, opened: Sequence[OpenBase], trees: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        opened: Sequence[OpenBase],
+        trees: Mapping[str, Any] | None = None,
+        *,
+        partly: bool = False,
+    ) -> None:
+        self._partly = partly
         markers = {one.marker.rank: one.marker for one in opened}
         same = {(m.run, m.timeline, m.step, m.lsn, m.world) for m in markers.values()}
         if len(markers) != len(opened) or len(same) != 1:
@@ -165,7 +173,9 @@ class SavedRanks:
         """
         view = View()
         mine = state.ranks.rank
-        if mine < self.world:
+        if self._partly and mine < self.world and mine not in self.ranks:
+            self._for_a_rank_without_files(view, state)
+        elif mine < self.world:
             self._check_there([mine])
             for section in self._objects[mine]:
                 self._take(view, section, mine, state)
@@ -173,6 +183,11 @@ class SavedRanks:
             self._for_a_new_rank(view, state)
         if state.ranks.world < self.world:
             self._note_what_is_left(view, state.ranks)
+        if self._partly:
+            view.notes.append(
+                f"the files of rank(s) {_listed(self._gone)} are not here: what these had for "
+                "themselves is lost, and what they had in common with others is taken from those"
+            )
         return view
 
     def view_of_all(self, rank: int) -> View:
@@ -331,6 +346,31 @@ class SavedRanks:
                 f"{self.world} rank(s) had its own"
             )
 
+    def _for_a_rank_without_files(self, view: View, state: State) -> None:
+        """Takes what this rank had in common with those whose files are there. Of modules and
+        optimizers nothing else will do: another rank's own tensors are none of its."""
+        mine = state.ranks.rank
+        for section in dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]):
+            ranks = [rank for rank in self.ranks if section in self._objects[rank]]
+            giver = ranks[mine % len(ranks)]
+            provider = state.providers.get(section)
+            if isinstance(provider, ModuleProvider | OptimizerProvider):
+                tree = self._tree(giver, section)
+                if isinstance(tree, dict) and PARTITIONED in tree:
+                    self._check_there([mine])
+                self._resolve(view, tree, mine)
+                view.trees[section] = tree
+            elif section != RNG_SECTION and self._is_alike(section, ranks):
+                self._take(view, section, giver, state)
+                view.notes.append(f"{section}: rank {mine} begins with that of rank {giver}")
+            else:
+                view.left_out.append(section)
+                view.notes.append(f"{section}: rank {mine} begins with what its program made")
+
+    @property
+    def _gone(self) -> list[int]:
+        return sorted(set(range(self.world)) - set(self.ranks))
+
     def _is_alike(self, section: str, ranks: Sequence[int]) -> bool:
         """Whether all ranks had the same in it, as far as each had it for itself."""
         return len({self._fingerprint(section, rank) for rank in ranks}) == 1
@@ -367,7 +407,7 @@ class SavedRanks:
             )
 
     def _absent(self) -> str:
-        missing = sorted(set(range(self.world)) - set(self.ranks))
+        missing = self._gone
         return f"; the files of rank(s) {_listed(missing)} are not here" if missing else ""
 
     def hole(self, holes: Mapping[str, str]) -> HoleError:

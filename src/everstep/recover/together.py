@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import PurePath
+from typing import Protocol
 
 from everstep.commit.agreement import (
     Agreement,
@@ -67,9 +68,25 @@ __all__ = ["Load", "Meeting", "resume_together"]
 _log = logging.getLogger("everstep")
 _LOOKS_MAX = 8
 
-Load = Callable[[BaseFound, Mapping[int, Place], Callable[[], None]], LoadedBase]
-"""Restores this rank's state from a base: from the files of these ranks, each where it says. Calls
-the last argument every now and then."""
+
+class Load(Protocol):
+    """Restores this rank's state from a base."""
+
+    def __call__(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+    ) -> LoadedBase:
+        """
+        Args:
+            places: the files of these ranks, each where it says.
+            alive: called every now and then.
+            partly: those of the other ranks are gone.
+        """
+        ...
 
 
 class _Start:
@@ -105,6 +122,7 @@ class _Start:
         self._stands: tuple[Manifest, Outcome] | None = None  # restored, and nothing replayed
         self._why: dict[str, None] = {}  # files could not be used
         self._relaid = False  # logs of as many ranks as now are looked at as those of others
+        self._partly = False  # what manifests list and is not there is offered, too
         self._only: BaseId | None = None  # all will choose it, unless something is damaged
         self._in_order = True  # nothing was, so far
         self._agreement = Agreement(
@@ -155,7 +173,7 @@ class _Start:
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("looks at what it can read")
-                self._relaid = out.relaid
+                self._relaid, self._partly = out.relaid, out.partly
                 self._only = self._only if self._in_order else None
                 self._in_order = False  # if ranks are asked again, what was chosen did not do
                 offer, self._looked = self._looked or self._offer(), None
@@ -205,7 +223,7 @@ class _Start:
             held.append((self._held.marker, "memory"))
         mine = [one for one in self.fetched if one.is_of(inventory)]
         held += [(one.held.marker, one.tier) for one in mine]
-        offer = offer_of(self._filesystem, inventory, rank, disk, held)
+        offer = offer_of(self._filesystem, inventory, rank, disk, held, partly=self._partly)
         named = {one.record.timeline: one.record for one in mine}
         named |= {} if self._log is None else self._log.timelines(inventory)
         offer = self._copies.add_to(replace(offer, timelines={**offer.timelines, **named}))
@@ -298,15 +316,17 @@ class _Start:
             self._see_layout(choice, base, places)
             return ()
         wanted = tuple(self._needs(self._meeting.rank, choice.manifest))
+        wanted = places.readable if choice.partly else wanted
         while (picked := places.pick(wanted)) is not None:
             start_s = self._clock.monotonic_s()
             try:
-                loaded = self._load(base, picked, self._post.attend)
+                loaded = self._load(base, picked, self._post.attend, partly=choice.partly)
             except (HoleError, RecoveryError) as error:
                 # Ranks wrote to other disks then: what they had in common others have, too.
                 if set(wanted) >= set(places.readable):
                     if isinstance(error, RecoveryError):
                         raise
+                    self._why[f"{choice.base}: {error.message}"] = None
                     places.failed(picked, None)
                 wanted = places.readable or wanted
             except NewerFormatError:
