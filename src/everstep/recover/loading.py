@@ -27,7 +27,7 @@ _log = logging.getLogger("everstep")
 
 
 class LoadWithNode(Protocol):
-    """A :data:`everstep.recover.together.Load` that may read with the other ranks of its node."""
+    """A :class:`everstep.recover.together.Load` that may read with the other ranks of its node."""
 
     def __call__(
         self,

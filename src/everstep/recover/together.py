@@ -316,7 +316,7 @@ class _Start:
             self._see_layout(choice, base, places)
             return ()
         wanted = tuple(self._needs(self._meeting.rank, choice.manifest))
-        wanted = places.readable if choice.partly else wanted
+        wanted = (choice.partly and places.readable) or wanted
         while (picked := places.pick(wanted)) is not None:
             start_s = self._clock.monotonic_s()
             try:
