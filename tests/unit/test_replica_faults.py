@@ -427,13 +427,15 @@ def test_a_change_behind_the_optimizers_back_is_found(
     states = run_steps(ckpt, world, 1)
     if by == "asks":
         assert isinstance(ckpt.save().durable.exception(20), AuditError)
-    until(lambda: ckpt._standby.lost is not None)  # type: ignore[union-attr]
-    assert "model/0.weight" in ckpt._standby.lost  # type: ignore[operator,union-attr]
+    # The keeper may say so within the step that it has found out of: then that has the base.
+    until(lambda: ckpt._standby.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
+    due_at = 3 if taken_here(ckpt) == 2 else 4
     states |= run_steps(ckpt, world, 1)
     ckpt.wait()
     assert [type(error) for error in reported] == [AuditError]
+    assert "model/0.weight" in str(reported[0])
     assert taken_here(ckpt) == 2
-    assert steps_on_disk(served.run) == [1, 4]
+    assert steps_on_disk(served.run) == [1, due_at]
     states |= run_steps(ckpt, world, 2)
     until_at(served, 6)
     die(ckpt)
