@@ -430,7 +430,9 @@ def test_the_command_shows_that_it_failed(run: Path) -> None:
     assert told in invoke("verify", run).stdout
     assert not document("verify", run, status=1)["ok"]
     assert document("verify", run, "--step", 8)["ok"]
-    text = invoke("ls", run).stdout
+    listed = invoke("ls", run)
+    assert listed.exit_code == invoke("inspect", run).exit_code == 1
+    text = listed.stdout
     assert "AUDIT FAILED" in text
     assert f"problem: step 10 of timeline 1: {told}" in text
 

@@ -156,17 +156,54 @@ def test_ls_tells_history_and_what_resume_would_choose(run: Path) -> None:
 
 def test_ls_passes_over_what_resume_would_pass_over(run: Path) -> None:
     os.truncate(shard_of(run), 5000)
-    found = document("ls", run)
+    found = document("ls", run, status=1)
+    assert not found["ok"]
     assert found["resume"] == {"timeline": 1, "step": 4}
     newest = found["bases"][-1]
     assert "rank-00000.safetensors has 5000 bytes" in newest["problems"][0]
-    assert "see below" in invoke("ls", run).stdout
+    shown = invoke("ls", run)
+    assert (shown.exit_code, "see below" in shown.stdout) == (ExitCode.DIFFERENT, True)
+    assert "passed over step 6" in invoke("inspect", run).stdout
+    assert document("inspect", run, status=1)["step"] == 4
+    assert document("inspect", run, "--step", 4)["step"] == 4, "nothing was passed over"
+
+
+def test_ls_and_inspect_call_no_damage_what_is_deleted_while_they_look(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process at work: base and segments were there when the folder was listed."""
+    real = everstep.recover.scan.scan_run
+
+    def scan(*args: Any) -> Any:
+        found = real(*args)
+        if base_of(run).exists():
+            shutil.rmtree(base_of(run))
+        return found
+
+    monkeypatch.setattr(everstep.recover.scan, "scan_run", scan)
+    kept = shutil.copytree(base_of(run), run.parent / "kept")
+    assert document("ls", run)["ok"]
+    shutil.copytree(kept, base_of(run))
+    assert document("inspect", run)["skipped"] == []
+
+
+@pytest.mark.parametrize("how", ["unfinished", "condemned", "removed"])
+def test_ls_calls_no_damage_what_is_unfinished_or_goes(run: Path, how: str) -> None:
+    if how == "unfinished":
+        base_of(run, 2, 8).mkdir()
+        (base_of(run, 2, 8) / "rank-00000.safetensors.tmp").write_bytes(b"half")
+    else:
+        name = "manifest.condemned" if how == "condemned" else "manifest.deleting"
+        (base_of(run, 1, 2) / "manifest.json").rename(base_of(run, 1, 2) / name)
+        shard_of(run, 1, 2).unlink()
+    assert document("ls", run)["ok"]
+    assert document("verify", run)["ok"], "the same"
 
 
 def test_ls_and_resume_agree(run: Path) -> None:
     flip(shard_of(run), 4000)  # header padding: no size gives it away
     (base_of(run, 1, 4) / "manifest.json").unlink()
-    chosen = document("ls", run)["resume"]
+    chosen = document("ls", run, status=1)["resume"]
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
@@ -362,7 +399,8 @@ def test_verify_reports_each_record_beside_a_good_one(run: Path, name: str, how:
         assert "roll it forward" in base["note"]
     else:
         assert [damage["path"] for damage in base["damages"]] == [os.fspath(path)]
-    assert document("ls", run)["resume"] == {"timeline": 2, "step": 6}, "it does no harm"
+    listed = document("ls", run, status=0 if rolls_forward else 1)
+    assert listed["resume"] == {"timeline": 2, "step": 6}, "it does no harm"
     assert "newest good" in invoke("rm", run, "--step", 6, "--timeline", 2).stderr
 
 

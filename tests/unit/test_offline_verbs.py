@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import everstep.recover.segments
 from everstep.cli._log import steps_in_words
 from everstep.recover.chain import path_of
 from tests.unit.logged import (
@@ -87,13 +89,33 @@ def test_ls_says_how_far_resume_would_replay(run: Path) -> None:
 def test_ls_names_what_is_damaged(run: Path) -> None:
     path = Path(segments_of(run)[1].path) / "rank-00000.done"
     flip(path, 20)
-    row = document("ls", run)["timelines"][0]["log"]
+    row = document("ls", run, status=1)["timelines"][0]["log"]
     assert row["steps"] == [[2, 2], [5, 9]]
     assert len(row["problems"]) == 1
     text = invoke("ls", run).stdout
     assert "steps 2, 5 to 9 by replay" in text
     assert "problem: " in text
     assert path.parent.name in text
+    assert invoke("inspect", run, "--timeline", 1).exit_code == 1
+
+
+def test_a_segment_that_is_deleted_while_they_look_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process at work: the marker was read, and the data are gone."""
+    path = Path(segments_of(run)[1].path)
+    real = everstep.recover.segments._heads
+
+    def heads(filesystem: Any, where: Any, marker: Any) -> Any:
+        if Path(where) == path and path.exists():
+            shutil.rmtree(path)
+        return real(filesystem, where, marker)
+
+    monkeypatch.setattr(everstep.recover.segments, "_heads", heads)
+    kept = shutil.copytree(path, run.parent / "kept")
+    assert document("ls", run)["ok"]
+    shutil.copytree(kept, path)
+    assert invoke("inspect", run, "--timeline", 1).exit_code == 0
 
 
 def test_ls_without_a_log(run: Path) -> None:

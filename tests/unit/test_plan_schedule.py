@@ -56,7 +56,7 @@ modes = st.sampled_from(["paper", "direct"])
 
 def literally(problem: Problem, mode: Mode) -> int | None:
     """The lowest peak over all choices of creation and offload of whole items; None if there is
-    none. Checks Eq. 1 to 12 for each, with what ERRATA adds: no offload at the first operator.
+    none. Checks Eq. 1 to 12 for each, with what they leave out: no offload at the first operator.
 
     An item that is created at ``c``, preserved until ``s`` and offloaded there takes memory from c
     to s (Eq. 11); ``direct`` adds the choice to offload it as it lies, before its update.

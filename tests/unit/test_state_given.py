@@ -25,6 +25,7 @@ from everstep.errors import (
 from everstep.state.image import State
 from everstep.state.objects import decode
 from everstep.state.optimizers import CLASS
+from everstep.state.ranks import RankInfo
 from tests.unit.world import opened
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -230,6 +231,13 @@ def test_parameters_that_are_in_no_part_of_the_state_are_named(
     caplog.clear()
     State({"model": model, "head": list(head.parameters()), "optimizer": optimizer})
     assert not caplog.text
+
+
+def test_a_state_without_parts_is_refused(run_folder: Path) -> None:
+    with pytest.raises(OptionError, match="the state is empty") as refused:
+        Checkpointer(run_folder, {})
+    assert "model" in (refused.value.hint or "")
+    assert State({}, ranks=RankInfo(1, 2)).values == {}, "one of several may have nothing"
 
 
 def test_a_data_loader_is_refused_with_what_to_do() -> None:

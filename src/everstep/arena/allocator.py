@@ -2,8 +2,8 @@
 
 Blocks are freed in any order, since bases become durable in any order. What is free is
 written down as a list of holes and never worked out from a head and a tail: a ring buffer
-that takes "head == tail" for empty hands out memory that is still in use when it is full
-(ERRATA, DataStates-LLM).
+that takes "head == tail" for empty hands out memory that is still in use when it is full, as
+that of DataStates-LLM does.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_json",
     "in_line",
+    "is_deleted",
     "records_in",
     "run_log",
     "segment_as_json",
@@ -108,6 +109,20 @@ def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
         "path": str(segment.path),
         "problem": segment.problem,
     }
+
+
+def is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
+    """Whether a process at work has deleted a segment while it was looked at: its markers go
+    first."""
+    from everstep.format.names import parse_marker
+
+    try:
+        names = [entry.name for entry in filesystem.scan(segment.path)]
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return not any(parse_marker(name) is not None for name in names)
 
 
 def records_in(file: Any, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:

@@ -17,6 +17,7 @@ from rich.tree import Tree
 from everstep.cli._audit import record_as_json
 from everstep.cli._common import (
     LINE_CHARS_MAX,
+    ExitCode,
     JsonFlag,
     console,
     count_of,
@@ -29,13 +30,14 @@ from everstep.cli._common import (
     table,
 )
 from everstep.cli._log import (
+    is_deleted,
     records_in,
     run_log,
     segment_as_json,
     show_records,
     show_segments,
 )
-from everstep.cli.ls import STATUS_WORDS, would_resume
+from everstep.cli.ls import STATUS_WORDS, is_gone, would_resume
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.given import nearest
 
@@ -119,6 +121,8 @@ def inspect(
 
     Of a run: the base that resume() would choose, unless one is named, and the segments of its
     log. Of a file that is a segment: its records, too. Reads headers only and writes nothing.
+    Exit status 1 if newer bases were passed over, if segments are damaged, or if the keeper's
+    audit of the base has found a difference.
     """
     from everstep.seams import PosixFileSystem
 
@@ -136,6 +140,15 @@ def inspect(
         emit(_document(found, rows, shown))
     else:
         _show(console(), found, rows, shown, tree)
+    raise typer.Exit(ExitCode.DIFFERENT if _is_spoilt(filesystem, found) else ExitCode.OK)
+
+
+def _is_spoilt(filesystem: FileSystem, found: _Found) -> bool:
+    """Whether what is shown tells of damage."""
+    if found.skipped or (found.audit is not None and found.audit.verdict == "different"):
+        return True
+    broken = [segment for segment in found.segments if segment.problem is not None]
+    return not all(is_deleted(filesystem, segment) for segment in broken)
 
 
 # --- Reading ----------------------------------------------------------------------------
@@ -158,7 +171,9 @@ def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | 
                 hint="everstep ls lists what is there, --step chooses",
             )
         found = _of_base(filesystem, choice.base)
-        found.skipped = choice.skipped
+        # A process at work may have deleted one while it was looked at.
+        gone = {base for base in choice.skipped if is_gone(filesystem, inventory, base)}
+        found.skipped = {b: why for b, why in choice.skipped.items() if b not in gone}
     else:
         found = _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
     found.segments = [one for one in segments if timeline in (None, one.timeline)]

@@ -13,6 +13,7 @@ from everstep.cli._audit import AUDIT_WORDS, record_as_json
 from everstep.cli._common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
+    ExitCode,
     JsonFlag,
     console,
     count_of,
@@ -25,7 +26,7 @@ from everstep.cli._common import (
     table,
     when,
 )
-from everstep.cli._log import as_json, in_line, run_log
+from everstep.cli._log import as_json, in_line, is_deleted, run_log
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from everstep.recover.scan import BaseFound, Inventory
     from everstep.seams.filesystem import FileSystem
 
-__all__ = ["STATUS_WORDS", "Choice", "file_problems", "ls", "would_resume"]
+__all__ = ["STATUS_WORDS", "Choice", "file_problems", "is_gone", "ls", "would_resume"]
 
 _ROWS_MAX = 50
 _PROBLEMS_MAX = 20
@@ -116,6 +117,18 @@ def file_problems(base: BaseFound) -> list[str]:
     return problems
 
 
+def is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
+    """Whether a process at work has deleted a base, or begun to, while it was looked at."""
+    from everstep.recover.scan import scan_base
+
+    try:
+        return scan_base(filesystem, inventory.path, base).status == "condemned"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
 def ls(
     run: Annotated[str, RUN_ARGUMENT],
     every: Annotated[bool, typer.Option("--all", help="List all bases, however many.")] = False,
@@ -124,7 +137,8 @@ def ls(
     """Lists timelines, bases, steps that the log on disk adds, and what resume() would choose.
 
     Reads records and headers, no data: whether the data are good is for `everstep verify`
-    to say. Writes nothing.
+    to say. Exit status 1 if records or headers are damaged, or files are missing; what is
+    unfinished, or being deleted, is no damage. Writes nothing.
     """
     filesystem = filesystem_of(run)
     inventory = open_run(filesystem, run)
@@ -138,14 +152,21 @@ def ls(
             reaches = log.reaches()
             if choice.base is not None:
                 end = log.newest_end(choice.base)
+    notes = _all_notes(filesystem, inventory, choice)
+    problems = _problems(filesystem, inventory, notes, reaches)
     if json_output:
-        emit(_document(inventory, choice, reaches, end))
+        emit({"ok": not problems, **_document(inventory, choice, notes, reaches, end)})
     else:
-        _show(console(), run, inventory, choice, reaches, end, every)
+        _show(console(), run, inventory, choice, notes, problems, reaches, end, every)
+    raise typer.Exit(ExitCode.DIFFERENT if problems else ExitCode.OK)
 
 
 def _document(
-    inventory: Inventory, choice: Choice, reaches: dict[int, Reach], end: BaseId | None
+    inventory: Inventory,
+    choice: Choice,
+    notes: dict[BaseId, list[str]],
+    reaches: dict[int, Reach],
+    end: BaseId | None,
 ) -> dict[str, Any]:
     here = _in_history(inventory)
     resume = None
@@ -168,7 +189,7 @@ def _document(
                 "exact": _exact(base),
                 "created_unix_s": _created(base),
                 "audit": record_as_json(base.audit),
-                "problems": _notes(base, choice),
+                "problems": notes[base.id],
                 "path": str(base.path),
             }
             for base in sorted(inventory.bases, key=lambda base: base.id)
@@ -232,7 +253,7 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
 
     told = base.status in ("condemned", "incomplete")  # the status says it all
     notes = [base.problem] if base.problem and not told else []
-    notes += file_problems(base)
+    notes += [] if told else file_problems(base)
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
     if base.audit is not None and base.audit.verdict == "different":
@@ -240,11 +261,42 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     return notes
 
 
+def _all_notes(
+    filesystem: FileSystem, inventory: Inventory, choice: Choice
+) -> dict[BaseId, list[str]]:
+    """What is wrong with each base; nothing is with one that was deleted meanwhile."""
+    found = {base.id: _notes(base, choice) for base in inventory.bases}
+    return {
+        base: [] if notes and is_gone(filesystem, inventory, base) else notes
+        for base, notes in found.items()
+    }
+
+
+def _problems(
+    filesystem: FileSystem,
+    inventory: Inventory,
+    notes: dict[BaseId, list[str]],
+    reaches: dict[int, Reach],
+) -> list[str]:
+    """All that is wrong with the run, in sentences."""
+    problems = [f"{path.name}: {problem}" for path, problem in inventory.problems]
+    if inventory.run is None:
+        problems.append("no record tells the id of the run")
+    problems += [f"{base}: {note}" for base, found in notes.items() for note in found]
+    for reach in reaches.values():
+        for segment in reach.segments:
+            if segment.problem is not None and not is_deleted(filesystem, segment):
+                problems.append(segment.problem)
+    return problems
+
+
 def _show(
     out: Console,
     run: str,
     inventory: Inventory,
     choice: Choice,
+    notes: dict[BaseId, list[str]],
+    problems: list[str],
     reaches: dict[int, Reach],
     end: BaseId | None,
     every: bool,
@@ -253,16 +305,9 @@ def _show(
     count = count_of(len(inventory.bases), "base")
     out.print(label(f"{run}: {count}, {in_words(size_bytes)}; run {inventory.run or 'unknown'}"))
     _show_timelines(out, inventory, every)
-    _show_bases(out, inventory, choice, every)
+    _show_bases(out, inventory, choice, notes, every)
     for reach in list(reaches.values())[0 if every else -_ROWS_MAX :]:
         out.print(label(in_line(reach)), soft_wrap=True)
-    problems = [f"{path.name}: {problem}" for path, problem in inventory.problems]
-    if inventory.run is None:
-        problems.append("no record tells the id of the run")
-    for base in inventory.bases:
-        problems += [f"{base.id}: {note}" for note in _notes(base, choice)]
-    for reach in reaches.values():
-        problems += [segment.problem for segment in reach.segments if segment.problem is not None]
     prefix = f"{inventory.path}{os.sep}"  # names of files are clear without it
     for problem in problems[:_PROBLEMS_MAX]:
         line = f"problem: {problem.replace(prefix, '')}"
@@ -297,7 +342,13 @@ def _show_timelines(out: Console, inventory: Inventory, every: bool) -> None:
     _show_left_out(out, len(rows), "timeline", every)
 
 
-def _show_bases(out: Console, inventory: Inventory, choice: Choice, every: bool) -> None:
+def _show_bases(
+    out: Console,
+    inventory: Inventory,
+    choice: Choice,
+    problems: dict[BaseId, list[str]],
+    every: bool,
+) -> None:
     columns = ("", "step", "timeline", "status", "size", "created", "notes")
     shown = table(*columns, right=("step", "timeline", "size"))
     here = _in_history(inventory)
@@ -307,7 +358,7 @@ def _show_bases(out: Console, inventory: Inventory, choice: Choice, every: bool)
         notes = [] if base.id in here else ["abandoned"]
         notes += ["not exact"] if _exact(base) is False else []
         notes += [AUDIT_WORDS[base.audit.verdict]] if base.audit else []
-        notes += ["see below"] if _notes(base, choice) else []
+        notes += ["see below"] if problems[base.id] else []
         shown.add_row(
             ">" if chosen else "",
             str(base.id.step),

@@ -34,11 +34,10 @@ from everstep.cli._common import (
     table,
 )
 from everstep.cli._log import run_log, segment_as_json
-from everstep.cli.ls import STATUS_WORDS
+from everstep.cli.ls import STATUS_WORDS, is_gone
 from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
-    from everstep.commit.lineage import BaseId
     from everstep.format.writer import ChunkRing
     from everstep.recover.audit import Audit
     from everstep.recover.scan import BaseFound, Inventory
@@ -205,7 +204,7 @@ def check_base(
         checked.damages += data if checked.damages else verdict.damages
         if base.status == "complete":
             checked.note = "no manifest yet: resume() would roll it forward"
-    if checked.damages and _is_gone(filesystem, inventory, base.id):
+    if checked.damages and is_gone(filesystem, inventory, base.id):
         return Checked(base, note="deleted by a process at work while it was read")
     return checked
 
@@ -255,17 +254,6 @@ def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
         if marker_name(rank) not in names:
             note(marker_name(rank), "the marker is missing")
     return damages
-
-
-def _is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
-    from everstep.recover.scan import scan_base
-
-    try:
-        return scan_base(filesystem, inventory.path, base).status == "condemned"
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
 
 
 def _refuse_unusable(checked: Collection[Checked]) -> None:

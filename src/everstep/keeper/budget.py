@@ -100,8 +100,8 @@ def replica_budget_bytes(
     options: Options, host_bytes: int, state_bytes: int, gradient_bytes: int
 ) -> int:
     """What a replica may take of the host memory: a half. In the other are the base that it begins
-    with and the steps that wait while it is written (DESIGN section 9: at most two states, and
-    the gradients of two steps).
+    with and the steps that wait while it is written (at most two states, and the gradients
+    of two steps).
 
     Args:
         gradient_bytes: of a step.
@@ -123,7 +123,7 @@ def replica_budget_bytes(
 def check_multistep_budget(
     options: Options, host_bytes: int, state_bytes: int, gradient_bytes: int
 ) -> None:
-    """Refuses parts whose gradients do not fit beside the base (DESIGN section 9).
+    """Refuses parts whose gradients do not fit beside the base.
 
     Args:
         gradient_bytes: of a step.

@@ -32,7 +32,6 @@ from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_fuzzy import fuzzy_parts, redo_bytes, spots_at_mark
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_parts import PartCopies
-from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.multistep_planner import Planner
 from everstep.keeper.multistep_stats import MultistepStats, Watch
 from everstep.keeper.multistep_updates import UpdateCopies
@@ -332,9 +331,9 @@ class Multistep:
         window.seen.append((window.identity.lsn, part.entries))
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
-        if self._options.leaves_bases_fuzzy:
-            owners = window.shape.owners
-            window.parts.add(part.entries, survey.tensors, owners, window.identity.step)
+        owned = window.plan.owned(part.entries, survey.tensors)
+        looks = self._options.leaves_bases_fuzzy
+        window.parts.add(owned, window.identity.step, looks=looks)
         window.at_mark = AtMark.of(survey, window.plan.prepared.marked)
         failpoint("window.after_part")
 
@@ -345,10 +344,12 @@ class Multistep:
         begin = window.next + 1
         last = window.plan.last(begin)
         copies = window.plan.copies(last.entries, survey.tensors)
-        samples, spots = self._samples(window.plan, begin, survey), {}
         fuzzy = self._options.leaves_bases_fuzzy
+        samples, spots = list[Samples](), {}
         if fuzzy:
             spots = spots_at_mark(window.plan.captured(begin), survey.tensors, identity.step)
+        else:
+            samples = window.plan.samples(begin, survey.tensors)
         self.stats.finishing(window.watch, identity.step, self._clock.monotonic_s())
 
         def tell(capture: Capture, objects: Mapping[str, bytes]) -> None:
@@ -471,17 +472,6 @@ class Multistep:
                     return f"{name!r} was replaced"
         written = window.parts.written()
         return None if written is None else _written(written)
-
-    def _samples(self, plan: PartsPlan, end: int, survey: Survey) -> list[Samples]:
-        """Of what was captured in steps before, as it is now; on the CPU, where the keeper's replay
-        gives the same bits (I8)."""
-        if self._options.leaves_bases_fuzzy:
-            return []
-        names = [n for n in plan.captured(end) if survey.tensors[n].device.type == "cpu"]
-        check = plan.check(frozenset(names), survey.tensors)
-        if check is None:
-            return []
-        return [Samples(*some) for some in check.packed(check.take())]
 
     def _digest_of(self, shape: Shape) -> str:
         """Of what the state consists of, and how it is grouped now."""

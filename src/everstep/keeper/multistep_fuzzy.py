@@ -17,45 +17,40 @@ from everstep.format.plan import BasePlan
 from everstep.keeper.assembly import FuzzyParts
 from everstep.keeper.group_options import laid_out, options_of_groups
 from everstep.keeper.untold import Owned
-from everstep.state.owners import Owner
 from everstep.state.tensors import host_bytes, stored_form
 
 __all__ = ["CapturedParts", "fuzzy_parts", "redo_bytes", "spots_at_mark"]
 
 
 class CapturedParts:
-    """What the parts of a base were captured from, as training goes on.
+    """What the parts of a base were captured from, as training goes on (I8).
 
-    Whoever restores the base finds what something else than an optimizer has written to it since;
-    until then such bases would be committed, and better ones deleted. So it is looked for here,
-    too: by version counters, and a few elements.
+    A change that no update makes is in no gradient. Whoever makes the base whole compares a few
+    elements of each tensor, and would not see one that is between them: version counters do, at
+    least where torch was asked to make it. Where that is whoever restores the base, such bases
+    would be committed until then, and better ones deleted; there elements are looked at here, too.
     """
 
     def __init__(self) -> None:
         self._owned: dict[str, list[Owned]] = {}
+        self._looks = False
 
-    def add(
-        self,
-        entries: Collection[str],
-        tensors: Mapping[str, torch.Tensor],
-        owners: Mapping[str, Owner],
-        step: int,
-    ) -> None:
-        """A part is being captured at this step mark."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for name in entries:
-            owner = owners[name]
-            if owner.kind == "replayed" and owner.optimizer is not None:
-                found.setdefault(owner.optimizer, {})[name] = tensors[name]
-        for key, mine in found.items():
-            owned = Owned(mine)
-            owned.settle(step)
-            self._owned.setdefault(key, []).append(owned)
+    def add(self, owned: Mapping[str, Owned], step: int, *, looks: bool) -> None:
+        """A part is being captured at this step mark.
+
+        Args:
+            owned: by the key of their optimizer.
+            looks: at elements, too.
+        """
+        self._looks = looks
+        for key, mine in owned.items():
+            mine.settle(step if looks else None)
+            self._owned.setdefault(key, []).append(mine)
 
     def applied(self, key: str, step: int) -> None:
         """An update is over."""
         for owned in self._owned.get(key, ()):
-            owned.settle(step)
+            owned.settle(step if self._looks else None)
 
     def written(self, key: str | None = None) -> str | None:
         """The name of a tensor of an optimizer (of any) that was written to since its update."""

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
-from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch, Chunks, plan_batches
 from everstep.capture.multistep import Unit
+from everstep.capture.versions import Versions
 from everstep.keeper.prepared import Copies, Prepared
+from everstep.keeper.samples import Samples
+from everstep.keeper.untold import Owned
 from everstep.recover.offline import parameter_names
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
@@ -66,12 +68,14 @@ class _Planned:
 
     Attributes:
         seen: the mapping that they were last taken from, which never changes.
+        owned: what each optimizer owns of them, once somebody has asked.
     """
 
     tensors: tuple[torch.Tensor, ...]
     chunks: Chunks
     copies: Copies
     seen: Mapping[str, torch.Tensor]
+    owned: Mapping[str, Owned] | None = None
 
 
 @dataclass(eq=False)
@@ -135,13 +139,33 @@ class PartsPlan:
         """Everything that a whole base needs, before it is needed."""
         parts = self.parts[: len(self.parts) - 1]
         for part in parts:
-            self.copies(part.entries, tensors)
+            self.owned(part.entries, tensors)
         self.copies(self.last(len(parts)).entries, tensors)
         self.copies(self.captured(len(parts)), tensors)
 
-    def check(self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> SpotCheck | None:
-        """Looks at a few elements of entries that were captured in other steps."""
-        return self.copies(names, tensors).check
+    def owned(
+        self, names: frozenset[str], tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Owned]:
+        """Watches the entries ``names``, by the key of the optimizer that updates them."""
+        self.copies(names, tensors)
+        known, owners = self._planned[names], self.prepared.shape.owners
+        if known.owned is None:
+            found: dict[str, dict[str, torch.Tensor]] = {}
+            for name in names:
+                owner = owners[name]
+                if owner.kind == "replayed" and owner.optimizer is not None:
+                    found.setdefault(owner.optimizer, {})[name] = tensors[name]
+            known.owned = {key: Owned(mine) for key, mine in found.items()}
+        return known.owned
+
+    def samples(self, end: int, tensors: Mapping[str, torch.Tensor]) -> list[Samples]:
+        """Of the parts before ``end``, as they are now; on the CPU, where the keeper's replay gives
+        the same bits (I8)."""
+        names = [name for name in self.captured(end) if tensors[name].device.type == "cpu"]
+        check = self.copies(frozenset(names), tensors).check
+        if check is None:
+            return []
+        return [Samples(*some) for some in check.packed(check.take())]
 
     def copy_in(self, chunk_bytes: int) -> None:
         """From now on chunks have another size."""
@@ -172,7 +196,8 @@ class PartsPlan:
         whole = self.prepared.copies(tensors).check if names else None
         check = None if whole is None else whole.some(names)
         chunks = Chunks(batches, self.chunk_bytes)
-        return _Planned(mine, chunks, Copies(chunks, ends, check), tensors)
+        versions = Versions({name: tensors[name] for name in names})
+        return _Planned(mine, chunks, Copies(chunks, ends, check, versions), tensors)
 
 
 def units_of(state: State, shape: Shape) -> list[Unit]:

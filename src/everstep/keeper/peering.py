@@ -101,8 +101,8 @@ def refuse_lonely(peers: PeerOptions | None) -> None:
 
 
 def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state_bytes: int) -> int:
-    """What copies of other ranks may take of the host memory here (DESIGN section 9: two states
-    of one's own, and two of another rank).
+    """What copies of other ranks may take of the host memory here (two states of one's own,
+    and two of another rank).
 
     Args:
         host_bytes: for captured state, all in all.

@@ -30,11 +30,13 @@ class Copies:
     Attributes:
         ends: how much of the block must be there before an optimizer (by key) may update.
         check: None where there is nothing to look at.
+        versions: counters of what is copied; None: nobody asks them.
     """
 
     batches: Sequence[Batch]
     ends: Mapping[str, int]
     check: SpotCheck | None
+    versions: Versions | None = None
 
     @property
     def end(self) -> int:
@@ -84,7 +86,9 @@ class Prepared:
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
         """Those, with all that belongs to them."""
         gated = self.gated_batches(tensors)
-        return Copies(gated, self.ends, self.spot_check(tensors) if gated else None)
+        if not gated:
+            return Copies(gated, self.ends, None)
+        return Copies(gated, self.ends, self.spot_check(tensors), self.versions(tensors))
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Copies that must be made at the step mark."""

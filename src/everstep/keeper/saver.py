@@ -368,9 +368,8 @@ class Saver:
         block = self._block[room.offset : room.offset + room.size_bytes]
         flight = _Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
         try:
-            if copies.check is not None and tell is None:  # first: the survey has just been there
-                flight.versions = prepared.versions(survey.tensors)
-                flight.seen = flight.versions.now()
+            if copies.versions is not None:  # first: the survey has just been there
+                flight.versions, flight.seen = copies.versions, copies.versions.now()
             keeper.begin(capture)
             failpoint("capture.before_mark")
             self._lane.mark(prepared.marked_batches(survey.tensors), block)

@@ -105,7 +105,7 @@ class Standby:
 
     def overrun(self) -> None:
         """The memory for steps that the replica has still to apply is full: without it, the log
-        is kept for recovery only (DESIGN section 9)."""
+        is kept for recovery only."""
         keeper = self._keeper
         if keeper is None or not self.follows or keeper.replica_step is None:
             return

@@ -89,6 +89,12 @@ class State:
                 f"the state must be a dict of named values, not {type(values).__name__}",
                 hint='for example {"model": model, "optimizer": optimizer}',
             )
+        if not values and ranks.world == 1:  # of several, one may have nothing of its own
+            raise OptionError(
+                "the state is empty: nothing but the random generators would be saved, and the "
+                "parts of a state are told once, when the Checkpointer is made",
+                hint='for example {"model": model, "optimizer": optimizer}',
+            )
         for name in values:
             usable = isinstance(name, str) and name and "/" not in name
             if not usable or name in (RESERVED, "__metadata__"):
