@@ -31,6 +31,7 @@ from everstep.keeper.lifetime import (
     persist_parked,
     stays_for_the_log,
     stays_with_bases,
+    wait_for_bases,
     wait_through,
 )
 from everstep.keeper.overwritten import Overwritten
@@ -365,11 +366,11 @@ class Checkpointer:
         check_timeout(timeout_s)
         self._saver.finish_captures()
         if self._keeper is not None:
-            self._keeper.wait(timeout_s)
+            wait_for_bases(self._saver, self._keeper, timeout_s)
             if self._keepers.revive(self._timeline):
                 self._take_over()
-                alone = self._info.world == 1  # else the others would not take it, too
-                if alone and self._watched.is_between_steps:  # what was lost, once more
+                # What was lost, once more; of several ranks the others would not take it, too.
+                if self._info.world == 1 and self._watched.is_between_steps:
                     self._take(None, show=True)
                     self._saver.finish_captures()
                 self._keeper.wait(timeout_s)

@@ -43,6 +43,7 @@ __all__ = [
     "persist_parked",
     "stays_for_the_log",
     "stays_with_bases",
+    "wait_for_bases",
     "wait_through",
 ]
 
@@ -139,6 +140,14 @@ class AtExit:
         self._job = None
 
 
+def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> None:
+    """Waits until all bases are durable, and what was taken in the place of a lost one, too."""
+    keeper.wait(timeout_s)
+    if saver.make_good():
+        saver.finish_captures()
+        keeper.wait(timeout_s)
+
+
 def wait_through(wait: Callable[[], None], gave_up: Callable[[], bool]) -> list[EverstepError]:
     """Waits until everything is durable or has failed; returns what failed.
 
@@ -179,7 +188,7 @@ def finish_at_exit(
             saver.finish_captures()
             if isinstance(saver, ScheduledSaver):
                 saver.persist_parked()
-            keeper.wait(None)
+            wait_for_bases(saver, keeper, None)
             break
         except EverstepError as error:
             print(f"everstep: a base was lost at exit: {error}", file=shown)

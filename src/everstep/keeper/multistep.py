@@ -88,6 +88,7 @@ class Multistep:
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self._last: Save | None = None
+        self._ended: Window | None = None  # nothing has been updated since
         self._digest: tuple[object, str] = (None, "")
         self._void = 0  # windows in a row
         self.stats = MultistepStats()
@@ -98,6 +99,7 @@ class Multistep:
         self._planner = Planner(state, self._choice, self._updates.consumption)
         self.again: str | None = None
         saver.also_gate, saver.finish_first = self.gate, self.finish
+        saver.make_good = self.make_good
 
     @property
     def open(self) -> bool:
@@ -129,10 +131,11 @@ class Multistep:
             with self._counted():
                 self._end_at(window, identity)
             self.again = None  # what is not in that one is in the one that is taken now
-            self._channel.check()
         last = self._last
         if last is not None and _is_base(last, identity) and not last.is_lost:
+            self._channel.check()
             return last
+        self._ended = None
         if sharp or self._void >= _VOID_MAX:
             self._void = 0
             return self._saver.take(identity, show=sharp, survey=survey)
@@ -144,6 +147,7 @@ class Multistep:
         Returns:
             Whether one still is: no other can begin.
         """
+        self._ended = None
         self._choice.marked(sum(self._saver.stall_s.values()))
         closing = self.stats.closing is not None
         self.stats.close(self._saver.stall_s)
@@ -189,12 +193,28 @@ class Multistep:
             self._give_up("the state is no longer that of the last step mark", window.failed)
         else:
             self._end_at(window, window.identity)
-            if window.save.is_lost and window.keeper.lost is None:  # void, and no step follows
-                self.again = None
-                self._saver.take(window.identity, show=False)
+            self._ended = window  # void, perhaps
+
+    def make_good(self) -> bool:
+        """All bases have ended, and perhaps no step follows. The last may have been lost: torn, or
+        not what its step had, which shows when the keeper makes it whole. If the state still is
+        that of its step, one of that step alone is taken in its place.
+
+        Returns:
+            Whether it was.
+        """
+        window, self._ended = self._ended, None
+        if window is None or not window.save.is_lost or window.keeper.lost is not None:
+            return False
+        if window.at_mark is None or not window.at_mark.holds(self._state.survey()):
+            return False
+        self.again = None
+        self._saver.take(window.identity, show=False)
+        return True
 
     def drop(self, why: str) -> None:
         """The base that is under way is of no use any more; that is no reason for another."""
+        self._ended = None
         if self._window is not None:
             self._give_up(why)
             self._void, self.again = 0, None
@@ -207,6 +227,8 @@ class Multistep:
         Args:
             optimizer: key of the optimizer that updates; None: anything may be updated.
         """
+        if optimizer is not None:
+            self._ended = None
         self._choice.gated(sum(self._saver.stall_s.values()))
         self._parts.gate(optimizer)
         self._updates.held.gate()  # of the update before: no more than a step's are held
@@ -240,11 +262,13 @@ class Multistep:
 
     def declared(self, pattern: str, lsn: int, step: int) -> None:
         """A registered function has run: what it updates is captured at the last mark only."""
+        self._ended = None
         if self._window is not None and not self._window.account(lsn):
             self._give_up("an update was not seen")
 
     def skipped(self, why: str) -> None:
         """Something has changed what optimizers own that replay cannot repeat."""
+        self._ended = None
         if self._window is not None and os.getpid() == self._pid:
             self._give_up(why)
 
@@ -388,9 +412,10 @@ class Multistep:
 
         save.durable.add_done_callback(ended)
         window.watch.state_bytes = prepared.size_bytes
+        window.at_mark = AtMark.of(survey, prepared.marked)
         plan = prepared.plan(identity)
         timed = self._choice.timed("part", last.size_bytes)
-        self._window = None
+        self._window, self._ended = None, window
         try:
             with telling(save, self._channel.post):  # the keeper is gone, or an interrupt
                 self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)

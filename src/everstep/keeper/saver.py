@@ -107,6 +107,7 @@ class Saver:
         last_save_s: when the last one was asked for, on the monotonic clock.
         also_gate: called at the gate, likewise, where something else copies the state, too.
         finish_first: called when no copy is to be left under way.
+        make_good: called when all bases have ended: whether one that was lost is taken again.
         on_torn: told, in any thread, that a base is worth nothing because something has written to
             the state while it was copied; whether whoever hears it sees to all else.
     """
@@ -134,14 +135,14 @@ class Saver:
         self._last: Save | None = None
         self._warm = self._at_once = False
         self._prepared: Prepared | None = None
-        self._layouts = 0
-        self._captures = 0
+        self._layouts = self._captures = 0
         self._flights: list[_Flight] = []
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
         self.also_gate: Callable[[str | None], None] | None = None
         self.finish_first: Callable[[], None] = lambda: None
+        self.make_good: Callable[[], bool] = lambda: False
         self.on_torn: Callable[[AuditError], bool] = lambda error: False
         self.saves = 0
         self.stall_s = {"capture": 0.0, "gate": 0.0, "back_pressure": 0.0, "persist": 0.0}
