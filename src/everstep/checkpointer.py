@@ -264,8 +264,7 @@ class Checkpointer:
         if self._multistep is not None and due and under_way:
             self._multistep.stats.deferred += 1
         if due or self._base_due:
-            # As soon as there is a keeper, and nothing is under way.
-            # Several ranks take it at this step, or none.
+            # As soon as there is a keeper, and nothing is under way. Several ranks: now, or none.
             later = self._keepers.lost is not None or under_way
             in_memory = not self._base_due and self._options.stays_in_memory(self._step)
             self._base_due = later and self._info.world == 1

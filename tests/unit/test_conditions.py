@@ -3,6 +3,9 @@ threads is said, and claimed is nothing (I9)."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from everstep.recover.rebuild import conditions
 from everstep.recover.redo import other_conditions
 from everstep.seams.fingerprint import fingerprint
 from tests.unit.logged import World, opened, train
+from tests.unit.world import TIMEOUT_S
 
 HERE = TimelineRecord("r", 1, None, 0, True, 1, fingerprint(), 0.0)
 
@@ -35,6 +39,7 @@ def trained(**changed: str | None) -> TimelineRecord:
         ({"python": "2.7"}, ""),  # computes nothing
         ({"torch": "1.0"}, "trained with torch 1.0, replayed with "),
         ({"machine": "vax"}, "trained with machine vax, replayed with "),
+        ({"processor": "8086"}, "trained with processor 8086, replayed with "),
         ({"system": "Plan 9"}, "trained with system Plan 9, replayed with "),
         ({"threads": "77"}, f"trained with threads 77, replayed with {torch.get_num_threads()}"),
         ({"threads": None}, f"trained with threads none, replayed with {torch.get_num_threads()}"),
@@ -61,6 +66,7 @@ def test_offline_the_number_of_threads_is_taken_over_and_not_refused() -> None:
     assert conditions([HERE, trained(threads="77")]) == (None, "")
     assert conditions([trained(threads=None)]) == (None, "")
     assert conditions([trained(torch="1.0")])[1].startswith("trained with torch 1.0")
+    assert conditions([trained(processor="8086")])[1].startswith("trained with processor 8086")
     assert "replayed on the CPU" in conditions([trained(device="a GPU")])[1]
 
 
@@ -105,3 +111,40 @@ def test_a_resume_that_replays(
     with opened(run_folder, World(seed=9), every=None) as ckpt:
         recovery = ckpt.resume(step=4)
         assert (recovery.replayed, recovery.exact) == (0, True)
+
+
+RESUMES = """
+import sys
+from pathlib import Path
+from tests.unit.logged import World, opened
+with opened(Path(sys.argv[1]), World(seed=9), every=None) as ckpt:
+    recovery = ckpt.resume(step=5)
+    print(recovery.step, recovery.exact)
+    print(recovery.evidence)
+    ckpt._recorder = None
+"""
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has no vector code here"
+)
+@pytest.mark.parametrize("capability", [None, "default"])
+def test_a_resume_on_a_processor_with_other_vector_code(
+    capability: str | None, run_folder: Path
+) -> None:
+    """The step comes back, by other roundings; it is neither called exact nor taken for one that
+    something else has written to."""
+    train(run_folder, World(), 6)
+    environment = {**os.environ} | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
+    done = subprocess.run(
+        [sys.executable, "-c", RESUMES, str(run_folder)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=10 * TIMEOUT_S,
+        check=True,
+    )
+    first, evidence = done.stdout.splitlines()[:2]
+    assert first == f"5 {capability is None}", done.stderr
+    assert ("trained with processor" in evidence) == (capability is not None)

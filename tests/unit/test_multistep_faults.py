@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
@@ -197,6 +198,92 @@ def test_close_takes_a_base_of_one_step_where_that_of_the_window_is_void(
     assert {type(error) for error in reported} == {AuditError}
     assert steps_on_disk(served.run) == [3]
     assert restored(served.run, World(seed=9), 3) == states[3]
+
+
+def behind_its_back(world: World) -> None:
+    """No counter moves: it shows when the keeper has replayed the gradients."""
+    world.model[0].weight.detach().numpy()[...] *= 0.5
+
+
+@pytest.mark.parametrize("ends", ["close", "save, and wait", "all its steps"])
+@pytest.mark.parametrize("policy", ["raise", "collect"])
+def test_where_no_step_follows_a_base_of_one_step_takes_the_place_of_a_lost_one(
+    ends: str, policy: str, served: Bench
+) -> None:
+    """That it is lost is found in the keeper only."""
+    reported: list[EverstepError] = []
+    world = World()
+    on_failure: Any = "raise" if policy == "raise" else reported.append
+    ckpt = start(served, world, over(3 if ends == "all its steps" else 6), on_failure=on_failure)
+    run_steps(ckpt, world, 1)
+    behind_its_back(world)
+    states = run_steps(ckpt, world, 1)
+    if ends == "save, and wait":
+        assert ckpt.save().step == 4
+        with contextlib.suppress(AuditError):
+            ckpt.wait()
+        ckpt.wait()
+        assert steps_on_disk(served.run) == [4]
+    try:
+        ckpt.close()
+    except AuditError as error:
+        reported.append(error)
+    if policy == "collect" or ends != "save, and wait":
+        assert {type(error) for error in reported} == {AuditError}
+    assert steps_on_disk(served.run) == [4]
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+@pytest.mark.parametrize("after", ["a forward", "an update", "a step", "a change that was told"])
+def test_a_lost_base_is_not_taken_again_of_another_state(after: str, served: Bench) -> None:
+    """Whatever has begun since belongs to no step, or to another."""
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(6), on_failure=reported.append)
+    run_steps(ckpt, world, 1)
+    behind_its_back(world)
+    run_steps(ckpt, world, 1)
+    save = ckpt.save()
+    assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
+    states: dict[int, Any] = {}
+    if after == "a forward":
+        world.model(torch.randn(8, 5))
+    elif after == "an update":
+        world.train()
+    elif after == "a step":
+        states = run_steps(ckpt, world, 1)
+    else:
+        ckpt.before_update()
+        with torch.no_grad():
+            world.model[0].weight.mul_(0.5)
+        ckpt.after_update()
+    ckpt.close()
+    assert steps_on_disk(served.run) == ([5] if after == "a step" else [])
+    for step, state in states.items():
+        assert restored(served.run, World(seed=9), step) == state
+
+
+@pytest.mark.parametrize("policy", ["raise", "collect"])
+def test_save_within_a_void_window_takes_a_base_of_its_step(policy: str, served: Bench) -> None:
+    """Also where the reason is an error that is to be raised."""
+    reported: list[EverstepError] = []
+    world = World()
+    on_failure: Any = "raise" if policy == "raise" else reported.append
+    ckpt = start(served, world, over(6), on_failure=on_failure)
+    states = run_steps(ckpt, world, 2)
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    ckpt._multistep._window.failed = AuditError("planted")  # type: ignore[union-attr]
+    try:
+        ckpt.save()
+    except AuditError as error:
+        reported.append(error)
+    assert ["planted" in error.message for error in reported] == [True]
+    save = ckpt.save()
+    assert (save.step, ckpt.stats().saves) == (4, 2)
+    assert save.durable.result(TIMEOUT_S) > 0
+    ckpt.close()
+    assert steps_on_disk(served.run) == [4]
+    assert restored(served.run, World(seed=9), 4) == states[4]
 
 
 @pytest.mark.parametrize("place", ["acquire", "fill"])
@@ -911,6 +998,77 @@ def test_a_change_behind_everybodys_back_is_found(served: Bench) -> None:
     assert [type(error) for error in reported] == [AuditError]
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def one_element(tensor: torch.Tensor) -> None:
+    """Through torch, between the elements that are compared."""
+    with torch.no_grad():
+        tensor.view(-1)[1] += 1.0
+
+
+@pytest.mark.parametrize("rebuild", ["keeper", "recovery"])
+@pytest.mark.parametrize("when", ["while it is copied", "behind its update", "at a mark alone"])
+def test_a_change_of_one_element_begins_the_base_anew(
+    when: str, rebuild: str, served: Bench
+) -> None:
+    """I8: samples need not hit it; a version counter moves."""
+    world = World()
+    ckpt = start(served, world, Method(base="multistep", parts=3, rebuild=rebuild))
+    if when == "while it is copied":
+        one_element(world.model[0].weight)
+        states = run_steps(ckpt, world, 1)
+    elif when == "behind its update":
+        world.train()
+        one_element(world.optimizer.state[world.model[0].weight]["exp_avg"])
+        ckpt.step()
+        states = {3: world.snapshot()}
+    else:
+        states = run_steps(ckpt, world, 1)
+        one_element(world.model[0].weight)
+        ckpt.step()
+    states |= run_steps(ckpt, world, 4)
+    ckpt.close()
+    assert report_of(ckpt).abandoned == 1
+    found = steps_on_disk(served.run)
+    assert len(found) == 1
+    assert restored(served.run, World(seed=9), found[0]) == states[found[0]]
+
+
+@pytest.mark.parametrize("which", ["the last part", "a part before"])
+def test_a_change_of_one_element_behind_the_last_mark(
+    which: str, held: Gate, served: Bench
+) -> None:
+    """What is still being copied is torn; what was captured before is not."""
+    held.open()
+    reported: list[EverstepError] = []
+    world = World()
+    ckpt = start(served, world, over(3), on_failure=reported.append)
+    states = run_steps(ckpt, world, 1)
+    world.train()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    save = ckpt._multistep._last  # type: ignore[union-attr]
+    assert save is not None
+    ckpt.step()
+    states[4] = world.snapshot()
+    captured = ckpt._multistep._ended  # type: ignore[union-attr]
+    assert captured is not None
+    first = "model/0.weight" in captured.plan.captured(captured.next + 1)
+    last = "model/4.weight" not in captured.plan.captured(captured.next + 1)
+    assert first
+    assert last
+    one_element(world.model[4 if which == "the last part" else 0].weight)
+    gate.open()
+    if which == "a part before":
+        assert save.durable.result(TIMEOUT_S) > 0
+    else:
+        error = save.durable.exception(TIMEOUT_S)
+        assert isinstance(error, AuditError)
+        assert "was changed while it was being copied" in error.message
+    ckpt._multistep.again = None  # type: ignore[union-attr]
+    ckpt.close()
+    assert len(reported) == (which == "the last part")
+    assert all(restored(served.run, World(seed=9), s) == states[s] for s in [4] if not reported)
 
 
 def test_a_copy_of_the_model_has_none_of_our_guards(held: Gate, served: Bench) -> None:

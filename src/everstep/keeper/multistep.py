@@ -35,7 +35,7 @@ from everstep.keeper.multistep_parts import PartCopies
 from everstep.keeper.multistep_planner import Planner
 from everstep.keeper.multistep_stats import MultistepStats, Watch
 from everstep.keeper.multistep_updates import UpdateCopies
-from everstep.keeper.multistep_window import Window
+from everstep.keeper.multistep_window import Window, written
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import digest_of
 from everstep.keeper.remote import RemoteKeeper
@@ -242,7 +242,7 @@ class Multistep:
         with self._counted():
             # Where a hook of somebody else came last it is too late to tell.
             if not over and (name := window.parts.written(key)) is not None:
-                self._give_up(_written(name))
+                self._give_up(written(name))
             else:
                 self._updates.consumed(window, key, lsn, step, over=over)
 
@@ -480,23 +480,11 @@ class Multistep:
 
     def _why_void(self, window: Window, identity: ShardIdentity, survey: Survey) -> str | None:
         """Why the base under way cannot be brought to this step mark; None if it can."""
-        shape, before = survey.shape, window.shape
-        same = (shape.entries, shape.aliases, shape.owners)
-        if window.failed is not None:
-            return window.failed.message
-        if window.lsn != identity.lsn:
-            return "an update was not seen"
-        if same != (before.entries, before.aliases, before.owners):
-            return "what the state consists of has changed"
+        if (why := window.why_void(identity, survey)) is not None:
+            return why
         if not self._updates.consumption.grouped_as_before():
             return "parameters are in other groups than before"
-        now, then = survey.tensors, window.tensors
-        if now is not then:
-            for name in window.plan.captured(window.next + 1):
-                if now[name] is not then[name]:
-                    return f"{name!r} was replaced"
-        written = window.parts.written()
-        return None if written is None else _written(written)
+        return None
 
     def _digest_of(self, shape: Shape) -> str:
         """Of what the state consists of, and how it is grouped now."""
@@ -504,10 +492,6 @@ class Multistep:
         if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
             self._digest = (shape.entries, digest_of(shape, consumption.regroup()))
         return self._digest[1]
-
-
-def _written(name: str) -> str:
-    return f"{name!r} was changed, and not by its optimizer"
 
 
 def _is_base(save: Save, identity: ShardIdentity) -> bool:

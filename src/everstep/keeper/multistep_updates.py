@@ -142,7 +142,7 @@ class UpdateCopies:
             return None
         consumed = self.consumption.look(key, names)
         gradients = {n: t for n, t in consumed.tensors.items() if n.startswith(GRADIENT)}
-        if not gradients:
+        if not gradients and "compressed" not in consumed.about:
             return None
         if consumed.written and over:
             self._give_up(f"gradients of {key} were changed before they could be copied", None)
@@ -159,7 +159,7 @@ class UpdateCopies:
         if consumed.in_host_memory and end > window.pool.touched_bytes:  # pinning takes the pages
             self._lane.run(lambda: window.pool.populate(room))
         held, check, batches = None, None, consumed.batches
-        if not self.waits and not consumed.written:
+        if gradients and not self.waits and not consumed.written:
             held = self._alone(key, names)
         if held is not None:
             check = GradientCheck(gradients, layout, lsn, self._places)

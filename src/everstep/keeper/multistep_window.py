@@ -24,9 +24,9 @@ from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save
 from everstep.state.layout import ShardLayout
-from everstep.state.survey import Shape
+from everstep.state.survey import Shape, Survey
 
-__all__ = ["CopiedUpdate", "Copying", "Window"]
+__all__ = ["CopiedUpdate", "Copying", "Window", "written"]
 
 _NOTHING = ShardLayout(())
 
@@ -128,6 +128,29 @@ class Window:
                 self.others.append(self.head(self.identity.step + 1, lsn))
         return follows
 
+    def why_void(self, identity: ShardIdentity, survey: Survey) -> str | None:
+        """Why what was captured cannot be brought to a step mark; None: nothing is known.
+
+        Args:
+            identity: of the mark.
+            survey: of the state at it.
+        """
+        shape, before = survey.shape, self.shape
+        same = (shape.entries, shape.aliases, shape.owners)
+        if self.failed is not None:
+            return self.failed.message
+        if self.lsn != identity.lsn:
+            return "an update was not seen"
+        if same != (before.entries, before.aliases, before.owners):
+            return "what the state consists of has changed"
+        now, then = survey.tensors, self.tensors
+        if now is not then:
+            for name in self.plan.captured(self.next + 1):
+                if now[name] is not then[name]:
+                    return f"{name!r} was replaced"
+        found = self.parts.written()
+        return None if found is None else written(found)
+
     def head(self, step: int, lsn: int) -> RecordHead:
         """Of the record of an update."""
         timeline, exact = self.identity.timeline, self.identity.exact
@@ -156,3 +179,8 @@ class Window:
         if all_of_them:
             found += [PartialUpdate(head, _NOTHING, {}, 0) for head in self.others]
         return sorted(found, key=lambda update: update.head.lsn)
+
+
+def written(name: str) -> str:
+    """That something else than its optimizer has written to an entry, in words."""
+    return f"{name!r} was changed, and not by its optimizer"

@@ -40,6 +40,7 @@ __all__ = [
     "lossy_entries",
     "record_layout",
     "refuse_optimizers",
+    "why_not",
 ]
 
 
@@ -264,17 +265,24 @@ def look_for_nonfinite(head: RecordHead, layout: ShardLayout, data: torch.Tensor
             )
 
 
+def why_not(optimizer: Optimizer, *, parts: bool = False) -> str | None:
+    """Why no record of this optimizer's updates could be replayed; None if one can.
+
+    Args:
+        parts: of parameters that are spread over ranks, each rank replays its own part.
+    """
+    if type(optimizer) is torch.optim.SparseAdam:
+        return _SPARSE
+    return refusal(optimizer, parts=parts)
+
+
 def refuse_optimizers(state: State, log: str) -> None:
     """Raises:
     UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
     OptionError: ``log="topk"``, and one has no Compressor.
     """
     optimizers, parts = state.optimizers, state.ranks.world > 1
-    found = [
-        (key, why)
-        for key, o in optimizers.items()
-        if (why := _SPARSE if type(o) is torch.optim.SparseAdam else refusal(o, parts=parts))
-    ]
+    found = [(key, why) for key, o in optimizers.items() if (why := why_not(o, parts=parts))]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(

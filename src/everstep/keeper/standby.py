@@ -13,11 +13,12 @@ from everstep.errors import EverstepError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.prepared import Prepared
+from everstep.keeper.recordable import why_not
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done
 from everstep.keeper.saver import Saver
-from everstep.replay.exactness import exactness, is_elementwise, kind_name, refusal
+from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
@@ -165,7 +166,7 @@ def refuse_unrepeatable(state: State) -> None:
     UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
         captured over several steps takes it.
     """
-    refused = [(key, why) for key, o in state.optimizers.items() if (why := refusal(o))]
+    refused = [(key, why) for key, o in state.optimizers.items() if (why := why_not(o))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)

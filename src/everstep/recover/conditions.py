@@ -25,7 +25,7 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
         if record is None:
             return None, "the record that says where it was trained is damaged"
         theirs = record.fingerprint
-        for key in ("torch", "machine", "system", "denormals"):
+        for key in ("torch", "machine", "processor", "system", "denormals"):
             if theirs.get(key) != mine.get(key):
                 found, here = theirs.get(key, "unknown"), mine.get(key, "kept")
                 return None, f"trained with {key} {found}, replayed with {here}"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from everstep.seams.machine import processor_model
+
 __all__ = ["cuda_in_use", "fingerprint", "fingerprint_of_all"]
 
 _DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and no getter
@@ -24,6 +26,7 @@ def fingerprint() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "machine": platform.machine(),
+        "processor": f"{processor_model()}, {torch.backends.cpu.get_cpu_capability()}",
         "system": platform.system(),
         "threads": str(torch.get_num_threads()),
     }

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path, PurePath
 
-__all__ = ["launcher", "machine_name", "memory_available_bytes", "on_own_device"]
+__all__ = [
+    "launcher",
+    "machine_name",
+    "memory_available_bytes",
+    "on_own_device",
+    "processor_model",
+]
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
+_CPUINFO_BYTES = 4096  # of the first core; the whole file is long, and slow to come
+_CPUINFO_KEYS = (
+    *("vendor_id", "cpu family", "model"),
+    *("CPU implementer", "CPU architecture", "CPU part"),  # of ARM's
+)
 
 
 def memory_available_bytes() -> int:
@@ -32,6 +45,22 @@ def machine_name() -> str:
 def launcher() -> str:
     """Which of the job's launchers has started this process, where it says so (torchrun does)."""
     return os.environ.get("GROUP_RANK", "")
+
+
+@functools.cache
+def processor_model() -> str:
+    """Whose processor this is, and which: ``"GenuineIntel 6 143"``; not its speed, nor how many
+    cores there are."""
+    try:
+        with _CPUINFO.open("rb") as file:
+            text = file.read(_CPUINFO_BYTES).decode("ascii", "replace")
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    lines = (line.partition(":") for line in text.splitlines())
+    found: dict[str, str] = {}
+    for key, _, value in lines:
+        found.setdefault(key.strip(), value.strip())
+    return " ".join(found[key] for key in _CPUINFO_KEYS if key in found) or platform.machine()
 
 
 def on_own_device(path: PurePath) -> bool:

@@ -27,12 +27,16 @@ from everstep.state.providers import ParameterNames, RestorePlan, Saved, differe
 from everstep.state.survey import Block, Part, checked_block, look_at
 from everstep.state.tree import references, split
 
-__all__ = ["CLASS", "Named", "OptimizerProvider"]
+__all__ = ["CLASS", "GRADIENTS", "Named", "OptimizerProvider"]
 
 Named = tuple[str, tuple[int, ...]]
 
 CLASS = "everstep/class"
 """Key of an optimizer's tree: its class, if that is one of torch's own, as text."""
+
+GRADIENTS = "everstep/gradients"
+"""Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them. Not
+there: none has, as behind ``zero_grad()``."""
 
 
 class OptimizerProvider:
@@ -41,6 +45,10 @@ class OptimizerProvider:
     The tree is ``state_dict()`` with three changes: ``state`` is keyed by parameter name,
     each group's ``params`` lists ``(name, shape)``, and torch's own classes are named. Lazy state
     (Adam before its first step) is simply absent, on save and in the optimizer that is restored.
+
+    Gradients are no part of it, but which parameters have one is: zeros, which
+    ``zero_grad(set_to_none=False)`` leaves behind, update a parameter that the next loss does not
+    depend on (frozen ones, too), and ``None`` does not.
 
     Args:
         section: key in the state dict.
@@ -61,7 +69,7 @@ class OptimizerProvider:
 
     def collect(self) -> dict[str, Any]:
         tree = self._collect(self._parameters(self._names.now()))
-        return {**tree, **self._class()}
+        return {**tree, **self._beside()}
 
     def look(self) -> Part:
         names = self._names.as_looked_at()
@@ -73,7 +81,7 @@ class OptimizerProvider:
             holding = self._holding_now()
             self._proof = OptimizerProof.of(self._optimizer, part, holding, names)
             if self._proof is None:
-                tree = {**cast("dict[str, Any]", part.tree), **self._class()}
+                tree = {**cast("dict[str, Any]", part.tree), **self._beside()}
                 return replace(part, tree=tree, holding=self._as_before(holding))
             self._named, self._names_then = named, names
         return self._with_options(self._proof)
@@ -111,10 +119,30 @@ class OptimizerProvider:
         self._names_then = names
         return True
 
-    def _class(self) -> dict[str, Any]:
-        """What a tree says of its class: nothing, unless that is one of torch's."""
+    def _beside(self) -> dict[str, Any]:
+        """What a tree says beside ``state_dict()``: the class, if that is one of torch's, and who
+        has a gradient, if anyone has."""
         name = _name_in_torch(self._optimizer)
-        return {} if name is None else {CLASS: name}
+        found: dict[str, Any] = {} if name is None else {CLASS: name}
+        groups = self._optimizer.param_groups
+        lacking = [p.grad is None for group in groups for p in group["params"]]
+        if not all(lacking):
+            found[GRADIENTS] = True if not any(lacking) else self._with_gradients()
+        return found
+
+    def _with_gradients(self) -> list[str]:
+        return [name for name, parameter in self.named() if parameter.grad is not None]
+
+    def _put_gradients(self, tree: Mapping[str, Any]) -> None:
+        """Zeros where there was a gradient, and none where there was none."""
+        held = tree.get(GRADIENTS, ())
+        for name, parameter in self.named():
+            if held is not True and name not in held:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.detach().zero_()
 
     def _holding_now(self) -> Holding:
         return holding_of(self.section, self._optimizer)
@@ -133,7 +161,7 @@ class OptimizerProvider:
         self._blocks = (proof.state, block)
         for options, parameters in zip(groups, proof.parameters, strict=True):
             options["params"] = parameters
-        tree = {"state": proof.state_tree, "param_groups": groups, **self._class()}
+        tree = {"state": proof.state_tree, "param_groups": groups, **self._beside()}
         return Part(self._blocks, tree, self._as_before(holding))
 
     def _checked(self, groups: list[Any]) -> tuple[list[Any], Block]:
@@ -229,11 +257,12 @@ class OptimizerProvider:
             {**group, "params": [numbers[name] for name, _ in group["params"]]}
             for group in tree["param_groups"]
         ]
-        own = {key: value for key, value in tree.items() if key != CLASS}
+        own = {key: value for key, value in tree.items() if key not in (CLASS, GRADIENTS)}
         self._optimizer.load_state_dict({**own, "state": state, "param_groups": groups})
         for key, values in state.items():
             if isinstance(key, int) and isinstance(values, dict):
                 self._undo_casts(parameters[key], values)
+        self._put_gradients(tree)
         return []
 
     def _undo_casts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
