@@ -20,6 +20,7 @@ from everstep.plan.multistep_cut import (
     best_cut,
     best_parts,
     fewest,
+    fewest_of,
     filling_shares,
     least_wait_s,
 )
@@ -255,6 +256,38 @@ def test_the_best_number_of_parts() -> None:
     assert fewest([3.0, 1.01, 1.0]) == 2
     assert fewest([3.0, 1.03, 1.0]) == 3
     assert fewest([0.0, 0.0]) == 1
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-7, 0.99e-6, 1e-6, 1.5e-6, 1e-3, 1.02, 1.0, 3.0]), min_size=1),
+    st.sampled_from([0.0, 1e-7, 1e-4, 0.1, 1.0]),
+)
+def test_the_fewest_parts_are_found_without_asking_for_all(
+    waits: list[float], part_s: float
+) -> None:
+    losses = [wait_s + part_s * (number + 1) for number, wait_s in enumerate(waits)]
+    asked: list[int] = []
+
+    def lost_s(parts: int) -> float:
+        asked.append(parts)
+        return losses[parts - 1]
+
+    assert fewest_of(lost_s, len(losses), part_s) == fewest(losses)
+    assert asked == list(range(1, len(asked) + 1))
+
+
+def test_more_parts_than_can_pay_are_not_asked_for() -> None:
+    asked: list[int] = []
+
+    def lost_s(parts: int) -> float:
+        asked.append(parts)
+        return max(0.0, 1.0 - 0.5 * parts) + 0.1 * parts
+
+    assert fewest_of(lost_s, 24, 0.1) == 2
+    assert asked == [1, 2]
+    asked.clear()
+    assert fewest_of(lambda parts: asked.append(parts) or 0.0, 24, 0.0) == 1  # type: ignore[func-returns-value]
+    assert asked == [1], "nothing is waited for: a lazy base"
 
 
 # --- Parts that fill their windows ------------------------------------------------------

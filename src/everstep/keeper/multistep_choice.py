@@ -14,7 +14,7 @@ from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.keeper.multistep_stats import MultistepStats
 from everstep.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
-from everstep.plan.multistep_cut import Cut, best_cut, fewest
+from everstep.plan.multistep_cut import Cut, best_cut, fewest_of
 from everstep.seams import Clock
 
 __all__ = ["Choice", "OnCopy", "Timed"]
@@ -230,7 +230,7 @@ class Choice:
                 found = overlap(pipeline, parts, held_steps)
             return self._lost_s(found)
 
-        return fewest([lost_s(parts) for parts in range(1, most + 1)])
+        return fewest_of(lost_s, most, self._stats.part_s or 0.0)
 
     def _most(self, units: Sequence[Unit], base_bytes: int, arena_bytes: int) -> int:
         """Equal parts that there is memory for, and that are copied before the next base is due."""

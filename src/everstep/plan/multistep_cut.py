@@ -22,12 +22,21 @@ waits, or gradients are held for more than a step, what is found is no worse tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
 
-__all__ = ["Cut", "best_cut", "best_parts", "fewest", "filling_shares", "least_wait_s"]
+__all__ = [
+    "Cut",
+    "best_cut",
+    "best_parts",
+    "fewest",
+    "fewest_of",
+    "filling_shares",
+    "least_wait_s",
+]
 
 _HALVINGS = 24  # of how full windows are
 _NEAR, _NEAR_S = 0.02, 1e-6
@@ -89,6 +98,24 @@ def fewest(losses_s: Sequence[float]) -> int:
     """
     enough_s = (1 + _NEAR) * min(losses_s) + _NEAR_S
     return 1 + next(number for number, loss_s in enumerate(losses_s) if loss_s <= enough_s)
+
+
+def fewest_of(lost_s: Callable[[int], float], parts_max: int, part_s: float) -> int:
+    """What :func:`fewest` finds for up to ``parts_max`` parts, asking for no more than it needs: it
+    takes training a tenth of a millisecond for each number of parts.
+
+    Args:
+        lost_s: what a base costs in so many parts.
+        part_s: of training's own work for each part, which is in that.
+    """
+    losses_s: list[float] = []
+    enough_s = math.inf
+    for parts in range(1, parts_max + 1):
+        if part_s * parts > enough_s or enough_s <= 2 * _NEAR_S:
+            break  # nor is it worth while with more
+        losses_s.append(lost_s(parts))
+        enough_s = (1 + _NEAR) * min(losses_s) + _NEAR_S
+    return fewest(losses_s)
 
 
 def filling_shares(
