@@ -163,8 +163,7 @@ class Checkpointer:
         self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
         self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
         self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
-        self._multistep = parts.multistep
-        self._watched = Watched(self._state, parts)
+        self._multistep, self._watched = parts.multistep, Watched(self._state, parts)
         self._watched.watch(self._consumed)
         self._keeper: Keeper | None = None
         self._timeline, self._exact, self._step = 0, True, 0
@@ -245,18 +244,20 @@ class Checkpointer:
         self._preempting.ask(self._step)
         self._updates.settle()
         self._watched.marked()
+        with self._channel.told_last():
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._ready()
-        survey = None
-        if self._recorder is not None:
-            survey = self._state.survey()
+        survey = None if self._recorder is None else self._state.survey()
+        if self._recorder is not None and survey is not None:
             self._watched.marked(survey)
             self._recorder.mark(survey, self._updates.lsn, self._step)
             lost = self._standby is not None and self._standby.lost is not None
             needed = self._recorder.base_due is not None or lost
             self._base_due = self._joint.due(self._step, needed) or self._base_due
-        under_way = False
+        under_way = self._multistep is not None and self._multistep.marked(self._identity())
         if self._multistep is not None:
-            under_way = self._multistep.marked(self._identity())
             self._base_due = self._base_due or self._multistep.again is not None
         self._saver.warm()  # behind the mark, which is waited for
         self._cadence.stepped()
@@ -332,7 +333,8 @@ class Checkpointer:
     def before_update(self) -> None:
         """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
         or what was ``declared``: waits for copies that are under way (I1, I8)."""
-        self._check_updating()
+        self._check_open()
+        self._watched.check_changing()
         self._saver.gate(None)
 
     def after_update(self, *declared: str) -> None:
@@ -346,12 +348,9 @@ class Checkpointer:
         Raises:
             OptionError: no function is registered for one of the patterns.
         """
-        self._check_updating()
-        self._watched.changed(declared, self._step + 1)
-
-    def _check_updating(self) -> None:
         self._check_open()
         self._watched.check_changing()
+        self._watched.changed(declared, self._step + 1)
 
     @named("wait")
     def wait(self, timeout_s: float | None = None) -> None:
@@ -369,7 +368,7 @@ class Checkpointer:
             if self._keepers.revive(self._timeline):
                 self._take_over()
                 # What was lost, once more; of several ranks the others would not take it, too.
-                if self._info.world == 1 and self._watched.is_between_steps:
+                if self._info.world == 1 and self._watched.is_of_a_step:
                     self._take(None, show=True)
                     self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
@@ -439,6 +438,7 @@ class Checkpointer:
         if here and self._keeper_stays:  # no base of all ranks: they may be gone
             self._release(stay=True)
             return
+        self._watched.left = True
         with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
             self.close()
 

@@ -11,7 +11,7 @@ from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress
 from tests.unit.world import Gate
 
-__all__ = ["HeldLane", "held"]
+__all__ = ["HeldLane", "gives_up_soon", "held"]
 
 
 class HeldLane(CpuLane):
@@ -37,3 +37,15 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
     yield HeldLane.gate
     HeldLane.gate.open()
+
+
+def gives_up_soon(monkeypatch: pytest.MonkeyPatch, given_s: float) -> None:
+    """Training waits no longer than a moment for copies, where it would wait for ``given_s``; and
+    nothing else has so little time, as on a busy machine that may not be enough."""
+    gate = CpuTransfer.gate
+
+    def soon(self: CpuTransfer, end: int, timeout_s: float) -> bool:
+        assert 0 < timeout_s <= given_s
+        return gate(self, end, 0.05)
+
+    monkeypatch.setattr(CpuTransfer, "gate", soon)

@@ -151,7 +151,12 @@ def rebuilder_of(run: Path) -> Iterator[Rebuilder]:
 
 
 def edit_base(
-    run: Path, step: int, change: Callable[[OfflineState], None], timeline: int = 1
+    run: Path,
+    step: int,
+    change: Callable[[OfflineState], None],
+    timeline: int = 1,
+    *,
+    behind_mark: bool = False,
 ) -> None:
     """Writes a base anew with other contents, with digests that vouch for them."""
     filesystem = PosixFileSystem()
@@ -163,7 +168,9 @@ def edit_base(
         change(state)
         shutil.rmtree(base_dir(PurePath(run), timeline, step))
         marker = state.marker
-        identity = ShardIdentity(marker.run, timeline, step, marker.lsn, 0, 1, marker.exact)
+        identity = ShardIdentity(
+            marker.run, timeline, step, marker.lsn, 0, 1, marker.exact, behind_mark
+        )
         sizes = {name: len(data) for name, data in state.objects.items()}
         shards = plan_files(identity, list(state.entries.values()), state.aliases, sizes)
         bodies = [LiveBody(shards[0].layout, state.tensors, state.objects, lane)]

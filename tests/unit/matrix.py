@@ -126,6 +126,7 @@ LOOPS = {
     "plain": Loop(),
     **{field.name: Loop(**{field.name: True}) for field in fields(Loop)},
     "all": Loop(**{field.name: field.name != "zeroed" for field in fields(Loop)}),
+    "all zeroed": Loop(**{field.name: True for field in fields(Loop)}),
 }
 
 

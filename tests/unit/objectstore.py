@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import http.server
 import json
+import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ __all__ = ["KEY", "SECRET", "FaultProxy", "options", "server", "weed"]
 KEY, SECRET = "test-access-key", "test-secret-that-nobody-may-see"
 _READY_TIMEOUT_S = 60.0
 _GRPC = 10_000  # each service listens there, too
+_PORTS = range(10_240, 20_240)
 _HOP_BY_HOP = ("connection", "transfer-encoding", "keep-alive")
 
 
@@ -116,24 +118,24 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
 
 
 def _free_ports(count: int) -> list[int]:
+    """Below those that the system gives to whoever asks for any: until the server is up, it would
+    give them to other tests."""
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(found) < count:
-            port = _bound(stack, 0)
-            if port is None or port + _GRPC > 65_535 or port in found:
-                continue
-            if _bound(stack, port + _GRPC) is not None:
+            port = secrets.choice(_PORTS)
+            if all(_binds(stack, one) for one in (port, port + _GRPC)):
                 found.append(port)
     return found
 
 
-def _bound(stack: contextlib.ExitStack, port: int) -> int | None:
+def _binds(stack: contextlib.ExitStack, port: int) -> bool:
     one = stack.enter_context(socket.socket())
     try:
         one.bind(("127.0.0.1", port))
     except OSError:
-        return None
-    return int(one.getsockname()[1])
+        return False
+    return True
 
 
 class FaultProxy:

@@ -18,6 +18,7 @@ from everstep.capture.lane import CpuLane
 from everstep.errors import EverstepError
 from everstep.keeper.remote import RemoteKeeper
 from everstep.seams import SystemClock
+from tests.unit.lanes import gives_up_soon
 from tests.unit.world import TIMEOUT_S, Gate, opened
 
 Event = tuple[str, Any]
@@ -91,13 +92,15 @@ def test_what_was_abandoned_before_is_never_begun(
     """Else the keeper would wait for bytes that nobody sends."""
     model, optimizer, state = training()
     journal, gate = Journal(monkeypatch), Gate()
-    options: dict[str, Any] = {"progress_timeout_s": 0.5, "on_failure": lambda error: None}
+    options: dict[str, Any] = {"progress_timeout_s": TIMEOUT_S, "on_failure": lambda error: None}
     with opened(run_folder, state, method="lazy", clock=SystemClock(), **options) as ckpt:
         ckpt.step()
         ckpt._lane.run(gate.wait_at)
         assert gate.reached.wait(TIMEOUT_S)
         save = ckpt.save()
-        update(model, optimizer)  # overtakes the copy
+        with monkeypatch.context() as impatient:
+            gives_up_soon(impatient, TIMEOUT_S)
+            update(model, optimizer)  # overtakes the copy
         gate.open()
         assert isinstance(save.durable.exception(TIMEOUT_S), EverstepError)
         ckpt.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,6 +24,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
+from everstep.keeper.local import LocalKeeper
 from everstep.seams import ManualClock, Seams
 from tests.unit.world import (
     TIMEOUT_S,
@@ -48,6 +50,17 @@ def leftovers(run: Path) -> list[str]:
 def save_and_wait(ckpt: everstep.Checkpointer) -> None:
     ckpt.save()
     ckpt.wait()
+
+
+def until_written(ckpt: everstep.Checkpointer) -> None:
+    """All bases that were taken are durable or have failed, and that was reported; nobody has been
+    told yet."""
+    keeper, waited = ckpt._keeper, threading.Event()
+    assert isinstance(keeper, LocalKeeper)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while keeper.waiting:
+        assert time.monotonic() < deadline_s
+        waited.wait(0.005)
 
 
 def step_and_wait(ckpt: everstep.Checkpointer) -> None:
@@ -196,6 +209,7 @@ def test_each_error_is_raised_once(run_folder: Path) -> None:
         fs.hook = raising(no_space(), "write", "*.safetensors.tmp")
         save = ckpt.save()
         assert isinstance(save.durable.exception(TIMEOUT_S), OutOfSpaceError)
+        until_written(ckpt)  # it is reported behind that
         with pytest.raises(OutOfSpaceError):
             ckpt.step()
         ckpt.step()
@@ -345,13 +359,18 @@ def test_storage_that_hangs_is_reported_and_never_waited_for(
 @pytest.mark.parametrize("method", ["sync", "async"])
 def test_a_write_that_hangs(method: str, run_folder: Path) -> None:
     gate, fs = Gate(), HookedFileSystem()
-    options: dict[str, Any] = {"method": method, "progress_timeout_s": 0.1}
+    options: dict[str, Any] = {"method": method, "progress_timeout_s": TIMEOUT_S}
     with opened(run_folder, {"n": 1}, fs=fs, **options) as ckpt:
         ckpt.step()
+        assert isinstance(ckpt._keeper, LocalKeeper)
+        persister = ckpt._keeper._persister
+        assert persister._timeout_s == TIMEOUT_S
         fs.hook = raising(gate.wait_at, "write", "*.safetensors.tmp")
+        persister._timeout_s = 0.1
         with pytest.raises(DeadlineError, match="storage hangs"):
             save_and_wait(ckpt)
         gate.open()
+        persister._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         ckpt.step()
         ckpt.save()
         ckpt.wait()
@@ -379,12 +398,15 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
 
     fs.open = lambda path, *, direct=False: Slow(real(path, direct=direct))  # type: ignore[method-assign, assignment]
     state = {"n": 0, "t": torch.zeros(5000)}
-    with opened(run_folder, state, fs=fs, progress_timeout_s=0.1) as ckpt:
+    with opened(run_folder, state, fs=fs, progress_timeout_s=TIMEOUT_S) as ckpt:
+        assert ckpt._starts._timeout_s == TIMEOUT_S
+        ckpt._starts._timeout_s = 0.1
         with pytest.raises(DeadlineError, match="a read took longer"):
             ckpt.resume()
         with pytest.raises(StateError, match="partly overwritten"):
             ckpt.step()
         gate.open()
+        ckpt._starts._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         fs.open = real  # type: ignore[method-assign]
         assert ckpt.resume().step == 1
         ckpt.step()
@@ -434,7 +456,7 @@ def test_interrupted_while_copying(
 ) -> None:
     """Many times over: neither host memory nor chunks are lost."""
     state = {"t": torch.zeros(2000)}
-    with opened(run_folder, state, method=method, progress_timeout_s=1) as ckpt:
+    with opened(run_folder, state, method=method, progress_timeout_s=TIMEOUT_S) as ckpt:
         ckpt.step()
         ckpt.save()
         ckpt.wait()
@@ -462,7 +484,7 @@ def test_interrupted_while_the_keeper_is_told(
 ) -> None:
     """Nobody waits for ever for a base that is withdrawn."""
     state = {"t": torch.zeros(2000)}
-    with opened(run_folder, state, method="async", progress_timeout_s=1) as ckpt:
+    with opened(run_folder, state, method="async", progress_timeout_s=TIMEOUT_S) as ckpt:
         ckpt.step()
         ckpt.save()
         ckpt.wait()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.unit.oracle import AFTER, BEFORE, State, check_resume, model_of, train
-from tests.unit.world import seed_everything
+from tests.unit.world import opened, seed_everything
 
 
 def with_optimizer(make: Callable[[Iterable[Any]], Optimizer]) -> Callable[[int], State]:
@@ -179,6 +179,67 @@ def test_frozen_and_unused_parameters(run_folder: Path) -> None:
     held = state["optimizer"].state
     assert state["model"][0].bias not in held
     assert state["model"][0].weight in held
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("method", ["sync", "lazy"])
+def test_parameters_in_another_order_of_memory(
+    kind: type[Optimizer], flags: dict[str, Any], method: str, run_folder: Path
+) -> None:
+    """As ``channels_last`` makes it: moments that a new process gets lie as they did, or a fused
+    kernel, which goes through both as they lie, would pair them with other elements."""
+    momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+
+    def build(seed: int) -> State:
+        model = model_of(seed)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+        return {"model": model, "optimizer": kind(model.parameters(), 0.1, **momentum, **flags)}
+
+    state = check_resume(run_folder, build, method=method)
+    for parameter, values in state["optimizer"].state.items():
+        for value in values.values():
+            assert value.dim() == 0 or value.stride() == parameter.stride()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_parameters_that_the_next_loss_does_not_depend_on(run_folder: Path, to_none: bool) -> None:
+    """Where gradients are zeroed in place an update changes them all the same, by weight decay and
+    momentum; where there is none it does not."""
+
+    def training(seed: int) -> tuple[nn.Module, Optimizer]:
+        seed_everything(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def one_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        model[0].requires_grad_(step < 3)  # type: ignore[index]
+        model[1].requires_grad_(step > 5)  # type: ignore[index]
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+    def bits(model: nn.Module, optimizer: Optimizer) -> list[bytes]:
+        tensors = [*model.parameters()]
+        tensors += [tensor for values in optimizer.state.values() for tensor in values.values()]
+        return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+    ours, wanted = training(1), []
+    with opened(run_folder, {"model": ours[0], "optimizer": ours[1]}, keep=9) as ckpt:
+        for step in range(1, 8):
+            one_step(*ours, step)
+            wanted.append(bits(*ours))
+            ckpt.step()
+            ckpt.save()
+    for at in (2, 4, 5):
+        other = training(9)
+        with opened(run_folder, {"model": other[0], "optimizer": other[1]}) as ckpt:
+            ckpt.resume(step=at)
+            for step in range(at + 1, 8):
+                one_step(*other, step)
+                assert bits(*other) == wanted[step - 1], (at, step)
 
 
 def test_parameters_outside_of_every_module(run_folder: Path) -> None:

@@ -106,6 +106,58 @@ def test_one_bit_that_every_digest_vouches_for(name: str, run: Path) -> None:
     assert told in text.stdout
 
 
+def note(world: World) -> None:
+    world.state["plain"]["best"] = 0.5
+
+
+SINCE: dict[str, tuple[Callable[[World], object], str]] = {
+    "random numbers were drawn": (lambda world: torch.rand(3), "everstep/rng/torch"),
+    "a result was noted": (note, "everstep/objects/plain"),
+    "statistics have moved": (
+        lambda world: world.model(torch.randn(6, 4)),
+        "model/1.running_mean",
+    ),
+    "a schedule has moved": (
+        lambda world: world.scheduler.step(),
+        "everstep/objects/scheduler",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # torch's own, of a schedule
+@pytest.mark.parametrize("what", SINCE)
+def test_what_happens_between_a_step_and_save_is_no_damage(what: str, run_folder: Path) -> None:
+    """A validation, above all: the mark has the state as it was before, the base as it is then."""
+    world, (change, entry) = World(), SINCE[what]
+    with opened(run_folder, world, every=None) as ckpt:
+        ckpt.resume()
+        for step in range(1, 7):
+            world.train()
+            ckpt.step()
+            if step == 4:
+                change(world)
+                then = world.snapshot()
+                ckpt.save()
+    found = document("verify", run_folder, "--replay")
+    assert verdicts(found) == [(1, 4, "equal"), (4, 6, "equal")]
+    first, second = found["replay"]
+    assert "behind the end of its step" in first["reason"]
+    assert first["entries"] < second["entries"]
+    kept = shutil.copytree(run_folder, run_folder.with_name("kept"))
+    # Without the word of it, it is damage; and what optimizers own is compared in any case.
+    edit_base(run_folder, 4, lambda state: None)
+    wrong = document("verify", run_folder, "--replay", status=1)["replay"][0]
+    assert (wrong["verdict"], entry in wrong["differing"]) == ("different", True)
+    edit_base(run_folder, 4, flip_tensor("model/0.weight"), behind_mark=True)
+    wrong = document("verify", run_folder, "--replay", status=1)["replay"][0]
+    assert (wrong["verdict"], wrong["differing"]) == ("different", ["model/0.weight"])
+    other = World(seed=9)
+    with opened(kept, other, every=None) as ckpt:
+        assert ckpt.resume(step=4).exact
+        assert other.snapshot() == then
+        ckpt._recorder = None
+
+
 def test_only_the_base_that_was_asked_for(run: Path) -> None:
     edit_base(run, 8, flip_tensor("model/0.weight"))
     assert verdicts(document("verify", run, "--replay", "--step", 4)) == [(1, 4, "equal")]

@@ -628,8 +628,11 @@ def test_of_several_that_fail_the_one_is_named_that_began(
     begun: Callable[..., Start], agents: Agents
 ) -> None:
     agents.program = ("false",)
+    start = begun()
+    for agent in start._agents:
+        agent.wait(TIMEOUT_S)
     with pytest.raises(DrillError, match="rank 0 has ended with status 1"):
-        begun().follow(lambda: False)
+        start.follow(lambda: False)
 
 
 def test_an_agent_that_fails_ends_the_drill(begun: Callable[..., Start], agents: Agents) -> None:

@@ -28,6 +28,7 @@ THREAD = KeeperOptions(process=False)
         (errno.EIO, "StorageError", "look at the disk"),
         (errno.ENOSPC, "OutOfSpaceError", "free some space"),
         (errno.EDQUOT, "OutOfSpaceError", "free some space"),
+        (errno.EFBIG, "OutOfSpaceError", "ulimit -f"),
         (errno.EROFS, "PermissionDeniedError", "that this user may write"),
         (errno.EACCES, "PermissionDeniedError", "that this user may write"),
     ],

@@ -43,9 +43,13 @@ warnings.simplefilter("ignore")
 dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
 torch.manual_seed(7)
 model = torch.nn.Sequential(torch.nn.Linear(32, 65), torch.nn.LayerNorm(65), torch.nn.Linear(65, 8))
-if kind == "fsdp":
+if kind in ("fsdp", "hsdp"):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    fully_shard(model)
+    sides, names = (world,), ("shard",)
+    if kind == "hsdp":
+        sides, names = (2, world // 2), ("replicate", "shard")
+    fully_shard(model, mesh=init_device_mesh("cpu", sides, mesh_dim_names=names))
 else:  # buckets as in the first step: see test_together_processes
     model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -97,6 +101,7 @@ class Hosts:
     def __init__(self, folder: Path, world: int, kind: str, **options: Any) -> None:
         self._folder, self._world, self._kind = folder, world, kind
         self.store = str(folder / "store")
+        self.hosts = list(range(world))  # by rank: where it starts
         self._options = {"method": "logged", "tiers": [self.store], **options}
 
     def run(self, host: int) -> str:
@@ -106,8 +111,9 @@ class Hosts:
         meet = str(self._folder / f"meet-{uuid.uuid4().hex}")
         found = []
         for rank in range(world):
-            Path(self.run(rank)).parent.mkdir(parents=True, exist_ok=True)
-            words = self.run(rank), json.dumps(self._options), self._kind, str(rank), meet
+            run = self.run(self.hosts[rank])
+            Path(run).parent.mkdir(parents=True, exist_ok=True)
+            words = run, json.dumps(self._options), self._kind, str(rank), meet
             found.append(start_trainer(TRAINING, *words, str(world), **environment))
         return found
 
@@ -125,7 +131,7 @@ class Hosts:
         ranks = self.start(self._world, PAUSES=str(step))
         there = [Path(f"{self.run(host)}.there") for host in range(self._world)]
         wait_for(lambda: all(one.exists() for one in there), "the step")
-        wait_for(lambda: base in self._copied(), "the copy")
+        wait_for(lambda: base in self._durable(), "the copy, or the base on each disk")
         if self._options.get("peers"):
             wait_for(lambda: self._peers_hold(base, step), "copies and logs")
         for one in ranks:
@@ -158,6 +164,20 @@ class Hosts:
         files = TierFileSystem(open_tier(self.store, PosixFileSystem()), ROOT)
         found = (scan_log(files, ROOT, [1], rank=rank) for rank in range(self._world))
         return all(any(one.last >= step for one in segments) for segments in found)
+
+    def kill_keepers(self) -> None:
+        for keeper in self.keepers().values():
+            kill_keeper(keeper)
+
+    def _durable(self) -> set[int]:
+        """Steps of bases that are in the copies; without these, of those on every disk."""
+        if self._options["tiers"]:
+            return set(self._copied())
+        runs = [Path(self.run(host)) for host in range(self._world)]
+        found = [scan_run(PosixFileSystem(), run).bases for run in runs]
+        return set.intersection(
+            *({one.id.step for one in bases if one.status == "committed"} for bases in found)
+        )
 
     def _copied(self) -> list[int]:
         files = TierFileSystem(open_tier(self.store, PosixFileSystem()), ROOT)
@@ -232,8 +252,7 @@ def test_half_of_the_hosts_are_gone_and_copies_have_the_log(
     job = Hosts(folder, 4, kind, copies_log=True)
     job.until_killed(6, 4)
     wait_for(lambda: job.copied_log(6), "the log")
-    for keeper in job.keepers().values():
-        kill_keeper(keeper)
+    job.kill_keepers()
     job.lose(2, 3)
     for lines in job.to_the_end(2):
         assert (lines[0]["resumed"], lines[0]["base"], lines[0]["replayed"]) == (6, 4, 2)
@@ -251,3 +270,86 @@ def test_one_of_three_hosts_is_gone_for_good_and_its_peer_has_the_log(
     for lines in job.to_the_end(2):
         assert (lines[0]["resumed"], lines[0]["replayed"]) == (6, 2), lines[0]["skipped"]
         assert lines[0]["whole"] == expected[0][6]["whole"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_hosts_are_numbered_in_another_order(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    """Nobody has a copy, and what each rank needs is on the disk of another host now: it comes from
+    there, and all go on with the bits of a training that nobody disturbed."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / f"third-{kind}", 3, kind)
+    job = Hosts(folder, 3, kind, method="lazy", tiers=[])
+    job.until_killed(6, 4)
+    job.kill_keepers()
+    job.hosts = [1, 2, 0]
+    for rank, lines in enumerate(job.to_the_end()):
+        assert lines[0]["resumed"] == 4
+        assert {source for _, source in lines[0]["reads"]} == {"peer"}
+        assert lines[0]["digest"] == expected[rank][4]["digest"]
+        found = {one["step"]: one["digest"] for one in lines if "step" in one}
+        assert found == {at: expected[rank][at]["digest"] for at in (5, 6, 7)}
+
+
+def test_a_lost_host_takes_what_is_left_of_replicas(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It was replaced by one with an empty disk, and there are neither copies nor peers."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / "third-ddp", 3, "ddp")
+    job = Hosts(folder, 3, "ddp", method="lazy", tiers=[])
+    job.until_killed(6, 4)
+    job.kill_keepers()
+    job.lose(1)
+    said = job.to_the_end()
+    for lines in said:
+        assert lines[0]["resumed"] == 4
+        assert lines[0]["whole"] == expected[0][4]["whole"]
+        assert [one["step"] for one in lines if "step" in one] == [5, 6, 7]
+    assert said[1][0]["reads"] == [[0, "disk"], [1, "peer"], [2, "disk"]]
+    assert len({lines[-1]["whole"] for lines in said}) == 1, "they train on together"
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_lost_host_takes_its_shard_from_who_has_it_too(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, lost: int
+) -> None:
+    """Shards are replicated over two hosts each: only one of the others has what it needs."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / "four-hsdp", 4, "hsdp")
+    job = Hosts(folder, 4, "hsdp", method="lazy", tiers=[])
+    job.until_killed(6, 4)
+    job.kill_keepers()
+    job.lose(lost)
+    said = job.to_the_end()
+    for rank, lines in enumerate(said):
+        assert lines[0]["resumed"] == 4
+        assert lines[0]["whole"] == expected[rank][4]["whole"]
+        assert [rank, "peer" if rank == lost else "disk"] in lines[0]["reads"]
+    assert len({lines[-1]["whole"] for lines in said}) == 1, "they train on together"
+
+
+def test_a_lost_shard_is_nobody_elses(folder: Path) -> None:
+    """Of a state that is spread, what only the lost host had is gone, and nobody makes it up."""
+    job = Hosts(folder, 2, "fsdp", method="lazy", tiers=[])
+    job.until_killed(6, 4)
+    job.kill_keepers()
+    job.lose(1)
+    for one in job.start(2):
+        status, out, err = finish_trainer(one, 2 * TIMEOUT_S)
+        assert status != 0
+        assert not out
+        assert "the files of rank 1" in err or "files of rank(s) 1" in err, err
+
+
+def test_a_disk_is_gone_and_the_keeper_beside_it_lives(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What it holds in memory is all that is left of that host's part, and it is enough."""
+    expected = undisturbed(tmp_path_factory.getbasetemp() / "two-fsdp", 2, "fsdp")
+    job = Hosts(folder, 2, "fsdp", method="lazy", tiers=[])
+    job.until_killed(6, 4)
+    shutil.rmtree(job.run(1))
+    for rank, lines in enumerate(job.to_the_end()):
+        assert lines[0]["resumed"] == 4
+        assert lines[0]["reads"] == [[0, "memory"], [1, "memory"]]
+        found = {one["step"]: one["digest"] for one in lines if "step" in one}
+        assert found == {at: expected[rank][at]["digest"] for at in (5, 6, 7)}

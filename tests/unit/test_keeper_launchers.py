@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everstep.keeper.registry import list_keepers
-from everstep.seams.processes import process_gone
+from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer
 from tests.unit.test_keeper_process import PRELUDE, finish
 from tests.unit.world import TIMEOUT_S
@@ -41,11 +41,11 @@ say(digest=digest())
 
 
 @pytest.fixture(autouse=True)
-def no_keeper_stays() -> Any:
+def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Nor is there one of another test, which had still to end."""
+    end_keepers(tmp_path_factory.getbasetemp())
     yield
-    for keeper in list_keepers():
-        os.kill(keeper.pid, signal.SIGKILL)
-        assert process_gone(keeper.pid, TIMEOUT_S)
+    end_keepers(tmp_path_factory.getbasetemp())
 
 
 def script(folder: Path, ending: str) -> Path:

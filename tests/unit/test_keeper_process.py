@@ -5,7 +5,6 @@ run."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import textwrap
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from everstep.keeper.registry import list_keepers
 from everstep.seams import failpoints
 from everstep.seams.processes import process_gone
+from tests.keepers import end_keepers
 from tests.trainers import Popen, Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
 
@@ -96,11 +96,11 @@ def keepers_gone() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_keeper_stays() -> Any:
+def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Nor is there one of another test, which had still to end."""
+    end_keepers(tmp_path_factory.getbasetemp())
     yield
-    for keeper in list_keepers():
-        os.kill(keeper.pid, signal.SIGKILL)
-        assert process_gone(keeper.pid, TIMEOUT_S)
+    end_keepers(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import operator
 import os
 import threading
 from collections.abc import Iterator
@@ -527,6 +528,34 @@ def test_an_arena_that_cannot_be_made_is_refused_in_words(b: Bench) -> None:
     assert answer[0]["kind"] == "refused"
     assert isinstance(error_from_wire(answer[0]["error"]), OutOfSpaceError)
     assert one.hear("replaced") == []
+    assert not b.over()
+    one.die()
+    b.turn(2)
+    late = b.guest()
+    late.send({"kind": "attach", "protocol": PROTOCOL, "arena_bytes": 1 << 62, "timeout_s": 1.0})
+    b.turn(2)
+    assert not b.over(), "it has served somebody, who may come back"
+
+
+def test_a_keeper_that_never_served_ends_when_it_has_no_memory(b: Bench) -> None:
+    """It would wait for a trainer with the limits that it was started with, and whoever comes
+    with other ones would hear the same."""
+    guest = b.guest()
+    guest.send({"kind": "attach", "protocol": PROTOCOL, "arena_bytes": 1 << 62, "timeout_s": 1.0})
+    b.turn(2)
+    answer = guest.receive(0.0)
+    assert answer is not None
+    assert isinstance(error_from_wire(answer[0]["error"]), OutOfSpaceError)
+    assert b.over()
+
+
+def test_a_keeper_that_is_attached_to_stays_when_another_asks_too_much(b: Bench) -> None:
+    one = b.trainer()
+    guest = b.guest()
+    guest.send({"kind": "attach", "protocol": PROTOCOL, "arena_bytes": 1 << 62, "timeout_s": 1.0})
+    b.turn(2)
+    assert not b.over()
+    one.serve()
 
 
 def test_whoever_has_started_it_finds_it_there(run_folder: Path) -> None:
@@ -707,7 +736,9 @@ def test_an_error_is_told_once_with_its_step_and_before_the_end(
 
         d.until(heard)
         kinds = [m["kind"] for m in one.listen() if m["kind"] in ("failed", "error", "done")]
-        assert kinds == ["failed", "error", "done"] * number
+        assert kinds[2::3] == ["done"] * number
+        for told in range(0, len(kinds), 3):  # by different threads: whichever comes first
+            assert sorted(kinds[told : told + 2]) == ["error", "failed"]
         error = error_from_wire(one.hear("error")[-1]["error"])
         assert isinstance(error, OutOfSpaceError)
         assert error.step == number
@@ -816,7 +847,8 @@ def test_trainers_that_come_and_go_leave_nothing_behind(b: Bench, rounds: int) -
         b.connections.clear()
         if number == 4:
             before = footprint()
-    assert footprint() == before
+    now = footprint()
+    assert all(map(operator.le, now, before)), (now, before)  # what other tests left may go
 
 
 # --- Several ranks ----------------------------------------------------------------------

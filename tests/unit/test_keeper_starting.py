@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.errors import KeeperError
+from everstep.errors import KeeperError, KeeperTimeoutError, OutOfSpaceError
 from everstep.keeper import keepers as keepers_module
+from everstep.keeper.attach import attach
 from everstep.keeper.keepers import Keepers
-from everstep.options import validate_options
+from everstep.options import KeeperOptions, validate_options
 from everstep.recover.held import Recalled
-from everstep.seams import Seams
+from everstep.seams import Seams, SystemClock
 from tests.unit.test_together import resume, train
 from tests.unit.together import on_all, trainings
 
@@ -49,7 +50,7 @@ def keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keepers:
     given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
     options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
     about: Any = options, Seams(), tmp_path, "run", None, None, 4096
-    monkeypatch.setattr(keepers_module, "CapturePool", lambda arena: None)
+    monkeypatch.setattr(keepers_module, "CapturePool", lambda arena, lost: None)
     monkeypatch.setattr(keepers_module, "is_there", lambda run, run_id, rank: False)
     return Keepers(*about)
 
@@ -154,3 +155,30 @@ def test_no_timeline_is_opened_on_a_rank_without_a_keeper_and_others_hear_why(
     assert not (runs[1] / "timeline-00002").exists()
     with trainings(*runs) as ranks:
         assert [one.step for one in resume(ranks)] == [2, 2]
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_memory_that_a_keeper_of_before_cannot_have(
+    lives: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has the limits of the process that started it, and not those of this one."""
+    calls: list[float] = []
+
+    def connect(key: str, *, timeout_s: float) -> Any:
+        calls.append(timeout_s)
+        if not lives and len(calls) == 1:
+            raise KeeperTimeoutError("none")
+
+    def met(*args: Any) -> Any:
+        raise OutOfSpaceError("no memory", hint="a smaller budget")
+
+    where = "everstep.keeper.attach"
+    monkeypatch.setattr(f"{where}.connect", connect)
+    monkeypatch.setattr(f"{where}.spawn_keeper", lambda _: None)
+    monkeypatch.setattr(f"{where}._met", met)
+    about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
+    with pytest.raises(OutOfSpaceError) as caught:
+        attach(*about, timeout_s=1.0)
+    hint = str(caught.value.hint)
+    assert hint.startswith("a smaller budget")
+    assert ("everstep stop" in hint) == lives

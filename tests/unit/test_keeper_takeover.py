@@ -283,13 +283,18 @@ def test_one_that_fails_to_take_over_disturbs_nobody(served: Bench) -> None:
     second = opened(served.run, World(width=31))
     with pytest.raises(MismatchError):
         second.resume()
+    until(lambda: first._keepers.lost is not None)
     with pytest.warns(RuntimeWarning, match=RELOST):
         stepped(first, world)
     wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
+    lost = second._keepers._remote
+    assert lost is not None
+    until(lambda: lost.lost is not None)
     with pytest.raises(MismatchError):
         second.resume()  # it tries again, and replaces the first one again
     second.close()
+    until(lambda: first._keepers.lost is not None)
     with pytest.warns(RuntimeWarning, match=RELOST):
         wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
@@ -308,6 +313,7 @@ def test_one_that_takes_over_fences_the_other_off(served: Bench, policy: Any) ->
     second = opened(served.run, other, keep=1)
     assert second.resume().step == 1
     assert other.snapshot() == wanted
+    until(lambda: first._keepers.lost is not None)
     for _ in range(3):  # again and again: it may not go on unnoticed
         if policy == "raise":
             with pytest.raises(FencedError, match="timeline 2 has taken the run over"):

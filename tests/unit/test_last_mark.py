@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,19 @@ import pytest
 import torch
 
 from everstep import Checkpointer, KeeperOptions, LogOptions
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    NonFiniteError,
+    OutOfSpaceError,
+    StorageError,
+)
+from everstep.keeper.channel import BackgroundChannel
 from everstep.recover.report import Recovery
+from everstep.seams import ManualClock, Seams, SystemClock
+from tests.unit.following import until
+from tests.unit.test_checkpointer_faults import no_space
+from tests.unit.world import HookedFileSystem, raising
 
 STEPS = 7
 WITHIN: dict[str, Callable[[Any], None]] = {
@@ -135,3 +148,64 @@ def test_a_resume_is_a_mark_too(run_folder: Path) -> None:
     recovery, found = resumed(run_folder)
     assert (recovery.step, recovery.source) == (STEPS, "disk")
     assert same(found, wanted)
+
+
+@pytest.mark.parametrize("then", ["go on", "close", "leave"])
+def test_a_step_that_has_a_failure_to_tell_of_is_over_all_the_same(
+    then: str, run_folder: Path
+) -> None:
+    """The base of step 5 fails, and step 6 says so: that one is in the log, or in a last base."""
+    fs = HookedFileSystem(raising(no_space(), "write", f"*/{5:012}/*.safetensors.tmp"))
+    it, seams = Training(), Seams(filesystem=fs, clock=SystemClock())
+    ckpt = it.opened(run_folder, keeper=KeeperOptions(process=False), seams=seams)
+    ckpt.resume()
+    for _ in range(5):
+        it.train()
+        ckpt.step()
+    ckpt._saver.finish_captures()
+    until(lambda: bool(ckpt._channel._errors))
+    it.train()
+    with pytest.raises(OutOfSpaceError), contextlib.ExitStack() as stack:
+        if then == "leave":
+            stack.push(ckpt)
+        ckpt.step()
+    wanted = it.seen()
+    if then == "go on":
+        it.train()
+        ckpt.step()
+        assert ckpt.stats().log_holes == 0
+        ckpt.rewind(6)
+        assert same(it.seen(), wanted)
+    ckpt.close()
+    recovery, found = resumed(run_folder)
+    assert recovery.step == 6
+    assert same(found, wanted)
+
+
+def test_failures_are_told_one_at_a_time_and_none_is_lost() -> None:
+    channel, done = BackgroundChannel("raise", ManualClock(), progress_timeout_s=9.0), []
+    first, second = OutOfSpaceError("first"), StorageError("second")
+
+    def told(of: EverstepError, then: BaseException | None = None) -> None:
+        with pytest.raises(type(then or of)) as caught, channel.told_last():
+            done.append(1)
+            if then is not None:
+                raise then
+        assert caught.value is (then or of)
+
+    channel.post(first)
+    channel.post(second)
+    told(first, then=KeyboardInterrupt())
+    told(first)
+    told(second)
+    assert len(done) == 3, "each time to its end"
+    for other in (DeadlineError("it hangs"), NonFiniteError("of no use")):
+        channel.post(first)
+        channel.post(other)
+        with pytest.raises(type(other)), channel.told_last():
+            done.append(1)
+        assert len(done) == 3, "that is said before"
+        told(first)
+        done.pop()
+    with channel.told_last():
+        pass

@@ -22,7 +22,7 @@ from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.keeper.saver import Saver
 from tests.trainers import run_trainer, whole_lines
-from tests.unit.lanes import held
+from tests.unit.lanes import gives_up_soon, held
 from tests.unit.world import TIMEOUT_S, Gate, assert_same, freeze, opened
 
 __all__ = ["held"]  # a fixture
@@ -353,16 +353,19 @@ def test_two_optimizers_each_wait_for_their_own(held: Gate, run_folder: Path) ->
     assert freeze({"one": one.state_dict(), "two": two.state_dict()}) == wanted
 
 
-def test_a_copy_that_hangs_does_not_hang_training(held: Gate, run_folder: Path) -> None:
+def test_a_copy_that_hangs_does_not_hang_training(
+    held: Gate, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """I11: the base is lost, training is not."""
     world = World()
-    with opened(
-        run_folder, world.state, method="lazy", progress_timeout_s=0.05, on_failure="warn"
-    ) as ckpt:
+    options: dict[str, Any] = {"progress_timeout_s": TIMEOUT_S, "on_failure": "warn"}
+    with opened(run_folder, world.state, method="lazy", **options) as ckpt:
         ckpt.step()
         save = ckpt.save()
         world.backward()
-        world.optimizer.step()
+        with monkeypatch.context() as impatient:
+            gives_up_soon(impatient, TIMEOUT_S)
+            world.optimizer.step()
         assert isinstance(save.durable.exception(TIMEOUT_S), EverstepError)
         held.open()
         with pytest.warns(RuntimeWarning):
@@ -382,7 +385,7 @@ def test_a_forked_child_waits_for_no_copy(
         ckpt.save()
         child = threading.Thread(target=ckpt.before_update, daemon=True)
         with monkeypatch.context() as forked:
-            forked.setattr(ckpt, "_check_updating", lambda: None)
+            forked.setattr(ckpt, "_check_open", lambda: None)
             forked.setattr(os, "getpid", lambda: -1)
             child.start()
             child.join(TIMEOUT_S / 4)
@@ -467,20 +470,19 @@ def test_memory_for_the_first_base_is_taken_behind_a_resume(run_folder: Path) ->
         assert pool.touched_bytes >= size_bytes // 2 + 1  # without the header
 
 
-def test_the_deadline_error_is_reported(held: Gate, run_folder: Path) -> None:
+def test_the_deadline_error_is_reported(
+    held: Gate, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World()
     reported: list[EverstepError] = []
-    with opened(
-        run_folder,
-        world.state,
-        method="lazy",
-        progress_timeout_s=0.05,
-        on_failure=reported.append,
-    ) as ckpt:
+    options: dict[str, Any] = {"progress_timeout_s": TIMEOUT_S, "on_failure": reported.append}
+    with opened(run_folder, world.state, method="lazy", **options) as ckpt:
         ckpt.step()
         ckpt.save()
         world.backward()
-        world.optimizer.step()
+        with monkeypatch.context() as impatient:
+            gives_up_soon(impatient, TIMEOUT_S)
+            world.optimizer.step()
         held.open()
         ckpt.wait()
     assert any(isinstance(error, DeadlineError) for error in reported), reported

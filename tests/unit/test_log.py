@@ -17,7 +17,7 @@ from everstep.keeper.pool import CapturePool
 from everstep.options import LogOptions
 from everstep.seams.failpoints import arm
 from tests.unit.serving import Bench, die, serving
-from tests.unit.world import forget
+from tests.unit.world import TIMEOUT_S, forget
 
 DENSE = everstep.Method(base="lazy", log="dense")
 ON_DISK = LogOptions(to="disk", batch_steps=2)
@@ -138,6 +138,44 @@ def test_killed_again_and_again(served: Bench) -> None:
         assert world.snapshot() == reference[step]
         reference |= run_steps(ckpt, world, number)
         step += number
+    ckpt.close()
+
+
+class Averaged(World):
+    """Weights are averaged in place, in tensors that are plain data of the state."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        self.state["average"] = [p.detach().clone() for p in self.model.parameters()]
+
+    def train(self) -> None:
+        super().train()
+        with torch.no_grad():
+            for average, parameter in zip(
+                self.state["average"], self.model.parameters(), strict=True
+            ):
+                average.lerp_(parameter, 0.1)
+
+    def snapshot(self) -> dict[str, bytes]:
+        averages = enumerate(self.state["average"])
+        return super().snapshot() | {f"average {n}": t.numpy().tobytes() for n, t in averages}
+
+
+def test_training_does_not_write_into_the_log_that_it_came_back_from(served: Bench) -> None:
+    """Where it is killed again in its first step, that log is needed once more."""
+    world: World = Averaged()
+    ckpt = opened(served.run, world, every=100)
+    ckpt.resume()
+    states = run_steps(ckpt, world, 3)
+    for life in (2, 3):
+        ckpt._saver.finish_captures()
+        die(ckpt)
+        world = Averaged(seed=life)
+        ckpt = opened(served.run, world, every=100)
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.base_step, recovery.exact) == (3, 1, True), recovery
+        assert world.snapshot() == states[3]
+        world.train()
     ckpt.close()
 
 
@@ -325,6 +363,22 @@ def test_a_rewind_undoes_gradients_that_were_not_finite(run_folder: Path) -> Non
         assert world.snapshot() == states[3]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rewind_leaves_nothing_of_a_backward_that_no_update_consumed(
+    run_folder: Path, set_to_none: bool
+) -> None:
+    """The loop has seen the loss, and goes back at once: what it would have added its next
+    gradients to is not of that step."""
+    world = World(set_to_none=set_to_none)
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 7)
+        world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
+        ckpt.rewind(5)
+        assert world.snapshot() == states[5]
+        assert run_steps(ckpt, world, 2) == {step: states[step] for step in (6, 7)}
+
+
 def test_a_step_does_not_wait_for_memory_of_bases(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +387,7 @@ def test_a_step_does_not_wait_for_memory_of_bases(
 
     def warm(pool: CapturePool, size_bytes: int) -> None:
         threads.append(threading.current_thread())
-        in_time.append(stepped.wait(5))
+        in_time.append(stepped.wait(TIMEOUT_S))
 
     monkeypatch.setattr(CapturePool, "warm", warm)
     world = World()
@@ -380,7 +434,8 @@ def test_a_base_that_nothing_else_leads_to_is_waited_for(
         ckpt.resume()
         run_steps(ckpt, world, first)
         ckpt.wait()
-        arm("capture.before_captured", lambda name: before.append(not stepped.wait(0.5)))
+        wait_s = 0.5 if waits else TIMEOUT_S
+        arm("capture.before_captured", lambda name: before.append(not stepped.wait(wait_s)))
         if then is not None:
             then(world)
         run_steps(ckpt, world, 1)

@@ -83,6 +83,11 @@ def day_bytes(tmp_path_factory: pytest.TempPathFactory) -> float:
     with run:
         run.train(FIRST_STEPS + 1)
         forecast = run.ckpt.stats().forecast_bytes_per_day
+        keeper = run.ckpt._keeper
+        assert isinstance(keeper, LocalKeeper)
+        assert keeper.records is not None
+        keeper.records.settle(TIMEOUT_S)
+        run.train(1)  # what was written is counted when more comes
         assert run.ckpt.stats().log_written_bytes > 0
     assert forecast is not None
     return forecast

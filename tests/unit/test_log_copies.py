@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from everstep.format.header import ShardIdentity
 from everstep.keeper import copies as copies_module
 from everstep.keeper import job as job_module
 from everstep.keeper.duties import Duties
+from everstep.keeper.log import LogStore
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.parts import _refuse_lossy_replicas
@@ -46,7 +47,7 @@ from tests.unit.test_log_together import die as all_die
 from tests.unit.test_tiers_mirror import contents, put, wait_for
 from tests.unit.test_together import resume, train
 from tests.unit.together import RankTraining, trained, trainings
-from tests.unit.world import TIMEOUT_S, forget
+from tests.unit.world import TIMEOUT_S, HookedFileSystem, forget
 
 __all__ = ["store"]  # a fixture
 
@@ -63,22 +64,27 @@ def trained_with_copies(
         disk: its folder is left, too, with a log in it, one segment for each step.
     """
     options, more = TierOptions(str(copies), **place), ON_DISK if disk else {}
-    with serving(run) as bench:
+
+    def took(step: int) -> bool:
+        return duties.mirrors is not None and all(
+            (one._last or 0) >= step for one in duties.mirrors._logs
+        )
+
+    def hook(op: str, path: PurePath) -> None:
+        """A base lets go of the memory of the steps before it: not before they were taken."""
+        of_base = path.is_relative_to(run) and path.parent.parent.name == "base"
+        if op == "create" and path.suffix == ".tmp" and of_base:
+            assert wait_for(lambda: took(int(path.parent.name)))
+
+    with serving(run, filesystem=HookedFileSystem(hook)) as bench:
+        duties = bench.server._duties
         world = World()
         ckpt = opened(run, world, tiers=[options], **more)
         ckpt.resume()
-        duties = bench.server._duties
-
-        def took(step: int) -> bool:
-            return duties.mirrors is not None and all(
-                one._last == step for one in duties.mirrors._logs
-            )
-
         states: dict[int, dict[str, bytes]] = {}
         for step in range(1, STEPS + 1):
             states |= run_steps(ckpt, world, 1)
             ckpt._saver.finish_captures()
-            # Before a base lets go of its memory: a busy machine may take a while.
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
         mirrors = duties.mirrors
         assert mirrors is not None
@@ -240,11 +246,22 @@ def test_a_lossy_log_is_listed_measured_and_restored_as_what_it_is(
     assert not restored["exact"], restored
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "the last step is still arriving"])
 def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """Its keeper finds the new timeline in the place before it hears of it."""
     gate, shut_out, entered = threading.Event(), threading.Event(), threading.Event()
+    paused = threading.Event()
+
+    def pause(self: LogMirror) -> None:
+        pauses(self)
+        paused.set()
+
+    def arrive(self: LogStore, item: Any) -> None:
+        if late and (item.head.kind, item.head.step) == ("mark", 3):
+            paused.wait(0.5)  # it is a step that was over before
+        arrives(self, item)
 
     def check_late(self: CopyPlace) -> None:
         """The copy of the log waits before it looks at the fence."""
@@ -274,10 +291,12 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
         return number
 
     failed, passed_on, opens = LogMirror._fail, Duties.pass_on, resume_module.open_timeline
-    checked = CopyPlace.check_fence
+    checked, pauses, arrives = CopyPlace.check_fence, LogMirror.pause, LogStore._arrive
     with serving(run_folder):
         world = World()
         monkeypatch.setattr(CopyPlace, "check_fence", check_late)
+        monkeypatch.setattr(LogMirror, "pause", pause)
+        monkeypatch.setattr(LogStore, "_arrive", arrive)
         place = TierOptions(str(tmp_path / "copies"), log="whole", log_steps=1)
         ckpt = opened(run_folder, world, every=100, tiers=[place])
         ckpt.resume()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.errors import EverstepError, RecoveryError
+from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.keeper import recorder as recording
 from everstep.keeper.recorder import Recorder
 from everstep.options import LogOptions
@@ -133,8 +133,11 @@ def test_whatever_fails_once(
     check(run_folder, states, {3} - bases if holes else set(), World(seed=9))
 
 
-def test_a_step_that_ends_in_an_error_makes_a_base_due(run_folder: Path) -> None:
-    """What failed in the background is raised by a step, which then has no mark."""
+@pytest.mark.parametrize(("kind", "without"), [(StorageError, set()), (EverstepError, {3})])
+def test_a_step_that_ends_in_an_error_makes_a_base_due(
+    kind: type[EverstepError], without: set[int], run_folder: Path
+) -> None:
+    """What storage failed at is raised when a step is over; all else before its mark."""
     world, states = World(), {}
     with opened(run_folder, world) as ckpt:
         ckpt.resume()
@@ -142,13 +145,13 @@ def test_a_step_that_ends_in_an_error_makes_a_base_due(run_folder: Path) -> None
         for step in range(1, STEPS + 1):
             world.train()
             if step == 3:
-                ckpt._channel.post(EverstepError("as the test wants it"))
-                with pytest.raises(EverstepError, match="as the test wants it"):
+                ckpt._channel.post(kind("as the test wants it"))
+                with pytest.raises(kind, match="as the test wants it"):
                     ckpt.step()
             else:
                 ckpt.step()
             states[step] = world.snapshot()
-    check(run_folder, states, {3}, World(seed=9))
+    check(run_folder, states, without, World(seed=9))
 
 
 def test_a_record_that_is_late_goes_to_no_other_keeper(

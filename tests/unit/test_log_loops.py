@@ -188,6 +188,35 @@ def test_the_same_bits(run_folder: Path, one_step: Step, fused: bool, replayed: 
     assert recovery.replayed == replayed
 
 
+def test_parameters_in_another_order_of_memory(run_folder: Path) -> None:
+    """A fused kernel goes through parameters, gradients and moments as they lie."""
+
+    def turned() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = world()
+        for layer in model:  # type: ignore[attr-defined]
+            layer.weight = nn.Parameter(layer.weight.detach().t())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    model, optimizer = turned()
+    states = {}
+    with opened(run_folder, model, optimizer) as ckpt:
+        ckpt.resume()
+        for step in range(1, STEPS + 1):
+            gradients(step, model)
+            optimizer.step()
+            ckpt.step()
+            states[step] = snapshot(model, optimizer)
+    model, optimizer = turned()
+    with opened(run_folder, model, optimizer) as ckpt:
+        recovery = ckpt.resume(step=4)
+        assert snapshot(model, optimizer) == states[4]
+        assert (recovery.exact, recovery.replayed) == (True, 3)
+        for step in (5, 6):
+            gradients(step, model)
+            optimizer.step()
+            assert snapshot(model, optimizer) == states[step]
+
+
 def test_groups_of_the_first_step(run_folder: Path) -> None:
     """Of a timeline: what they were before, no mark of it tells."""
     model, optimizer = world()

@@ -3,7 +3,6 @@ every bit of every entry is that of a training that nobody disturbed (I8, I9).""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -17,13 +16,12 @@ import torch
 import everstep
 from everstep.capture.batches import Batch, run_batch
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
-from everstep.keeper.registry import list_keepers
 from everstep.seams import Seams
-from everstep.seams.processes import process_gone
 from tests.conftest import SEED
+from tests.keepers import end_keepers
 from tests.unit.matrix import CASES, LOOPS, MOMENTS, STEPS, Case, Loop, Said, World, workers
 from tests.unit.serving import Bench, die, serving
-from tests.unit.world import TIMEOUT_S, forget
+from tests.unit.world import forget
 
 Runner = Callable[..., tuple[int, Said]]
 
@@ -89,12 +87,16 @@ def differing(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
     return sorted(n for n in {*found, *wanted} if found.get(n) != wanted.get(n))
 
 
+@pytest.mark.parametrize("zeroed", ["", " zeroed"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_in_a_training_with_every_trap(name: str, served: Bench) -> None:
-    """The trainer's end is simulated here: its keeper sees no difference."""
-    case, loop = CASES[name], LOOPS["all"]
+def test_every_row_in_a_training_with_every_trap(name: str, zeroed: str, served: Bench) -> None:
+    """The trainer's end is simulated here: its keeper sees no difference.
+
+    Gradients that are zeroed in place update what is frozen, too; so will they behind the kill.
+    """
+    case, loop = CASES[name], LOOPS[f"all{zeroed}"]
     wanted = states_of(case, loop)
-    last = draws(name).randint(2, STEPS - 1)
+    last = draws(name + zeroed).randint(2, STEPS - 1)
     world = World(case, loop)
     ckpt = opened(served.run, world)
     ckpt.resume()
@@ -127,11 +129,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 @pytest.fixture(autouse=True)
-def no_keeper_stays() -> Iterator[None]:
+def no_keeper_stays(tmp_path: Path) -> Iterator[None]:
     yield
-    for keeper in list_keepers():
-        os.kill(keeper.pid, signal.SIGKILL)
-        assert process_gone(keeper.pid, TIMEOUT_S)
+    end_keepers(tmp_path)
 
 
 def killed(run: Path, runner: Runner, loop: str, case: str | None, times: int) -> None:
@@ -171,7 +171,7 @@ QUICK = "AdamW-fused"
 )
 def test_every_row_is_killed(case: str, run_folder: Path, runner: Runner) -> None:
     """With every trap in its training."""
-    killed(run_folder, runner, "all", case, 2 if case == QUICK else 1)
+    killed(run_folder, runner, "all zeroed", case, 2 if case == QUICK else 1)
 
 
 @pytest.mark.slow

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import everstep
 from everstep.capture.multistep import Unit, cut_parts
+from everstep.replay.blocked import Blocked
 from everstep.seams import Seams
 from tests.unit.following import opened, run_steps, steps_on_disk
-from tests.unit.matrix import CASES, LOOPS
+from tests.unit.matrix import CASES, LOOPS, snapshot_of
 from tests.unit.matrix import World as MatrixWorld
 from tests.unit.serving import Bench, serving
 from tests.unit.test_matrix_kills import LateLane
@@ -124,6 +126,42 @@ def test_parameters_of_all_kinds_and_two_optimizers(overlap: bool, served: Bench
     check(served, Odd, over(4, overlap=overlap))
 
 
+class Compressed:
+    """Training consumes a tenth of each gradient of so many elements."""
+
+    def __init__(self, dense_below: int, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        compressor = everstep.compress.Compressor(
+            self.optimizer, ratio=0.1, dense_below=dense_below
+        )
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "compressor": compressor,
+        }
+
+    def train(self) -> None:
+        """One step."""
+        self.model(torch.randn(5, 6)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def snapshot(self) -> dict[str, str]:
+        """Digest of every part."""
+        return snapshot_of(self.state)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("dense_below", [0, 1000], ids=["all", "the large ones"])
+def test_gradients_that_training_consumes_compressed(
+    dense_below: int, overlap: bool, served: Bench
+) -> None:
+    method = over(3, overlap=overlap)
+    check(served, lambda *, seed: Compressed(dense_below, seed=seed), method)
+
+
 def test_a_resumed_training_goes_on_as_if_nothing_had_been(served: Bench) -> None:
     make = matrix("AdamW-foreach", "all")
     check(served, make, over(3), steps=7)
@@ -136,6 +174,23 @@ def test_a_resumed_training_goes_on_as_if_nothing_had_been(served: Bench) -> Non
     for _ in range(STEPS):
         wanted.train()
     assert found[STEPS] == wanted.snapshot()
+
+
+def test_threads_share_the_work_of_making_it_whole(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the keeper: half of as many as there are cores."""
+    seen: list[int] = []
+
+    class Noted(Blocked):
+        def __init__(self, *about: Any, threads: int, **options: Any) -> None:
+            seen.append(threads)
+            super().__init__(*about, threads=threads, **options)
+
+    monkeypatch.setattr("everstep.replay.engine.Blocked", Noted)
+    monkeypatch.setattr("everstep.keeper.keepers.available_cores", lambda: range(6))
+    check(served, matrix("AdamW-fused", "norm"), over(3))
+    assert set(seen) == {3}
 
 
 def test_what_each_base_has_cost_is_told(served: Bench) -> None:

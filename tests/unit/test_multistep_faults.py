@@ -238,7 +238,7 @@ def test_where_no_step_follows_a_base_of_one_step_takes_the_place_of_a_lost_one(
 def test_a_lost_base_is_not_taken_again_of_another_state(after: str, served: Bench) -> None:
     """Whatever has begun since belongs to no step, or to another."""
     reported: list[EverstepError] = []
-    world = World()
+    world = World(to_none=False)
     ckpt = start(served, world, over(6), on_failure=reported.append)
     run_steps(ckpt, world, 1)
     behind_its_back(world)
@@ -248,8 +248,8 @@ def test_a_lost_base_is_not_taken_again_of_another_state(after: str, served: Ben
     states: dict[int, Any] = {}
     if after == "a forward":
         world.model(torch.randn(8, 5))
-    elif after == "an update":
-        world.train()
+    elif after == "an update":  # without a forward: nothing but what the optimizer owns changes
+        world.optimizer.step()
     elif after == "a step":
         states = run_steps(ckpt, world, 1)
     else:
@@ -340,6 +340,32 @@ def test_interrupted_while_another_keeper_takes_over(
     ckpt.close()
     assert steps_on_disk(served.run) == [4]
     assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+@pytest.mark.parametrize("method", ["lazy", "logged", over(3)], ids=["lazy", "logged", "gockpt"])
+@pytest.mark.parametrize("begun", [True, False], ids=["within a step", "between steps"])
+def test_what_was_lost_with_a_keeper_is_not_taken_of_half_a_step(
+    begun: bool, method: Any, served: Bench
+) -> None:
+    """Training leaves with an error, in a forward perhaps, and another keeper is there."""
+    world = World()
+    ckpt = opened(served.run, world, method=method)
+    states = run_steps(ckpt, world, 2)
+    lost = ckpt._keepers.current
+    lost._connection._stream.shutdown()  # type: ignore[union-attr]
+    lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
+
+    def leave() -> None:
+        with ckpt:
+            if begun:
+                world.model(torch.randn(8, 5))
+            raise ValueError("of the loop")
+
+    with pytest.warns(RuntimeWarning, match="the keeper"), pytest.raises(ValueError, match="loop"):
+        leave()
+    found = steps_on_disk(served.run)
+    assert all(restored(served.run, World(seed=9), step) == states[step] for step in found)
+    assert (2 in found) is (method == "logged" and not begun)
 
 
 def test_save_is_of_this_very_step_and_takes_no_other(served: Bench) -> None:
@@ -756,7 +782,7 @@ def test_a_gradient_that_a_parameter_had_seen_already_is_not_applied_again(
     ckpt.close()
     if noticing:
         assert isinstance(error, AuditError)
-        assert steps_on_disk(served.run) == []
+        assert restored(served.run, World(seed=9), 4) == states[4]  # taken by close()
     else:
         assert error is None
         assert restored(served.run, World(seed=9), 4) != states[4], "this test cannot fail"
@@ -950,6 +976,49 @@ def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_
     assert "was written to while it was being copied" in reported[0].message
     assert report_of(ckpt).abandoned == 1
     assert ckpt._multistep._updates.waits  # type: ignore[union-attr]
+    (step,) = steps_on_disk(served.run)
+    assert restored(served.run, World(seed=9), step) == states[step]
+
+
+def by_hand(world: World) -> None:
+    for parameter in world.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+
+def by_its_layers(world: World) -> None:
+    """Which are no values of the state, so nothing is in the place of their method."""
+    for layer in world.model:
+        layer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("zero", [by_hand, by_its_layers])
+@pytest.mark.parametrize("last", [False, True], ids=["within", "in the last step"])
+def test_a_loop_that_zeroes_gradients_in_its_own_way_is_a_good_loop(
+    last: bool, zero: Callable[[World], None], held: Gate, served: Bench
+) -> None:
+    """The base begins anew; that is said, and never raised."""
+    held.open()
+    world = World()
+    ckpt = start(served, world, over(2 if last else 3, overlap=True))
+    save = ckpt._multistep._last  # type: ignore[union-attr]
+    assert save is not None
+    world.backward()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    HeldLane.gate = gate = Gate()
+    world.optimizer.step()
+    zero(world)
+    if last:
+        ckpt.step()
+        gate.open()
+        assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
+    else:
+        gate.open()
+        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    with pytest.warns(RuntimeWarning, match="was written to while it was being copied"):
+        ckpt.step()
+    states = run_steps(ckpt, world, 4)
+    ckpt.close()
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
 
@@ -1195,6 +1264,9 @@ def test_what_a_keeper_cannot_repeat_is_refused_at_once(run_folder: Path) -> Non
     world.state["optimizer"] = Own(world.model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedStateError, match="cannot follow 1 optimizer"):
         opened(run_folder, world, method="gockpt_o")
+    world.state["optimizer"] = torch.optim.SparseAdam(list(world.model.parameters()))
+    with pytest.raises(UnsupportedStateError, match="SparseAdam consumes sparse gradients"):
+        opened(run_folder, world, method="gockpt")
 
 
 def test_without_a_keeper_process_it_is_refused(run_folder: Path) -> None:

@@ -99,22 +99,25 @@ def test_ls_names_what_is_damaged(run: Path) -> None:
     assert invoke("inspect", run, "--timeline", 1).exit_code == 1
 
 
+@pytest.mark.parametrize("whole", [True, False])
 def test_a_segment_that_is_deleted_while_they_look_is_no_damage(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    whole: bool, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a process at work: the marker was read, and the data are gone."""
+    """By a process at work: the marker was read, and the data are gone, perhaps the folder too."""
     path = Path(segments_of(run)[1].path)
     real = everstep.recover.segments._heads
 
     def heads(filesystem: Any, where: Any, marker: Any) -> Any:
         if Path(where) == path and path.exists():
             shutil.rmtree(path)
+            if not whole:
+                path.mkdir()
         return real(filesystem, where, marker)
 
     monkeypatch.setattr(everstep.recover.segments, "_heads", heads)
     kept = shutil.copytree(path, run.parent / "kept")
     assert document("ls", run)["ok"]
-    shutil.copytree(kept, path)
+    shutil.copytree(kept, path, dirs_exist_ok=True)
     assert invoke("inspect", run, "--timeline", 1).exit_code == 0
 
 

@@ -165,10 +165,10 @@ def test_a_keepers_port_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 def test_whoever_never_says_the_session_is_let_go(
     boxes: list[PeerMailbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_STRANGER_S", 0.1)
     opened(boxes, "s", "s")
     boxes[1].send(0, b"well")
     assert boxes[0].receive(DEADLINE_S) == b"well"
+    monkeypatch.setattr(peers, "_STRANGER_S", 0.1)
     with socket.create_connection(boxes[0].address, DEADLINE_S) as silent:
         silent.settimeout(DEADLINE_S)
         assert silent.recv(1) == b""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.errors import DeadlineError, OptionError, OutOfSpaceError
+from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpaceError
 from everstep.keeper.preemption import Preempting, any_rank, asks_ranks
 from everstep.options import Preemption
 from everstep.seams import ManualClock
@@ -457,12 +457,14 @@ def test_ranks_end_at_the_same_step() -> None:
     assert saves[0].timeouts_s == [25.0]
 
 
+@pytest.mark.parametrize(("kind", "last"), [(DeadlineError, 4), (OutOfSpaceError, 3)])
 def test_a_rank_whose_step_fails_has_asked_the_others(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[EverstepError], last: int, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or they would get the next collective call of its training for an answer."""
+    """Or they would get the next collective call of its training for an answer. A step that only
+    tells of a failure is over all the same, and may be the last."""
     asked: list[bool] = []
-    live = {"n": [4], "t": torch.full((2,), 4.0)}
+    live = {"n": [last], "t": torch.full((2,), float(last))}
 
     def others(mine: bool) -> bool:
         asked.append(mine)
@@ -473,15 +475,16 @@ def test_a_rank_whose_step_fails_has_asked_the_others(
         ckpt.resume()
         ckpt.step()
         for number in (2, 3):
-            ckpt._channel.post(OutOfSpaceError("full"))
-            with pytest.raises(OutOfSpaceError):
+            ckpt._channel.post(kind("as the test wants it"))
+            with pytest.raises(kind):
                 ckpt.step()
             assert asked == [False] * number
-        assert not ckpt.preempted, "its step had no end"
-        ckpt.step()
+        if last == 4:
+            assert not ckpt.preempted, "its step had no end"
+            ckpt.step()
         assert ckpt.preempted
     assert asked == [False] * 3
-    assert saved_at(run_folder) == 4
+    assert saved_at(run_folder) == last
 
 
 def test_ranks_ask_each_other_over_the_process_group(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_step_whose_mark_never_came_is_not_applied(served: Bench) -> None:
     world.train()
     log = served.server._duties.logs.current
     assert log is not None
-    until(lambda: [r.head.lsn for r in log.records()][-1] == 3, "the update of step 3")
+    until(lambda: [r.head.lsn for r in log.records()][-1:] == [3], "the update of step 3")
     until_at(served, 2)
     assert not log.steps_behind(2, 2, 4)
     frozen = served.server._duties.replicas._replica.freeze()  # type: ignore[union-attr]
@@ -249,6 +249,9 @@ def test_what_is_due_meanwhile_is_taken_once_behind_it(run_folder: Path) -> None
         run_steps(ckpt, world, 1)
         assert gate.reached.wait(20)
         run_steps(ckpt, world, 5)
+        replica = bench.server._duties.replicas._replica
+        assert replica is not None
+        until(lambda: any(ask.step == 7 for ask in replica._wanted.asks), "the last of them")
         gate.open()
         ckpt.wait()
         assert steps_on_disk(run_folder) == [1, 2, 7]
@@ -310,7 +313,7 @@ def test_a_damaged_record_is_not_applied_and_a_new_base_is_taken(run_folder: Pat
         states = run_steps(ckpt, world, 3)
         log = bench.server._duties.logs.current
         assert log is not None
-        log.settle(20)
+        until(lambda: log.steps == (2, 6) and not log.arriving, "all steps")
         (update,) = [r for r in log.records() if r.head.kind == "update" and r.head.step == 5]
         update.data[100] ^= 1
         gate.open()

@@ -110,14 +110,6 @@ def own_models(paths: tuple[Path, ...], **options: Any) -> Any:
     return replicas(*paths, **{**BASES, "apart": True, **options})
 
 
-def test_a_rank_that_sees_nothing_refuses_the_start(tmp_path: Path) -> None:
-    paths = folders(tmp_path, shared=False)
-    saved(paths)
-    shutil.rmtree(paths[1])
-    with replicas(*paths, **BASES) as ranks, pytest.raises(RecoveryError, match="rank 1"):
-        resume(ranks)
-
-
 def test_damage_to_what_is_left_is_noticed(tmp_path: Path) -> None:
     paths = folders(tmp_path, shared=False)
     saved(paths)

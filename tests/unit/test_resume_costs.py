@@ -33,7 +33,7 @@ from tests.unit.together import on_all, trainings
 
 @pytest.mark.parametrize(
     ("brought", "looks"),
-    [([], 2), ([SimpleNamespace(is_of=lambda inventory: False)], 3)],
+    [([], 2), ([SimpleNamespace(disk=False, is_of=lambda inventory: False)], 3)],
     ids=["nothing", "something"],
 )
 def test_a_rank_looks_again_where_something_has_come_from_peers(

@@ -78,7 +78,7 @@ def reached(
     """The oracle: walks from each base, step by step, along every timeline that goes on from it."""
     logged = {(t, step) for t, after, last in spans for step in range(after + 1, last + 1)}
     found = set()
-    todo = [(base.timeline, base.step, None) for base in bases]
+    todo = [(b.timeline, b.step, shapes.get((b.timeline, b.step), "a")) for b in bases]
     seen = set()
     while todo:
         at = todo.pop()
@@ -97,7 +97,7 @@ def reached(
                     younger.append(child)
         for one in nexts:
             there = shapes.get((one, step + 1), "a")
-            if (one, step + 1) in logged and shape in (None, there):
+            if (one, step + 1) in logged and shape == there:
                 todo.append((one, step + 1, there))
     return found & logged
 
@@ -143,7 +143,9 @@ def test_no_promised_step_is_lost(
     index = log_of(spans, shapes)
     promised = {(t, s) for t, after, last in spans for s in range(after + 1, last + 1) if s > floor}
     there: set[BaseId] = set()
-    for new in [first, *later]:
+    # Where the state begins to consist of something else, a base is taken.
+    changed = {BaseId(t, s + more) for t, s in odd for more in (0, 1)}
+    for new in [first | changed, *later]:
         there |= {base for base in new if base.timeline == 1 or base.step > tree[base.timeline][1]}
         before = reached(there, spans, tree, shapes) & promised
         going = sorted(there)[: max(0, len(there) - keep)]
@@ -152,6 +154,8 @@ def test_no_promised_step_is_lost(
         assert needed <= set(going)
         there -= set(going) - needed
         assert reached(there, spans, tree, shapes) & promised == before
+        if any((base.timeline, base.step) not in index.marks for base in there):
+            continue  # of what such a state consists nobody knows
         for base in needed:  # and none of them stays for nothing
             assert reached(there - {base}, spans, tree, shapes) & promised != before
 
@@ -162,6 +166,15 @@ def test_the_oldest_of_one_chain_is_enough() -> None:
         {(1, s) for s in range(2, 13)}, log_of([(1, 1, 12)], {}), {1: record(1, None, 0)}
     )
     assert promise.needed(bases, [BaseId(1, 1), BaseId(1, 4), BaseId(1, 8)]) == {BaseId(1, 1)}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_base_behind_which_the_state_is_another_leads_nowhere(own: bool) -> None:
+    """Whether its own mark is there, or has gone with the steps before: the next base stays."""
+    bases = {BaseId(1, step): step for step in (2, 3, 12)}
+    index = log_of([(1, 1 if own else 2, 12)], {(1, 2): "before"})
+    promise = Promise({(1, s) for s in range(3, 13)}, index, {1: record(1, None, 0)})
+    assert promise.needed(bases, [BaseId(1, 3)]) == {BaseId(1, 3)}  # the first one is verified
 
 
 def test_where_less_is_promised_a_younger_one_is_enough() -> None:

@@ -25,7 +25,7 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
-from tests.unit.lanes import HeldLane, held
+from tests.unit.lanes import HeldLane, gives_up_soon, held
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, forget, freeze, inventory_of
 
@@ -273,15 +273,18 @@ def test_without_the_gate_it_is_torn(
         assert restored(run_folder, "plain", 1)["model"] != saved["model"], "this cannot fail"
 
 
-def test_a_copy_that_hangs_does_not_hang_training(held: Gate, run_folder: Path) -> None:
+def test_a_copy_that_hangs_does_not_hang_training(
+    held: Gate, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """I11: the capture is lost, training is not, and the next one is right."""
     loop = Loop()
-    with checkpointer(
-        run_folder, loop.state, lane=HeldLane, progress_timeout_s=0.05, on_failure="warn"
-    ) as ckpt:
+    options: dict[str, Any] = {"progress_timeout_s": TIMEOUT_S, "on_failure": "warn"}
+    with checkpointer(run_folder, loop.state, lane=HeldLane, **options) as ckpt:
         ckpt.step()
         save = ckpt.save()
-        loop.train(2)
+        with monkeypatch.context() as impatient:
+            gives_up_soon(impatient, TIMEOUT_S)
+            loop.train(2)
         held.open()
         assert save.durable.exception(TIMEOUT_S) is not None
         with pytest.warns(RuntimeWarning):
@@ -491,6 +494,7 @@ def test_a_capture_that_was_not_whole_is_not_what_comes_back(
     ckpt._saver.finish_captures()
     HeldLane.gate = Gate()
     ckpt.step()
+    ckpt._saver.scheduler.flush()  # type: ignore[attr-defined]  # whenever it was planned for
     die_now = threading.Thread(target=die, args=(ckpt,))
     assert HeldLane.gate.reached.wait(TIMEOUT_S)
     remote = ckpt._keepers._remote

@@ -76,7 +76,28 @@ def test_nothing_to_do_is_no_error(time: Time, capsys: pytest.CaptureFixture[str
     with progress("save", 0) as bar:
         time.now_s += 3.1
         bar.advance(0)
-    assert capsys.readouterr().err == "save: 0 %\nsave: ended after 3.1 s\n"
+    assert capsys.readouterr().err == "save: 3 s\nsave: ended after 3.1 s\n"
+
+
+def test_more_than_was_said_is_no_share(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody knows how much a keeper's replica is going to write."""
+    with progress("save", 0) as bar:
+        time.now_s += 3.1
+        bar.advance(804676)
+    assert capsys.readouterr().err.startswith("save: 3 s\n")
+    with progress("save", 200) as bar:
+        time.now_s += 3.1
+        bar.advance(300)
+    assert capsys.readouterr().err.startswith("save: 100 %\n")
+
+
+def test_a_bar_of_nobody_knows_how_much(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress("save", 0) as bar:
+        time.now_s += 1.0
+        bar.advance(1024)
+    assert "1.0/? KiB" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(

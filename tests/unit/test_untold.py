@@ -26,7 +26,7 @@ from everstep.seams import Seams
 from tests.unit.logged import document, rewrite_segment, segments_of
 from tests.unit.matrix import CASES, LOOPS, Fleet, Loop
 from tests.unit.serving import die, serving
-from tests.unit.world import TIMEOUT_S, HookedFileSystem, forget
+from tests.unit.world import HookedFileSystem, forget
 
 STEPS = 7
 AT = 4
@@ -367,6 +367,60 @@ def test_a_state_that_is_restored(run_folder: Path) -> None:
         assert world.snapshot() == then
 
 
+@pytest.mark.parametrize("write", [optimizer_loaded, clamped, moment_reset, data_clamped])
+def test_in_a_step_without_an_update(run_folder: Path, write: Write) -> None:
+    """The base that is taken is no other state of the update before: it is durable, and what comes
+    back."""
+    told: list[EverstepError] = []
+    world = World()
+    with opened(run_folder, world, every=1, on_failure=told.append) as ckpt:
+        ckpt.resume()
+        for step in range(1, STEPS + 1):
+            if step == AT:
+                write(world)
+            else:
+                world.backward()
+                world.update()
+            ckpt.step()
+            ckpt.wait()
+            if step == AT:
+                then = world.snapshot()
+        assert ckpt.stats().log_holes == 1
+        ckpt._recorder = None
+    assert all("no log can repeat that" in one.message for one in told), told
+    other = World(seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume(step=AT)
+        ckpt._recorder = None
+        assert (recovery.base_step, recovery.exact) == (AT, True)
+        assert other.snapshot() == then
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_state_that_is_loaded_right_behind_a_resume(run_folder: Path, updates: bool) -> None:
+    """New tensors take the place of those that were restored: no counter of these moves."""
+    train(run_folder, World(), lambda world: None, "")
+    world = World(seed=9)
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        optimizer_loaded(world)
+        if updates:
+            world.backward()
+            world.update()
+        ckpt.step()
+        assert (ckpt.stats().log_holes, ckpt.stats().saves) == (1, 1)
+        ckpt.wait()
+        then = world.snapshot()
+        ckpt._recorder = None
+    world = World(seed=9)
+    with opened(run_folder, world) as ckpt:
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.exact) == (STEPS + 1, True)
+        ckpt._recorder = None
+        assert world.snapshot() == then
+
+
 def test_weights_loaded_before_anything_is_recorded(run_folder: Path) -> None:
     """There is nothing yet that they would be missing from."""
     world = World()
@@ -427,9 +481,7 @@ def test_a_base_that_was_needed_and_fails_is_taken_again(run_folder: Path) -> No
             ckpt.step()
             if ckpt.stats().saves > before:
                 taken.append(step)
-                last = ckpt._saver._last
-                assert last is not None
-                last.durable.exception(TIMEOUT_S)  # it has ended
+                ckpt.wait()  # it has ended, and whoever is to know that knows it
         assert taken == [1, 4, 5, 7, 11]
         ckpt._recorder = None
     assert [type(error) for error in reported] == [

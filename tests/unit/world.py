@@ -36,6 +36,7 @@ __all__ = [
     "TIMEOUT_S",
     "Gate",
     "HookedFileSystem",
+    "acquiring",
     "assert_same",
     "base_folder",
     "flip",
@@ -192,6 +193,37 @@ def opened(
     seams = Seams(filesystem=fs or PosixFileSystem(), clock=clock or ManualClock())
     with everstep.Checkpointer(path, state, seams=seams, **options) as ckpt:
         yield ckpt
+
+
+@contextmanager
+def acquiring(
+    ckpt: everstep.Checkpointer,
+    *,
+    first: Callable[[], object] = lambda: None,
+    timeout_s: float | None = None,
+) -> Iterator[None]:
+    """Whoever takes memory for a capture in the block does ``first`` before.
+
+    Args:
+        timeout_s: it waits no longer than that for memory, whatever it is told; nothing else has
+            so little time, as on a busy machine that may not be enough.
+    """
+    pool = ckpt._keepers.pool
+    assert pool is not None
+    acquire = pool.acquire
+
+    def late(size_bytes: int, **options: Any) -> Any:
+        first()
+        if timeout_s is not None:
+            assert options["timeout_s"] == ckpt._options.progress_timeout_s
+            options["timeout_s"] = timeout_s
+        return acquire(size_bytes, **options)
+
+    pool.acquire = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del pool.acquire
 
 
 def forget(path: Path) -> None:

@@ -253,7 +253,7 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
 
     told = base.status in ("condemned", "incomplete")  # the status says it all
     notes = [base.problem] if base.problem and not told else []
-    notes += [] if told else file_problems(base)
+    notes += file_problems(base)
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
     if base.audit is not None and base.audit.verdict == "different":

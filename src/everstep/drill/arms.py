@@ -5,7 +5,7 @@ DataStates-LLM write to a durable tier that all hosts share, from threads of the
 so nothing of them outlives it. GEMINI keeps states in the host memory of two machines, in a
 process beside the trainer, and seldom writes one to the durable tier. everstep's own methods have a
 keeper beside every trainer: where that survives, its memory is a source, too. With a run folder on
-the hosts' own disks a method needs tiers or peers; without them a lost host could not come back.
+the hosts' own disks a method needs tiers or peers; without them what only a lost host had is lost.
 
 The durable tier is a folder that all hosts see, on this machine's disk: no link is in between, in
 no arm. That is kinder to the arms which read all their state from it than the paper's testbed is.

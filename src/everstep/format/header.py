@@ -41,7 +41,12 @@ _SIZE_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """Which shard of which base a file is."""
+    """Which shard of which base a file is.
+
+    Attributes:
+        behind_mark: it was taken by ``save()``, behind the step mark that the log has of its step:
+            what no optimizer owns may have changed since.
+    """
 
     run: str
     timeline: int
@@ -50,6 +55,7 @@ class ShardIdentity:
     rank: int
     world: int
     exact: bool
+    behind_mark: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,9 @@ def header_room_bytes(
     """Room to reserve, before digests and the sizes of objects are known; the same for every
     base of this layout, whatever its step."""
     widest = 10 ** len(str(_SIZE_MAX)) - 1
-    identity = replace(identity, timeline=widest, step=widest, lsn=widest, exact=False)
+    identity = replace(
+        identity, timeline=widest, step=widest, lsn=widest, exact=False, behind_mark=True
+    )
     known = at_lsn(ShardLayout(tuple(placed)), widest).placed
     unknown = [
         Placed(Entry.whole(name, "U8", (widest,), lsn=widest), widest, 2 * widest)
@@ -144,6 +152,7 @@ def _header_json(
         "rank": identity.rank,
         "world": identity.world,
         "exact": identity.exact,
+        **({"behind_mark": True} if identity.behind_mark else {}),
         "aliases": dict(aliases),
         "entries": described,
     }
@@ -203,6 +212,8 @@ def _decode(
             hint="use the everstep that wrote it, or a newer one",
         )
     _require(isinstance(metadata["exact"], bool), "'exact' is neither true nor false")
+    behind_mark = metadata.get("behind_mark", False)
+    _require(isinstance(behind_mark, bool), "'behind_mark' is neither true nor false")
     identity = ShardIdentity(
         run=_text(metadata["run"]),
         timeline=_size(metadata["timeline"]),
@@ -211,6 +222,7 @@ def _decode(
         rank=_size(metadata["rank"]),
         world=_size(metadata["world"]),
         exact=metadata["exact"],
+        behind_mark=behind_mark,
     )
     described = metadata["entries"]
     _require(set(described) == set(fields), "header and metadata list different entries")

@@ -6,7 +6,7 @@ import time
 from pathlib import PurePath
 
 from everstep.arena.memory import Arena
-from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError, OutOfSpaceError
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.registry import find_keeper
@@ -57,12 +57,19 @@ def attach(
     )
     deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
     while clock.monotonic_s() < deadline_s:
+        found = True
         try:
             connection = connect(spawn.key, timeout_s=0.0)
         except KeeperTimeoutError:  # there is none
             spawn_keeper(spawn)
-            connection = connect(spawn.key, timeout_s=_START_S)
-        keeper = _met(connection, arena_bytes, channel, clock, timeout_s)
+            connection, found = connect(spawn.key, timeout_s=_START_S), False
+        try:
+            keeper = _met(connection, arena_bytes, channel, clock, timeout_s)
+        except OutOfSpaceError as error:
+            if found:
+                error.hint = f"{error.hint}; the keeper that lives has the limits of the process "
+                error.hint += "that started it: everstep stop ends it"
+            raise
         if keeper is not None:
             return keeper
         time.sleep(_LOOK_AGAIN_S)  # it is ending, and still has something to write

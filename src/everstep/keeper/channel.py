@@ -7,13 +7,15 @@ reported as hung, once, even if it never returns.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.errors import DeadlineError, EverstepError, NonFiniteError
+from everstep.errors import DeadlineError, EverstepError, NonFiniteError, StorageError
 from everstep.options import FailurePolicy
 from everstep.seams import Clock
 
@@ -119,6 +121,36 @@ class BackgroundChannel:
                 warnings.warn(f"everstep: {error}", RuntimeWarning, stacklevel=3)
             else:
                 raise error
+
+    @contextlib.contextmanager
+    def told_last(self) -> Iterator[None]:
+        """What storage has failed at is raised at the end of the block: a step is over whatever
+        could not be written behind it, and a log without it would lead no further.
+
+        Raises:
+            EverstepError: as :meth:`check`; of anything else at once: what hangs would be waited
+                for again, and a state that is not finite be taken for a base.
+        """
+        failed: list[EverstepError] = []
+        try:
+            while True:
+                try:
+                    self.check()
+                    break
+                except StorageError as error:
+                    failed.append(error)
+            yield
+        except BaseException:
+            self._put_back(failed)
+            raise
+        self._put_back(failed[1:])
+        if failed:
+            raise failed[0]
+
+    def _put_back(self, failed: list[EverstepError]) -> None:
+        """They are the oldest."""
+        with self._lock:
+            self._errors[:0] = failed
 
     def _next(self) -> EverstepError | None:
         now_s = self._clock.monotonic_s()

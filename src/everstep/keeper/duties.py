@@ -298,8 +298,6 @@ class Duties:
         """Hands over what is in memory: the newest base, and the logs."""
         audit = self.keeper.audit if self.keeper is not None else lambda plan, written: None
         own = bool(message.get("own"))
-        if own and self.mirrors is not None:
-            self.mirrors.pause()
         self.replicas.freeze(trainer, own=own)
         found = self.holding.recall(trainer.arena, audit, own=own)
         base: dict[str, Any] | None = None
@@ -314,6 +312,8 @@ class Duties:
                 arenas.append(arena)
             logs.append([len(blobs), arenas.index(arena)])
             blobs.append(index)
+        if own and self.mirrors is not None:  # behind the last step that has come
+            self.mirrors.pause()
         for number, blob in enumerate(blobs):
             for part in parts_of(blob):
                 trainer.connection.send({"kind": "blob", "number": number, "part": part})

@@ -36,21 +36,22 @@ from everstep.keeper.unsupported import refuse_unsupported
 from everstep.options import Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
+from everstep.recover.lent_files import opens_in
 from everstep.recover.loading import loader, needs_here
 from everstep.recover.node_reads import NodeStart, memory_name
 from everstep.recover.others import failed_there, in_words
+from everstep.recover.outcome import told_back, with_ranks
 from everstep.recover.peer_copy import PeerCopy
-from everstep.recover.peers import Brought, Fetched, Meanwhile, fetch_from_peers
+from everstep.recover.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import scan_run
-from everstep.recover.sources import RankRead
 from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job
-from everstep.seams.machine import on_own_device
+from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.peers import PeerMailbox
 from everstep.state.image import State
 from everstep.state.ranks import ONE_RANK, RankInfo
@@ -255,11 +256,16 @@ class Job:
             def apart(number: int, manifest: Manifest) -> bool:
                 return joined is None or joined.wants(number, manifest) < 2
 
-            def fetch(offer: Offer, meanwhile: Meanwhile) -> Brought:
+            apart_disks = len(set(self._disks)) > 1
+
+            def fetch(offer: Offer, meanwhile: Meanwhile, lent: Lent) -> Brought:
                 about = offer, recalled.copies, needs
                 limits: dict[str, Any] = {"step": step, "timeout_s": self._timeout_s}
                 limits["logs"] = () if log is None else recalled.logs
                 limits["meanwhile"] = meanwhile
+                if apart_disks:
+                    limits["opens"], limits["lent"] = opens_in(seams.filesystem, run), lent
+                    limits["room_bytes"] = memory_available_bytes() // (2 * self.info.here)
                 return fetch_from_peers(meeting, seams.clock, self._say, *about, **limits)
 
             resumed, choice = resume_together(
@@ -275,17 +281,17 @@ class Job:
                 timeout_s=self._timeout_s,
                 copies=self._copies,
                 log=log,
-                fetch=fetch if self._fetches else None,
+                fetch=fetch if self._fetches or apart_disks else None,
                 apart=apart,
                 ready=keeper.ready,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
-            reads = self._all_reads(resumed)
+            resumed = with_ranks(resumed, self._say("tell what was read", told_back(resumed)))
             if self._copies is not None:
                 self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)
         self.seat = self._seat(session, keepers, choice)
-        return replace(resumed, reads=reads)
+        return resumed
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -322,15 +328,6 @@ class Job:
             DeadlineError: not all ranks do.
         """
         return any(said["mine"] for said in self._say(what, {"mine": mine}))
-
-    def _all_reads(self, resumed: Resumed) -> tuple[RankRead, ...]:
-        """What every rank has read, and from where."""
-        mine = {"reads": [[one.source, one.size_bytes] for one in resumed.reads]}
-        return tuple(
-            RankRead(rank, str(source), int(size_bytes))
-            for rank, said in enumerate(self._say("tell what was read", mine))
-            for source, size_bytes in said["reads"]
-        )
 
     def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
         """What is only in copies in part is nothing that the disks' retention may rest on, and

@@ -216,7 +216,7 @@ class Keepers:
         remote.on_disk = lambda number: self.on_disk(number)
         remote.on_peered = self._on_peered
         remote.copies = {"tiers": self._tiers, "peers": self._peers}
-        self.pool = CapturePool(remote.arena)
+        self.pool = CapturePool(remote.arena, lambda: remote.lost)
 
     def left_behind(self, *, own: bool = False) -> Recalled:
         """What an earlier training process captured last, if its keeper still has it. What it

@@ -95,11 +95,12 @@ class Multistep:
         self._choice = Choice(options, clock, self.stats)
         about = lane, clock, self._choice, saver.stall_s
         self._parts = PartCopies(options, *about, self._overtaken)
-        self._updates = UpdateCopies(options, state, *about, self._give_up)
+        self._updates = UpdateCopies(options, state, *about, self._give_up, channel.tell)
         self._planner = Planner(state, self._choice, self._updates.consumption)
         self.again: str | None = None
         saver.also_gate, saver.finish_first = self.gate, self.finish
         saver.make_good = self.make_good
+        saver.on_torn = lambda error: error is self._updates.told
 
     @property
     def open(self) -> bool:
@@ -133,7 +134,6 @@ class Multistep:
             self.again = None  # what is not in that one is in the one that is taken now
         last = self._last
         if last is not None and _is_base(last, identity) and not last.is_lost:
-            self._channel.check()
             return last
         self._ended = None
         if sharp or self._void >= _VOID_MAX:
@@ -204,9 +204,9 @@ class Multistep:
             Whether it was.
         """
         window, self._ended = self._ended, None
-        if window is None or not window.save.is_lost or window.keeper.lost is not None:
+        if window is None or not window.is_void or window.at_mark is None:
             return False
-        if window.at_mark is None or not window.at_mark.holds(self._state.survey()):
+        if not window.at_mark.holds(self._state.survey()):
             return False
         self.again = None
         self._saver.take(window.identity, show=False)
@@ -393,6 +393,7 @@ class Multistep:
             failpoint("window.after_assemble")
 
         def rebuilt(whole: bool) -> None:
+            window.whole = whole
             window.release_updates()
             if whole:
                 window.pool.drop_kept()  # this one is newer, and survives as they did
@@ -436,7 +437,7 @@ class Multistep:
         ours = error or StateError(f"a base over several steps was given up: {why}")
         failed(window.save.staged, ours)
         failed(window.save.durable, ours)
-        if error is not None:
+        if error is not None and error is not self._updates.told:
             self._channel.post(error)
         else:
             _log.warning("%s", ours)

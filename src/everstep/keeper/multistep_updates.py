@@ -44,11 +44,13 @@ class UpdateCopies:
         choice: measures copies.
         stall_s: seconds that training was held up, by cause; counted here, too.
         give_up: called where a base becomes void.
+        tell: called with what the user should know though nothing has failed.
 
     Attributes:
         consumption: looks at what optimizers consume.
         held: gradients whose copies run on behind their update.
         waits: updates wait for the copies of their gradients.
+        told: that a gradient was torn, if one was.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class UpdateCopies:
         choice: Choice,
         stall_s: dict[str, float],
         give_up: GiveUp,
+        tell: Callable[[EverstepError], None],
     ) -> None:
         self._timeout_s = options.progress_timeout_s
         self._lane = lane
@@ -67,12 +70,14 @@ class UpdateCopies:
         self._choice = choice
         self._stall_s = stall_s
         self._give_up = give_up
+        self._tell = tell
         self._under: CopiedUpdate | None = None
         self._seen_lsn = -1  # of the update that has told what it consumes
         self._places = GradientPlaces()
         self.consumption = Consumption(state)
         self.held = HeldGradients(state, self._wait)
         self.waits = not options.method.overlap_forward
+        self.told: AuditError | None = None
 
     @property
     def under_way(self) -> bool:
@@ -150,7 +155,8 @@ class UpdateCopies:
         layout = consumed.layout
         room = self._room(window, layout.size_bytes)
         if room is None:
-            self._choice.too_large()
+            if window.keeper.lost is None:
+                self._choice.too_large()
             self._give_up("there is no host memory for gradients", None)
             return None
         window.rooms.append(room)
@@ -206,17 +212,26 @@ class UpdateCopies:
             room, check = update.room, update.check
             into = window.memory[room.offset : room.offset + room.size_bytes]
             if check is not None and (torn := check.torn(into)) is not None:
-                self.waits = True  # from now on
-                raise AuditError(
-                    f"the gradient of {torn} was written to while it was being copied, and not "
-                    "by zero_grad() or a backward; from now on updates wait for such copies",
-                    step=step,
-                    hint='method="gockpt"',
-                )
+                raise self._torn(torn, step)
         except Exception as error:
             window.failed = window.failed or as_ours(error, step)
         finally:
             update.consumed = update.held = update.check = None
+
+    def _torn(self, name: str, step: int) -> AuditError:
+        """Somebody has zeroed a gradient by hand, say, which is a good loop: nothing fails but a
+        base, and from now on updates wait. Said once."""
+        error = AuditError(
+            f"the gradient of {name} was written to while it was being copied, and not by the "
+            "zero_grad() of an optimizer or module of the state, or a backward: this base begins "
+            "anew, and from now on updates wait for such copies",
+            step=step,
+            hint='optimizer.zero_grad(); or method="gockpt", which always waits',
+        )
+        if self.told is None:
+            self.waits, self.told = True, error
+            self._tell(error)
+        return self.told
 
     def _wait(self, transfer: Transfer, end: int) -> None:
         start_s = self._clock.monotonic_s()

@@ -88,6 +88,7 @@ class Window:
         at_mark: what the state was at the last mark besides what optimizers own.
         failed: what went wrong in the lane's thread.
         told: the keeper has been told of all of it.
+        whole: the keeper has made it whole.
         parts: what was captured, if nobody makes it whole before it is restored.
     """
 
@@ -113,7 +114,13 @@ class Window:
     at_mark: AtMark | None = None
     failed: EverstepError | None = None
     told: bool = False
+    whole: bool = False
     parts: CapturedParts = field(default_factory=CapturedParts)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it was lost before it was whole, and not with its keeper."""
+        return self.save.is_lost and not self.whole and self.keeper.lost is None
 
     def account(self, lsn: int, *, copied: bool = False) -> bool:
         """An update is accounted for; False: one before it was not.

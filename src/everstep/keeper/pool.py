@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
-from everstep.errors import DeadlineError, OutOfSpaceError
+from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 
 __all__ = ["CapturePool", "Room"]
 
@@ -34,10 +34,18 @@ class Room:
 
 
 class CapturePool:
-    """Hands out blocks; a full arena pushes back, it never grows (I10)."""
+    """Hands out blocks; a full arena pushes back, it never grows (I10).
 
-    def __init__(self, arena: Arena) -> None:
+    Args:
+        lost: why the keeper of this arena is gone; None: it is not. A keeper that does not answer
+            may live on, and write what it was given: no memory of its arena is given out again.
+    """
+
+    def __init__(
+        self, arena: Arena, lost: Callable[[], EverstepError | None] = lambda: None
+    ) -> None:
         self.arena = arena
+        self._lost = lost
         self._allocator = Allocator(arena.size_bytes)
         self._words = list(range(PROGRESS_WORDS))
         self._changed = threading.Condition()
@@ -70,6 +78,7 @@ class CapturePool:
         Raises:
             OutOfSpaceError: when the budget can never hold such a block.
             DeadlineError: when none was released within ``timeout_s``.
+            KeeperError: the keeper is gone.
         """
         if size_bytes > self.arena.size_bytes:
             raise OutOfSpaceError(
@@ -91,7 +100,7 @@ class CapturePool:
         """A block for a record of the log, if there is one: without a progress word, and without
         its pages, which are taken with :meth:`populate`."""
         with self._changed:
-            offset = self._allocator.allocate(size_bytes)
+            offset = None if self._lost() is not None else self._allocator.allocate(size_bytes)
             return None if offset is None else Room(offset, size_bytes, _NO_WORD)
 
     def populate(self, room: Room) -> None:
@@ -145,6 +154,8 @@ class CapturePool:
         found: list[Room] = []
 
         def take() -> bool:
+            if (lost := self._lost()) is not None:
+                raise lost
             in_flight = PROGRESS_WORDS - len(self._words) - len(self._kept)
             if in_flight_max is not None and in_flight >= in_flight_max:
                 return False

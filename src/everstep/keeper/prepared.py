@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,8 +74,14 @@ class Prepared:
     _check: SpotCheck | None = None
     _versions: Versions | None = None
 
-    def plan(self, identity: ShardIdentity) -> BasePlan:
-        """The files of one base."""
+    def plan(self, identity: ShardIdentity, *, behind_mark: bool = False) -> BasePlan:
+        """The files of one base.
+
+        Args:
+            behind_mark: see :class:`~everstep.format.header.ShardIdentity`.
+        """
+        if behind_mark:
+            identity = replace(identity, behind_mark=True)
         return BasePlan(identity, self.shards, self.kinds)
 
     def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:

@@ -139,13 +139,15 @@ class Replaced:
             for key, optimizer in state.optimizers.items()
             if type(optimizer).__module__.startswith("torch.optim.")
         }
-        self.start()
+        self.start(None)
 
-    def start(self) -> None:
-        """Forgets what it has seen: everything was restored."""
+    def start(self, survey: Survey | None) -> None:
+        """Everything was restored, and surveyed then; None: nothing is recorded."""
         self._entries: object = None
         self._names: tuple[str, ...] = ()
         self._tensors: Mapping[str, torch.Tensor] = {}
+        if survey is not None:
+            self.since(survey)
 
     def since(self, survey: Survey) -> str | None:
         """The name of one that was replaced since the last call; None where the shape is another,

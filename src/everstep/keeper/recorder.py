@@ -102,6 +102,7 @@ class Recorder:
         disk: which records go to disk.
         rooms: the memory of records.
         overrun: called when there is no memory for a record, though there is a replica.
+        unseen: called when a mark shows a change that no optimizer made, and nobody told of.
         nonfinite: of the first update since the state was restored that has consumed a gradient
             that is not finite, if they are watched.
         untold: notices what something else writes to what optimizers own.
@@ -130,6 +131,7 @@ class Recorder:
         self.disk = DiskLog(options, channel)
         self.rooms = LogRooms(self.disk, log_bytes_max)
         self.overrun: Callable[[], None] = lambda: None
+        self.unseen: Callable[[], None] = lambda: None
         self._under: _Under | None = None
         self._layouts = Layouts()
         self._declared = DeclaredLog(state)
@@ -172,9 +174,9 @@ class Recorder:
         self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
-        self._replaced.start()
-        recorded = self.rooms.into is not None
-        self.untold.start((seen or self._state.survey()) if recorded else None, step)
+        survey = (seen or self._state.survey()) if self.rooms.into is not None else None
+        self._replaced.start(survey)
+        self.untold.start(survey, step)
         self._followed, self._last_lsn = None, -1
         self.base_due = self.base_due or "a new timeline"
         self._leads_here = False
@@ -325,14 +327,12 @@ class Recorder:
             self._leads_here = self._leads_here and self._digest == before
             if changed:
                 self.base_due = "what the state consists of has changed"
-        if regrouped:  # and an update of this step may have been recorded before that
-            self._hole("parameters are in other groups than before")
-            return
-        if replaced := self._replaced.since(survey):
-            self._hole(f"{replaced!r} was replaced, and not by its optimizer")
-            return
-        if written is not None:
-            self._hole(written)
+        why = "parameters are in other groups than before" if regrouped else written
+        if not regrouped and (replaced := self._replaced.since(survey)):
+            why = f"{replaced!r} was replaced, and not by its optimizer"
+        if why is not None:  # and an update of this step may have been recorded before that
+            self.unseen()
+            self._hole(why)
             return
         named = {
             entry.name: survey.tensors[entry.name]

@@ -142,6 +142,8 @@ class ReplicaState:
         why = self._state.exactness.why or next(iter(self._state.surprises), "")
         self.why = self.why or why
         identity = replace(self._identity, step=self.step, lsn=self.lsn, exact=not self.why)
+        if identity.step != self._identity.step:  # from now on everything is as the marks have it
+            identity = replace(identity, behind_mark=False)
         self._settled = identity
         return identity, self._state.objects
 

@@ -72,21 +72,34 @@ class Promise:
             going: those that may go; the oldest go first.
         """
         reach = {base: self._reach(base, lsn) for base, lsn in lsns.items()}
-        ways = Counter(step for steps in reach.values() for step in steps)
+        sure = {base: reach[base] if self._is_sure(base, lsns) else set() for base in lsns}
+        ways = Counter(step for steps in sure.values() for step in steps)
         needed = set()
         for base in sorted(going):
-            if all(ways[step] > 1 for step in reach[base]):
-                ways.subtract(reach[base])
+            if all(ways[step] > (step in sure[base]) for step in reach[base]):
+                ways.subtract(sure[base])
             else:
                 needed.add(base)
         return needed
 
     def _reach(self, base: BaseId, lsn: int) -> set[_Step]:
+        """What can be replayed from a base, or might be."""
         steps = {(base.timeline, base.step)}
+        own = self._index.marks.get((base.timeline, base.step))  # of what its state consists
+        shape = None if own is None else own.shape
         for path in self._paths:
-            for chain in chains({base: (lsn, None)}, self._index, path):
+            for chain in chains({base: (lsn, shape)}, self._index, path):
                 steps.update(chain.steps)
         return steps & set(self._steps)
+
+    def _is_sure(self, base: BaseId, bases: Collection[BaseId]) -> bool:
+        """Whether the log behind this base is of such a state, and others may go on its account.
+
+        Its own mark says so. Where that has gone with the steps before, the state may consist of
+        something else from the next step on; but then that step has a base, which goes on nobody's.
+        """
+        known = (base.timeline, base.step) in self._index.marks
+        return known or all(other.step != base.step + 1 for other in bases)
 
 
 def _promised(

@@ -272,10 +272,10 @@ class Saver:
     def _take(
         self, identity: ShardIdentity, save: Save, survey: Survey | None, *, show: bool
     ) -> None:
-        start_s = self._clock.monotonic_s()
+        start_s, behind_mark = self._clock.monotonic_s(), survey is None and self._options.logs
         survey = survey or self._state.survey()
         prepared = self.prepare(survey, identity)
-        plan = prepared.plan(identity)
+        plan = prepared.plan(identity, behind_mark=behind_mark)
         check_disk_budget(self._options, self._run, plan.size_bytes)
         self._last = None  # an interrupted one is not what the next may be answered with
         if self._options.method.base == "sync":

@@ -248,6 +248,10 @@ class Server:
             arena = Arena.create(message["arena_bytes"])
         except EverstepError as error:
             connection.send({"kind": "refused", "error": error_to_wire(error)})
+            if self._trainer is None and self._keeper is None:
+                # It holds nothing, and has the limits that it was started with: whoever comes
+                # with higher ones gets another keeper.
+                self.end()
             return
         if self._trainer is not None:
             self._trainer.tell({"kind": "replaced", "pid": pid})

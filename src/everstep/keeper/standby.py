@@ -102,7 +102,8 @@ class Standby:
     def relieved_to(self) -> int | None:
         """Number up to which records have gone into the replica; None: none follows."""
         keeper = self._keeper
-        return keeper.replica_applied if keeper is not None and self.follows else None
+        there = keeper is not None and keeper.lost is None and self.follows
+        return keeper.replica_applied if keeper is not None and there else None
 
     def overrun(self) -> None:
         """The memory for steps that the replica has still to apply is full: without it, the log

@@ -8,6 +8,7 @@ from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
 from everstep.keeper.last_mark import LastMark
 from everstep.keeper.parts import Parts
+from everstep.keeper.recorder import Recorder
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
@@ -20,6 +21,7 @@ class Watched:
     Attributes:
         lsn_at_mark: of the last update of the last step that is over.
         at_mark: the state at the end of that step, where there is a log; else None.
+        left: training has left with an error, perhaps in the middle of a step.
     """
 
     def __init__(self, state: State, parts: Parts) -> None:
@@ -28,6 +30,7 @@ class Watched:
         self._watcher = parts.recorder or parts.multistep
         self.lsn_at_mark = 0
         self.at_mark: LastMark | None = None
+        self.left = False
         self._entries: object = None
         self._names: tuple[str, ...] = ()
 
@@ -35,6 +38,12 @@ class Watched:
     def is_between_steps(self) -> bool:
         """Whether nothing was updated since the last step mark."""
         return self._updates.lsn == self.lsn_at_mark
+
+    @property
+    def is_of_a_step(self) -> bool:
+        """Whether the state is that of the last step, as far as anybody knows. A forward that
+        has failed has drawn random numbers, and counted batches."""
+        return self.is_between_steps and (not self.left or self.whole_at_mark is not None)
 
     @property
     def whole_at_mark(self) -> Survey | None:
@@ -89,6 +98,15 @@ class Watched:
             if self._watcher is not None:
                 self._watcher.skipped("a change that no optimizer made")
 
+    def _unseen(self) -> None:
+        """The state of this mark is not what its updates have made of the last one's: it has a
+        number of its own, as behind ``after_update()``, or two bases with no update between them
+        would differ. Ranks have their numbers in common, and what one of them sees others may not.
+        """
+        if self._state.ranks.world == 1:
+            self._updates.updated()
+            self.lsn_at_mark = self._updates.lsn
+
     def watch(self, consumed: Callable[[str], None]) -> None:
         """From now on the optimizers' updates are counted, held at the gate, and told.
 
@@ -100,6 +118,8 @@ class Watched:
             updates.consumed = consumed
             updates.applied = self._watcher.applied
             updates.lost = self._watcher.skipped
+        if isinstance(self._watcher, Recorder):
+            self._watcher.unseen = self._unseen
         for key, optimizer in self._state.optimizers.items():
             updates.watch(key, optimizer)
 

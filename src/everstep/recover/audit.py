@@ -122,7 +122,7 @@ def audit(
             return unchecked("it is the first of its timeline: the log was of another")
         return unchecked(chain.stopped)
     try:
-        expected = _digests(rebuilder, pair.after)
+        expected, behind_mark = _digests(rebuilder, pair.after)
     except NewerFormatError:
         raise
     except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
@@ -147,7 +147,7 @@ def audit(
         if not _of_the_log(error):
             raise
         return unchecked(f"the log cannot be replayed: {error.message}")
-    return _compared(pair, state, expected, played, updates)
+    return _compared(pair, state, expected, played, updates, behind_mark=behind_mark)
 
 
 def _compared(
@@ -156,6 +156,8 @@ def _compared(
     expected: dict[str, tuple[str, Entry]],
     played: Played,
     updates: int,
+    *,
+    behind_mark: bool,
 ) -> Audit:
     found = state.digests()
     differing = [name for name, (wanted, _) in expected.items() if found.get(name) != wanted]
@@ -164,12 +166,17 @@ def _compared(
         mine = state.entries.get(name)
         if mine is not None and _form(mine) != _form(entry) and name not in differing:
             differing.append(name)
+    # Between the mark and the base the loop may have drawn random numbers, or noted a result.
+    since = state.from_mark.intersection(differing if behind_mark else ())
+    differing = [name for name in differing if name not in since]
     # What an optimizer has computed here may differ where replay is not exact; nothing else may.
     excused = state.replayed | state.unlogged if played.replay else set()
     firm = [name for name in differing if name not in excused]
     wrong = bool(firm or (played.surprise and not excused))
     verdict: Verdict = "different" if wrong else "equal"
     reason = played.surprise if wrong else ""
+    if since and not wrong:
+        reason = "save() took it behind the end of its step: what has changed since is not compared"
     if excused:
         reason = f"replay is not exact here: {played.replay}"
         if not wrong and differing:
@@ -182,24 +189,26 @@ def _compared(
         reason,
         steps=len(pair.chain.steps),
         updates=updates,
-        entries=len(expected),
+        entries=len(expected) - len(since),
         differing=tuple(firm or differing),
     )
 
 
-def _digests(rebuilder: Rebuilder, base: BaseFound) -> dict[str, tuple[str, Entry]]:
+def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str, Entry]], bool]:
+    """Digest and form of each entry; and whether the base was taken behind its step's mark."""
     opened = OpenBase.open(rebuilder.filesystem, base, rank=0)
     opened.close()
     if opened.redo is not None:  # its entries are of several updates
         state = rebuilder.load(base, Chain(base.id, (), ""))
         objects = {name: Entry.whole(name, "U8", (len(d),)) for name, d in state.objects.items()}
         entries = {**state.entries, **objects}
-        return {name: (hex_, entries[name]) for name, hex_ in state.digests().items()}
-    return {
+        return {name: (hex_, entries[name]) for name, hex_ in state.digests().items()}, False
+    found = {
         place.entry.name: (hex_, place.entry)
         for _, _, header, _ in opened.shards
         for place, hex_ in zip(header.placed, header.digests, strict=True)
     }
+    return found, any(header.identity.behind_mark for _, _, header, _ in opened.shards)
 
 
 def _form(entry: Entry) -> tuple[object, ...]:

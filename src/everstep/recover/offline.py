@@ -116,6 +116,12 @@ class OfflineState:
         self._owned = self._owned_entries()
 
     @property
+    def from_mark(self) -> set[str]:
+        """What is as the last mark has it: entries that it holds in full, and all objects."""
+        placed = () if self._last is None else self._last.layout.placed
+        return {place.entry.name for place in placed} | set(self.objects)
+
+    @property
     def exactness(self) -> Exactness:
         """Of all replayed optimizers together."""
         for optimizer in self._optimizers.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from everstep.commit.agreement import Go
 from everstep.recover.decide import Skipped
@@ -11,10 +13,10 @@ from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.ranklog import Redone
 from everstep.recover.resume import Resumed, not_finite
 from everstep.recover.scan import Inventory
-from everstep.recover.sources import RankRead
+from everstep.recover.sources import RankBack, RankRead
 from everstep.state.image import State
 
-__all__ = ["Outcome", "resumed_of"]
+__all__ = ["Outcome", "resumed_of", "told_back", "with_ranks"]
 
 
 @dataclass(slots=True)
@@ -75,5 +77,34 @@ def resumed_of(
         replay_s=redone.replay_s,
         forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
         reads=outcome.reads,
+        own_exact=outcome.exact,
         by_offsets=bool(choice.readers),
+    )
+
+
+def told_back(resumed: Resumed) -> dict[str, Any]:
+    """What a rank tells the others of how it has come back."""
+    return {
+        "reads": [[one.source, one.size_bytes] for one in resumed.reads],
+        "back": [
+            resumed.source,
+            sum(one.size_bytes for one in resumed.reads),
+            resumed.load_s,
+            resumed.replay_s,
+            resumed.replayed,
+            resumed.own_exact,
+        ],
+    }
+
+
+def with_ranks(resumed: Resumed, said: Sequence[Mapping[str, Any]]) -> Resumed:
+    """With what every rank has told of itself (:func:`told_back`), by rank."""
+    return replace(
+        resumed,
+        reads=tuple(
+            RankRead(rank, str(source), int(size_bytes))
+            for rank, one in enumerate(said)
+            for source, size_bytes in one["reads"]
+        ),
+        ranks=tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(said)),
     )

@@ -11,8 +11,9 @@ is named, and all look once more without it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -27,18 +28,24 @@ from everstep.commit.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.offered import timelines_of
-from everstep.commit.offers import BaseOffer, Choice, Needs, Offer, Piece, choose
+from everstep.commit.offers import Choice, Needs, Offer, Piece
 from everstep.commit.offers_wire import decode_offer, encode_offer
-from everstep.commit.reclaim import COPY_TIERS
-from everstep.errors import DamageError, DeadlineError, FormatError, RecoveryError
-from everstep.format.records import Manifest, Marker, TimelineRecord
+from everstep.errors import DamageError, DeadlineError, FormatError
+from everstep.format.records import Marker, TimelineRecord
 from everstep.recover.held import HeldBase
+from everstep.recover.lent_files import (
+    Covers,
+    LentFiles,
+    Open,
+    covers_from_wire,
+    covers_to_wire,
+)
 from everstep.recover.others import failed_there
-from everstep.recover.peer_copy import PeerCopy, check_files, files_over, size_of
+from everstep.recover.peer_copy import PeerCopy, check_files, files_over
 from everstep.recover.peer_log import LentLog, Packed, PeerLog, unpacked
-from everstep.recover.peer_log_plan import LogTold, logs_needed, with_logs
-from everstep.recover.scan import Inventory
+from everstep.recover.peer_log_plan import LogTold
+from everstep.recover.peer_plan import Plan, on_disks, plan_of, proven, with_proven
+from everstep.recover.told import Brought, Fetched, Lent, Told
 from everstep.seams.clock import Clock
 from everstep.seams.mailbox import Mailbox
 
@@ -46,6 +53,7 @@ __all__ = [
     "Brought",
     "Fetch",
     "Fetched",
+    "Lent",
     "Meanwhile",
     "Meets",
     "Plan",
@@ -79,172 +87,15 @@ class Meets(Protocol):
     def mailbox(self) -> Mailbox: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What has come from the memory of another node.
-
-    Attributes:
-        record: of the timeline that it is of.
-        tier: where it was found.
-    """
-
-    held: HeldBase
-    record: TimelineRecord
-    tier: str = "peer"
-
-    @classmethod
-    def of_own(cls, copy: PeerCopy) -> Fetched:
-        """What lies in the memory of this rank's own keeper."""
-        held = HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
-        return cls(held, copy.timeline, "memory")
-
-    def is_of(self, inventory: Inventory) -> bool:
-        """Whether its timeline is what this disk has under that number, or it has none (I7)."""
-        known = inventory.timelines.get(self.record.timeline)
-        return known is None or known == self.record
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A copy that some rank's keeper holds.
-
-    Attributes:
-        holder: that rank.
-    """
-
-    holder: int
-    marker: Marker
-    record: bytes
-
-    @property
-    def base(self) -> BaseId:
-        return BaseId(self.marker.timeline, self.marker.step)
-
-    @property
-    def place(self) -> tuple[BaseId, int, bool]:
-        """Names it among all that the holder has."""
-        return self.base, self.marker.rank, False
-
-    @property
-    def size_bytes(self) -> int:
-        return size_of(self.marker)
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """Names it among all copies."""
-        return self.holder, self.marker.rank, self.base.timeline, self.base.step
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What has come to a rank.
-
-    Attributes:
-        logs: steps of its own log.
-    """
-
-    bases: list[Fetched]
-    logs: list[LentLog]
-
-
 Meanwhile = Callable[[Choice], None]
 """What a rank begins before ranks fetch, and wait for each other: told what would be chosen
 then, the same on all ranks. Does not wait."""
 
-Fetch = Callable[[Offer, Meanwhile], Brought]
+Fetch = Callable[[Offer, Meanwhile, Lent], Brought]
 """Gets what a rank needs that offers this by itself."""
 
-Plan = dict[int, list[Told | LogTold]]
-"""What each rank fetches."""
-
-
-def plan_of(
-    offers: Sequence[Offer],
-    copies: Sequence[Told],
-    needs: Needs,
-    step: int | None,
-    logs: Sequence[LogTold] = (),
-) -> tuple[Plan, Choice | None]:
-    """What each rank fetches, so that all can read what would be chosen with these copies, and
-    that choice; the same on every rank, as it is a function of what all have said.
-
-    A copy counts only where its timeline is the one that the rank knows under that number (I7): two
-    starts that saw nothing of each other may both have opened it.
-    """
-    lent: dict[int, list[Told]] = {}
-    counted = []
-    both = _of_one_start(offers, [*copies, *logs])
-    copies = [copy for copy in both if isinstance(copy, Told)]
-    logs = [log for log in both if isinstance(log, LogTold)]
-    for offer in offers:
-        mine = [copy for copy in copies if _fits(copy, offer) and _lacks(offer, copy, needs)]
-        counted.append(_with(offer, mine))
-        lent[offer.rank] = mine
-    try:
-        choice = choose(with_logs(counted, logs), step=step, needs=needs, fetch=False)
-    except RecoveryError:  # the agreement will say so
-        return {}, None
-    plan: Plan = {}
-    for rank, mine in lent.items():
-        found: dict[int, Told] = {}
-        for copy in mine:
-            if copy.base == choice.base:
-                found.setdefault(copy.marker.rank, copy)
-        if found:
-            plan[rank] = [*found.values()]
-    for rank, steps in logs_needed(offers, logs, choice).items():
-        plan[rank] = [*plan.get(rank, ()), *steps]
-    return plan, choice
-
-
-def _of_one_start(
-    offers: Sequence[Offer], copies: Sequence[Told | LogTold]
-) -> list[Told | LogTold]:
-    """Copies of timelines that are beyond doubt: the one that the disks have under that number; or
-    where none has any, what all copies have. A rank with an empty disk could not tell, and would
-    mix what two starts have made (I7)."""
-    try:
-        known, _ = timelines_of(offers)
-    except RecoveryError:  # the agreement will say so
-        return []
-    records: dict[int, set[bytes]] = {}
-    for copy in copies:
-        record = known.get(copy.base.timeline)
-        mine = copy.record if record is None else record.encode()
-        records.setdefault(copy.base.timeline, set()).add(mine)
-    return [copy for copy in copies if records[copy.base.timeline] == {copy.record}]
-
-
-def _fits(copy: Told, offer: Offer) -> bool:
-    """Whether the timeline of a copy is what this rank has under that number, or it has none."""
-    known = offer.timelines.get(copy.base.timeline)
-    return known is None or known.encode() == copy.record
-
-
-def _lacks(offer: Offer, copy: Told, needs: Needs) -> bool:
-    """Whether a rank needs what was copied, and cannot read it by itself."""
-    marker = copy.marker
-    if marker.rank not in needs(offer.rank, Manifest((marker,) * marker.world)):
-        return False
-    base = offer.bases.get(copy.base)
-    piece = None if base is None else base.pieces.get(marker.rank)
-    return piece is None or set(piece.tiers) <= set(COPY_TIERS)  # a peer's is cheaper to read
-
-
-def _with(offer: Offer, copies: Sequence[Told]) -> Offer:
-    """What a rank could offer if it had these copies."""
-    bases, timelines = dict(offer.bases), dict(offer.timelines)
-    for copy in copies:
-        old = bases.get(copy.base, BaseOffer({}))
-        known = old.pieces.get(copy.marker.rank)
-        if known is not None and known.marker != copy.marker:
-            continue
-        tiers = ("peer", *(() if known is None else known.tiers))
-        pieces = {**old.pieces, copy.marker.rank: Piece(copy.marker, tiers)}
-        bases[copy.base] = replace(old, pieces=pieces)
-        if timelines.get(copy.base.timeline) is None:
-            timelines[copy.base.timeline] = TimelineRecord.decode(copy.record, _WIRE)
-    return replace(offer, bases=bases, timelines=timelines)
+Held = dict[tuple[BaseId, int, bool], "memoryview | LentFiles"]
+"""What a rank hands out."""
 
 
 def fetch_from_peers(
@@ -259,8 +110,12 @@ def fetch_from_peers(
     timeout_s: float,
     logs: Sequence[PeerLog] = (),
     meanwhile: Meanwhile = lambda choice: None,
+    opens: Open | None = None,
+    room_bytes: int = 0,
+    lent: Lent | None = None,
 ) -> Brought:
-    """What this rank needs of copies in the memory of other nodes. Every rank calls it.
+    """What this rank needs of copies in the memory of other nodes, and of what is on the disks of
+    others. Every rank calls it.
 
     Args:
         offer: what this rank can read by itself.
@@ -269,6 +124,10 @@ def fetch_from_peers(
         timeout_s: a rank that says nothing for so long is reported.
         logs: steps of other ranks' logs that its keeper holds.
         meanwhile: told what would be chosen.
+        opens: opens files of bases on this rank's disk, which are handed out to who has another
+            one; None: on every rank, nothing is.
+        room_bytes: that may be taken for what comes from others' disks.
+        lent: what this rank tells besides; None: on every rank, nothing.
 
     Raises:
         DeadlineError: a rank is silent.
@@ -277,8 +136,16 @@ def fetch_from_peers(
     what = "say what their keepers hold for others"
     mine = [[copy.marker.encode(), copy.record] for copy in copies]
     steps = [LogTold.to_wire(log) for log in logs]
-    said = say(what, {"offer": encode_offer(offer), "copies": mine, "logs": steps})
+    unproven = None if lent is None or lent.unproven is None else lent.unproven.encode()
+    about = {"copies": mine, "logs": steps, "room": room_bytes, "unproven": unproven}
+    said = say(what, {"offer": encode_offer(offer), **about})
     offers = [decode_offer(one["offer"]) for one in said]
+    markers = {
+        rank: Marker.decode(one["unproven"], _WIRE)
+        for rank, one in enumerate(said)
+        if one["unproven"] is not None
+    }
+    proof = proven(offers, markers)
     told = [
         Told(holder, Marker.decode(marker, _WIRE), record)
         for holder, one in enumerate(said)
@@ -289,26 +156,52 @@ def fetch_from_peers(
         for holder, one in enumerate(said)
         for fields in one["logs"]
     ]
-    held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
+    held: Held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
     for log in logs:
         first = BaseId(log.steps.run.timeline, log.steps.run.first)
         held[first, log.source, True] = log.steps.memory
+    rooms = [int(one["room"]) for one in said]
+    covers: list[Covers] | None = None
+    told += [] if opens is None else on_disks(offers, told)
     attempt = 0
-    while True:
-        attempt += 1
-        plan, choice = plan_of(offers, told, needs, step, logged)
-        if choice is not None:
-            meanwhile(choice)
-        if not plan:
-            return Brought([], [])
-        exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
-        brought, damaged = exchange.run()
-        spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
-        bad = {tuple(key) for one in spoilt for key in one["damaged"]}
-        if not bad:
-            return brought
-        told = [copy for copy in told if copy.key not in bad]
-        logged = [log for log in logged if log.key not in bad]
+    with ExitStack() as opened:
+        if opens is not None:
+            for base, piece in _pieces_on_disk(offer):
+                files = LentFiles(opens, base, piece.marker)
+                opened.callback(files.close)
+                held.setdefault((base, piece.marker.rank, False), files)
+        while True:
+            attempt += 1
+            with_held = with_proven(offers, markers, proof)
+            plan, choice = plan_of(with_held, told, needs, step, logged, rooms=rooms, covers=covers)
+            if choice is None and covers is None and lent is not None:
+                offer, mine_too = lent.left()
+                what = "say what is left of replicas"
+                found = say(
+                    what, {"offer": encode_offer(offer), "covers": covers_to_wire(mine_too)}
+                )
+                offers = [decode_offer(one["offer"]) for one in found]
+                covers = [covers_from_wire(one["covers"]) for one in found]
+                continue
+            if choice is not None:
+                meanwhile(choice)
+            if not plan:
+                return Brought([], [], proof.get(meeting.rank))
+            exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
+            brought, damaged = exchange.run()
+            spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
+            bad = {tuple(key) for one in spoilt for key in one["damaged"]}
+            if not bad:
+                return replace(brought, proven=proof.get(meeting.rank))
+            told = [copy for copy in told if copy.key not in bad]
+            logged = [log for log in logged if log.key not in bad]
+
+
+def _pieces_on_disk(offer: Offer) -> Iterator[tuple[BaseId, Piece]]:
+    for base, one in offer.bases.items():
+        for piece in one.pieces.values():
+            if "disk" in piece.tiers:
+                yield base, piece
 
 
 class _Exchange:
@@ -320,7 +213,7 @@ class _Exchange:
         clock: Clock,
         attempt: int,
         plan: Plan,
-        held: Mapping[tuple[BaseId, int, bool], memoryview],
+        held: Held,
         world: int,
         timeout_s: float,
     ) -> None:
@@ -377,7 +270,7 @@ class _Exchange:
         todo, self._todo = self._todo, []
         for one in todo:
             memory = self._held.get(one.place)
-            if one.holder != self._meeting.rank or memory is None:
+            if one.holder != self._meeting.rank or not isinstance(memory, memoryview):
                 self._todo.append(one)
                 continue
             self._memory = bytearray(memory[: one.size_bytes])
@@ -414,10 +307,13 @@ class _Exchange:
             self._asked_s = now_s
 
     def _hand_out(self, rank: int, wanted: PartWanted) -> None:
-        memory = self._held.get((wanted.base, wanted.rank, wanted.log))
-        if memory is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
+        held = self._held.get((wanted.base, wanted.rank, wanted.log))
+        if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
             return
-        data = bytes(memory[wanted.offset : wanted.offset + wanted.size_bytes])
+        if isinstance(held, LentFiles):
+            data = held.read(wanted.offset, wanted.size_bytes)
+        else:
+            data = bytes(held[wanted.offset : wanted.offset + wanted.size_bytes])
         self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
 
     def _take(self, sender: int, part: PartTold) -> None:
@@ -434,14 +330,22 @@ class _Exchange:
         self._asked_s = self._heard_part_s = now_s
         if part.offset != self._there or end > len(self._memory):
             return
+        if not part.data:
+            _log.warning("rank %d cannot read %s of rank %d any more", sender, one.base, part.rank)
+            self._damaged.append(self._todo.pop(0))
+            self._next()
+            return
         self._memory[self._there : end] = part.data
         self._there = end
         if self._there == len(self._memory):
             self._finish(self._todo.pop(0))
-            if self._todo:
-                self._begin()
-            else:
-                self._tell(now=True)
+            self._next()
+
+    def _next(self) -> None:
+        if self._todo:
+            self._begin()
+        else:
+            self._tell(now=True)
 
     def _finish(self, one: Told | LogTold) -> None:
         memory, self._memory = memoryview(self._memory), bytearray()
@@ -457,7 +361,7 @@ class _Exchange:
             self._damaged.append(one)
             return
         held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
-        self._brought.bases.append(Fetched(held, record))
+        self._brought.bases.append(Fetched(held, record, disk=one.disk))
 
     def _tell(self, *, now: bool = False) -> None:
         """That this rank is there, and whether it has what it needs."""

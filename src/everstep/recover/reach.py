@@ -40,7 +40,8 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
     lsns: dict[BaseId, tuple[int, str | None]] = {}
     for base in usable.values():
         assert base.manifest is not None
-        lsns[base.id] = (base.manifest.markers[0].lsn, None)
+        own = index.marks.get((base.id.timeline, base.id.step))  # what the state consists of there
+        lsns[base.id] = (base.manifest.markers[0].lsn, None if own is None else own.shape)
     branches = inventory.branches
     if step is None:
         here = {base.id for base in everything.ordered}

@@ -325,8 +325,8 @@ def put_back(
         for name in references(plan.tree):
             target = plan.in_place.get(name)
             source = logged.get(name)
-            if target is None:
-                tensors[name] = source if source is not None else live[name]
+            if target is None:  # of its own: training writes to it, and records are read again
+                tensors[name] = live[name] if source is None else source.clone()
                 continue
             if source is not None:
                 with torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from everstep.recover.audits import audit_in_words
 from everstep.recover.decide import Skipped
 from everstep.recover.resume import Resumed
-from everstep.recover.sources import RankRead
+from everstep.recover.sources import RankBack, RankRead
 
 __all__ = ["Recovery", "describe"]
 
@@ -21,8 +21,9 @@ class Recovery:
         exact: whether the state is bit for bit that of an uninterrupted run (I9); inherited
             from the base and all that it descends from.
         evidence: what that rests on, in words.
-        source: ``"memory"`` (of the keeper), ``"disk"``, ``"object"`` (a copy in a store),
-            ``"copy"`` (one in another directory), or ``"fresh"`` when there was nothing to restore.
+        source: ``"memory"`` (of the keeper), ``"peer"`` (another node: its keeper's memory, or its
+            disk), ``"disk"``, ``"object"`` (a copy in a store), ``"copy"`` (one in another
+            directory), or ``"fresh"`` when there was nothing to restore.
         base_step: step of the base that was read.
         replayed: steps replayed from a log; 0 without one.
         seconds: how long it took.
@@ -35,6 +36,8 @@ class Recovery:
             be meant (parameters that ranks had different ones of, see ``adr/022``).
         notes: what this machine could not take back, and damage to records that did no harm.
         reads: of a job of several ranks: from which tier each of them has read how many bytes.
+        ranks: of a job of several ranks: source, bytes, seconds, steps replayed and exactness of
+            each of them, the same on all.
     """
 
     step: int
@@ -52,6 +55,7 @@ class Recovery:
     load_s: float = 0.0
     replay_s: float = 0.0
     reads: tuple[RankRead, ...] = ()
+    ranks: tuple[RankBack, ...] = ()
 
 
 def describe(resumed: Resumed, seconds: float) -> Recovery:
@@ -87,4 +91,5 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         load_s=resumed.load_s,
         replay_s=resumed.replay_s,
         reads=resumed.reads,
+        ranks=resumed.ranks,
     )

@@ -39,7 +39,7 @@ from everstep.recover.logs import LogFound
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.reach import reachable
 from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
-from everstep.recover.sources import RankRead
+from everstep.recover.sources import RankBack, RankRead
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint
@@ -72,6 +72,8 @@ class Resumed:
         load_s, replay_s: seconds that loading the base, and replaying behind it, took.
         forks: steps at which earlier processes took the run over.
         reads: of several ranks: what each has read, and from where.
+        ranks: of several: how each has come back.
+        own_exact: of several: what this one has restored by itself is exact.
         lent: of the steps that were replayed, those from the memory of other nodes.
     """
 
@@ -91,6 +93,8 @@ class Resumed:
     replay_s: float = 0.0
     forks: tuple[int, ...] = ()
     reads: tuple[RankRead, ...] = ()
+    ranks: tuple[RankBack, ...] = ()
+    own_exact: bool = True
     lent: int = 0
     by_offsets: bool = False
 

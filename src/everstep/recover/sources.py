@@ -13,7 +13,7 @@ from everstep.format.names import parse_marker, parse_shard
 from everstep.recover.held import HeldBase
 from everstep.seams.filesystem import FileSystem
 
-__all__ = ["Place", "Places", "RankRead", "name_of", "rank_of"]
+__all__ = ["Place", "Places", "RankBack", "RankRead", "name_of", "rank_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,37 @@ class RankRead:
 
     Attributes:
         rank: of the job that resumes.
-        source: ``"memory"``, ``"disk"``, ``"copy"`` or ``"object"``.
+        source: ``"memory"``, ``"peer"`` (another node: its keeper's memory, or its disk),
+            ``"disk"``, ``"copy"`` or ``"object"``.
         size_bytes: bytes verified, whichever rank of its node has read them.
     """
 
     rank: int
     source: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankBack:
+    """How one rank has come back.
+
+    Attributes:
+        rank: of the job that resumes.
+        source: of its base; ``"fresh"``: there was nothing to restore.
+        size_bytes: bytes that it has read, of all that :class:`RankRead` counts.
+        load_s, replay_s: seconds that reading the base, and replaying the log, took it.
+        replayed: steps of the log.
+        exact: what it has restored by itself is bit for bit what training had; where it is not,
+            the whole job is not (:attr:`everstep.Recovery.exact`).
+    """
+
+    rank: int
+    source: str
+    size_bytes: int
+    load_s: float
+    replay_s: float
+    replayed: int
+    exact: bool
 
 
 class Places:

@@ -10,6 +10,7 @@ import torch
 from everstep.errors import FormatError
 from everstep.recover.nonfinite import are_finite, optimized
 from everstep.recover.reshard import View
+from everstep.recover.tensors import as_it_lay
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import box_of, like, local_of
 from everstep.state.entries import Entry
@@ -31,6 +32,8 @@ class Targets:
         memory: what is read into, contiguous on the host, by the same names, and which box of
             the whole tensor it is.
         copies: from there into live tensors that could not be read into as they lie.
+        lay: strides of what is made here and lay in another order when it was saved, without gaps.
+            Fused kernels go through parameters and moments as they lie in memory, side by side.
         spread: what will be DTensors: entry, and one that is spread alike.
     """
 
@@ -38,6 +41,7 @@ class Targets:
     memory: dict[str, tuple[torch.Tensor, Box]] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     spread: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
+    lay: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]) -> Targets:
@@ -70,6 +74,8 @@ class Targets:
             parts.setdefault(entry.name, (part_of(entry, box), box))
             if template is not None:
                 self.spread[name] = (entry, template)
+            elif entry.stride is not None and _is_dense(entry):
+                self.lay[name] = entry.stride
         claimed = sum(part.size_bytes for part, _ in parts.values())
         if claimed > memory_available_bytes():  # before any of it is taken
             raise FormatError(
@@ -87,6 +93,12 @@ class Targets:
             _write_into(live, source)
         for name, (entry, template) in self.spread.items():
             self.tensors[name] = like(template, entry, self.memory[name][0])
+        turned: dict[int, torch.Tensor] = {}  # each once, whatever its names
+        for name, stride in self.lay.items():
+            memory = self.memory[name][0]
+            if id(memory) not in turned:
+                turned[id(memory)] = as_it_lay(memory, stride)
+            self.tensors[name] = turned[id(memory)]
         return self.tensors
 
 
@@ -143,6 +155,21 @@ def wanted_box(entry: Entry, tensor: torch.Tensor | None) -> Box:
 def part_of(entry: Entry, box: Box) -> Entry:
     """The entry of a part of a tensor alone."""
     return Entry.whole(entry.name, entry.dtype, box.shape, logical_dtype=entry.logical_dtype)
+
+
+def _is_dense(entry: Entry) -> bool:
+    """Whether its strides are those of as many elements, each at a place of its own."""
+    shape = entry.shape[:-1] if entry.logical_dtype is not None else entry.shape
+    stride = entry.stride or ()
+    if len(stride) != len(shape):
+        return False
+    expected = 1
+    for step, count in sorted(zip(stride, shape, strict=True)):
+        if count > 1:
+            if step != expected:
+                return False
+            expected *= count
+    return True
 
 
 def _readable_in_place(tensor: torch.Tensor) -> bool:

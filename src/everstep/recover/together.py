@@ -45,11 +45,12 @@ from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
 from everstep.recover.files_ahead import Apart, BaseAhead
 from everstep.recover.held import HeldBase
+from everstep.recover.lent_files import Covers, covered
 from everstep.recover.load import LoadedBase
 from everstep.recover.log_post import LogPost
 from everstep.recover.others import Meeting, Others
 from everstep.recover.outcome import Outcome, resumed_of
-from everstep.recover.peers import Fetch, Fetched
+from everstep.recover.peers import Fetch, Fetched, Lent
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.ranks import offer_of, open_on_disk
@@ -57,6 +58,7 @@ from everstep.recover.reshard import HoleError
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, scan_run
 from everstep.recover.sources import Place, Places, RankRead, name_of, rank_of
+from everstep.recover.told import unproven_in
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
@@ -242,14 +244,21 @@ class _Start:
         return self._log.runs(self.outcome.inventory, self._copies.logs, bases, lossy=lossy)
 
     def fetch(self, fetch: Fetch) -> None:
-        """What is held in the memory of other nodes, and is needed here, comes here: also steps
-        of which copies have lossy gradients, as a peer may have them whole. What there is of those
-        is looked at meanwhile, behind the base that will be chosen: as all ranks read the same
-        copies, and steps behind an older base are steps behind that one, too, others are of use
-        where it turns out to be damaged. Where nothing comes, the looks that were taken are the
-        first of the agreement, too."""
+        """What other nodes hold, and is needed here, comes here: also steps of which copies have
+        lossy gradients, as a peer may have them whole. What there is of those is looked at
+        meanwhile, behind the base that will be chosen: as all ranks read the same copies, and steps
+        behind an older base are steps behind that one, too, others are of use where it turns out to
+        be damaged. Where nothing comes, the looks taken are the first of the agreement, too."""
         offer = self._offer(lossy=False)
         looks: list[Future[tuple[LogRun, ...]]] = []
+
+        def left() -> tuple[Offer, Covers]:
+            self._partly = True
+            found = self._offer(lossy=False)
+            self._partly = False  # until the ranks agree on that
+            inventory = self.outcome.inventory
+            return found, covered(self._filesystem, () if inventory is None else inventory.bases)
+
         with ThreadPoolExecutor(1, "everstep-look") as thread:
 
             def meanwhile(choice: Choice) -> None:
@@ -259,7 +268,11 @@ class _Start:
                 if self._log is not None:
                     looks.append(thread.submit(self._runs, offer, self._only))
 
-            brought = fetch(offer, meanwhile)
+            known = self.outcome.inventory
+            brought = fetch(offer, meanwhile, Lent(unproven_in(known, self._held), left))
+        if brought.proven is not None and self._held is not None:
+            brought.bases.append(Fetched(self._held, brought.proven, "memory"))
+            self._held = None
         if not brought.bases and not brought.logs and self._log is None:
             self._looked = offer
         elif not brought.bases and not brought.logs and looks:
@@ -274,7 +287,7 @@ class _Start:
         damaged = self._load_base(choice)
         loaded = self.outcome.loaded
         if damaged or loaded is None or choice.reach is None or self._log is None:
-            return Restored(damaged, exact=self.outcome.exact)
+            return Restored(damaged, exact=self.outcome.exact, relaid=self._log_is_there(choice))
         redone = self._log.redo(choice, loaded, together=True, post=self._post)
         if redone.spoilt is not None and not redone.sure:
             # Which step it is shows when they are redone one by one, on the base once more.
@@ -292,6 +305,13 @@ class _Start:
         exact = self.outcome.exact and not redone.inexact and not redone.notes
         self.outcome.exact = exact
         return Restored((), redone.spoilt, exact)
+
+    def _log_is_there(self, choice: Choice) -> bool:
+        """Whether this rank's log may be where its files came from: on another one's disk."""
+        if self._relaid or choice.partly or choice.reach is not None or self._log is None:
+            return False
+        mine = choice.base, self._meeting.rank
+        return any((one.held.id, one.held.marker.rank) == mine for one in self.fetched if one.disk)
 
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Loads what was chosen, unless that stands; returns which files are damaged, and where."""

@@ -49,7 +49,7 @@ class _Bar:
         self._done += amount
         if self._bar is None and time.monotonic() - self._start_s > _QUIET_S:
             self._bar = self._draw()
-            self._task = self._bar.add_task(self._label, total=self._total)
+            self._task = self._bar.add_task(self._label, total=self._total or None)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
 
@@ -86,8 +86,10 @@ class _Lines:
         now_s = time.monotonic()
         if now_s - self._last_s > _LINE_EVERY_S:
             self._last_s, self._spoke = now_s, True
-            share = 100 * self._done // max(1, self._total)
-            print(f"{self._label}: {share} %", file=sys.stderr, flush=True)
+            far = f"{now_s - self._start_s:.0f} s"
+            if self._total:  # there may be more behind it, of which nobody knew
+                far = f"{min(100, 100 * self._done // self._total)} %"
+            print(f"{self._label}: {far}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._spoke:
@@ -103,7 +105,7 @@ def progress(
 
     Args:
         label: what is going on, e.g. ``"resume"``.
-        total: units to come; bytes or items.
+        total: units to come; bytes or items. 0: nobody knows how many.
     """
     shown = _Bar(label, total, unit) if sys.stderr.isatty() else _Lines(label, total, unit)
     try:

@@ -125,13 +125,11 @@ class OptimizerProvider:
         name = _name_in_torch(self._optimizer)
         found: dict[str, Any] = {} if name is None else {CLASS: name}
         groups = self._optimizer.param_groups
-        lacking = [p.grad is None for group in groups for p in group["params"]]
-        if not all(lacking):
-            found[GRADIENTS] = True if not any(lacking) else self._with_gradients()
+        held = [_has_gradient(parameter) for group in groups for parameter in group["params"]]
+        if any(held):
+            names = True if all(held) else [n for n, p in self.named() if _has_gradient(p)]
+            found[GRADIENTS] = names
         return found
-
-    def _with_gradients(self) -> list[str]:
-        return [name for name, parameter in self.named() if parameter.grad is not None]
 
     def _put_gradients(self, tree: Mapping[str, Any]) -> None:
         """Zeros where there was a gradient, and none where there was none."""
@@ -139,10 +137,11 @@ class OptimizerProvider:
         for name, parameter in self.named():
             if held is not True and name not in held:
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.detach().zero_()
+            elif _has_gradient(parameter):
+                parameter.grad.detach().zero_()  # type: ignore[union-attr]
+            else:  # newer versions of torch let it have a dtype of its own
+                dtype = getattr(parameter, "grad_dtype", None)
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
     def _holding_now(self) -> Holding:
         return holding_of(self.section, self._optimizer)
@@ -344,6 +343,13 @@ class OptimizerProvider:
         if not problems and list(saved) != list(live):  # LBFGS has one state for all, in order
             problems.append((where, f"saved in the order {list(saved)}, live {list(live)}"))
         return problems
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    """Whether there is one that an update would consume even if it is zero: of a sparse one no
+    element is."""
+    gradient = parameter.grad
+    return gradient is not None and gradient.layout is torch.strided
 
 
 def _name_in_torch(optimizer: Optimizer) -> str | None:

@@ -83,6 +83,7 @@ class ZeroProvider(OptimizerProvider):
         self._zero.optim.state.clear()
         self._zero.load_state_dict({"state": state, "param_groups": groups})
         self._zero.state.clear()  # a second copy, which it makes and never looks at
+        self._put_gradients(tree)
         return []
 
     def _holding_now(self) -> Holding:

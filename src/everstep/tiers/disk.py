@@ -60,6 +60,11 @@ def storage_errors(
         if error.errno in _NO_SPACE:
             kind = OutOfSpaceError
             hint = "free some space, or keep fewer bases (keep=, everstep rm)"
+            if error.errno == errno.EFBIG:
+                hint = (
+                    "a limit of the size of files is met: raise it (ulimit -f); a keeper that "
+                    "lives has the old one, and everstep stop ends it"
+                )
         elif error.errno in _NO_PERMISSION:
             kind, hint = PermissionDeniedError, "choose a directory that this user may write"
         elif error.errno in _HINTS:
