@@ -174,11 +174,11 @@ def test_generators_go_on_where_they_were(run_folder: Path) -> None:
     random.gauss(0, 1)
     np.random.standard_normal()
     torch.randn(3)
-    with opened(run_folder, {}) as ckpt:
+    with opened(run_folder, {"count": 0}) as ckpt:
         ckpt.save()
     wanted = [random.gauss(0, 1), np.random.standard_normal(), torch.randn(17), random.random()]
     seed_everything(6)
-    with opened(run_folder, {}) as ckpt:
+    with opened(run_folder, {"count": 0}) as ckpt:
         ckpt.resume()
     found = [random.gauss(0, 1), np.random.standard_normal(), torch.randn(17), random.random()]
     assert_same(found, wanted)
