@@ -7,6 +7,7 @@ each in a process of its own, which says a line for each thing that it has done.
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import json
@@ -120,6 +121,7 @@ class Loop:
     frozen: bool = False
     schedule: bool = False
     zeroed: bool = False
+    masters: bool = False
 
 
 LOOPS = {
@@ -150,6 +152,8 @@ class World:
         if loop.tied:
             self.head.weight = self.middle.weight
         self.model = nn.Sequential(self.first, *between, self.middle, self.head, self.last)
+        # What computes, where the optimizer has masters: no optimizer owns it.
+        self.low = copy.deepcopy(self.model).bfloat16() if loop.masters else None
         parameters = list(self.model.parameters())
         groups = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
         self.optimizer = case.make(groups)
@@ -163,6 +167,7 @@ class World:
             "data": {"steps": 0},
             "scheduler": self.scheduler,
             "scaler": self.scaler,
+            "low": self.low,
         }
         self.state |= {self.prefix + key: part for key, part in parts.items() if part is not None}
         self.backward_done = self.updated = lambda step: None
@@ -183,10 +188,11 @@ class World:
         self._freeze(step)
         overflow = self.scaler is not None and step in SKIPPED
         for _ in range(2 if self.loop.accumulate else 1):
-            loss = self.model(torch.randn(5, 6)).square().mean()
+            loss = self._forward(torch.randn(5, 6)).square().mean()
             if self.scaler is not None:
                 loss = self.scaler.scale(loss * float("inf") if overflow else loss)
             loss.backward()
+        self._raise()
         self.backward_done(step)
         if self.loop.clip and not (self.scaler is not None and step % 2):
             if self.scaler is not None:
@@ -198,6 +204,7 @@ class World:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.loop.zeroed)
+        self._lower()
         if self.scheduler is not None:
             self.scheduler.step()
         self.updated(step)
@@ -209,6 +216,26 @@ class World:
             for parameter in self.first.parameters():
                 parameter.requires_grad_(step not in (4, 5))
             self.middle.bias.requires_grad_(step > 3 or not self.case.late)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor
+        found = self.model(x) if self.low is None else self.low(x.bfloat16()).float()
+        return found
+
+    def _raise(self) -> None:
+        """The masters' gradients."""
+        if self.low is not None:
+            for master, low in zip(self.model.parameters(), self.low.parameters(), strict=True):
+                if low.grad is not None and master.requires_grad:
+                    master.grad = low.grad.float()
+                low.grad = None
+
+    @torch.no_grad()
+    def _lower(self) -> None:
+        """What computes is what the masters have become."""
+        if self.low is not None:
+            for master, low in zip(self.model.parameters(), self.low.parameters(), strict=True):
+                low.copy_(master)
 
     def snapshot(self) -> dict[str, str]:
         """Digest of every part: every entry, and the generator that is drawn from."""

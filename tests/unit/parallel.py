@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -179,6 +179,15 @@ def _fsdp(rank: int, world: int) -> Training:
     return _finish(fully_shard(net), rank)
 
 
+def _fsdp_low(rank: int, world: int) -> Training:
+    """Trains float32 parts; what is gathered of them for forward and backward is bfloat16, and is
+    made anew each time: no state holds it."""
+    net, policy = Net(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(net.norm)
+    fully_shard(net.up, mp_policy=policy)
+    return _finish(fully_shard(net, mp_policy=policy), rank)
+
+
 def _hsdp(rank: int, world: int) -> Training:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
     return _finish(fully_shard(Net(), mesh=mesh), rank)
@@ -302,6 +311,7 @@ LAYOUTS = {
     "ddp": Layout("DDP", 2, _ddp, (("ddp", 3), ("one", 1))),
     "zero": Layout("DDP, `ZeroRedundancyOptimizer`", 2, _zero, (("zero", 3), ("ddp", 2))),
     "fsdp": Layout("FSDP2", 4, _fsdp, (("fsdp", 2), ("zero", 2))),
+    "fsdp_low": Layout("FSDP2, computing in bfloat16", 2, _fsdp_low, (("fsdp", 3),)),
     "hsdp": Layout("FSDP2, replicated", 4, _hsdp, (("fsdp", 3), ("tp", 2))),
     "tp": Layout("TP", 2, _tp, (("one", 1), ("fsdp_tp", 4))),
     "dp_tp": Layout("DP x TP", 4, _dp_tp, (("tp", 2), ("ddp", 4))),

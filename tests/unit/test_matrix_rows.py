@@ -124,10 +124,11 @@ def trained(case: str, loop: str) -> tuple[World, list[dict[str, str]]]:
 def test_the_traps_are_there(case: str) -> None:
     """Or a training that passes would show nothing."""
     world, states = trained(case, "all")
-    weight, statistics = "model/3.weight", "model/1.running_mean"
+    weight, statistics = "model/3.weight", "low/1.running_mean"
     for step in range(1, STEPS + 1):
         before, after = states[step - 1], states[step]
         assert (before[weight] == after[weight]) is (step in SKIPPED), step
+        assert (before["low/3.weight"] == after["low/3.weight"]) is (step in SKIPPED), step
         assert before[statistics] != after[statistics]
         assert before["rng"] != after["rng"]
         assert before["optimizer/param_groups"] != after["optimizer/param_groups"]

@@ -179,10 +179,11 @@ def test_other_methods_are_killed_and_resumed(run: Run, layout: str, method: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "seed"), [("ddp", 1), ("dp_pp", 0)])
-def test_a_log_in_parts_is_killed_and_resumed(run: Run, layout: str, seed: int) -> None:
-    """Each rank has logged a part of what it consumed like others: all ranks, or its stage's."""
-    drill(run, layout, seed, method="logged")
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one", "zero")])
+def test_a_log_of_every_row_is_killed_and_resumed(run: Run, layout: str) -> None:
+    """Each rank has logged its part, of what it consumed like others (all ranks, or its stage's),
+    too. ZeRO's has none: an update there is several."""
+    drill(run, layout, 1, method="logged")
 
 
 def at(said: Said, step: int) -> dict[str, str]:
