@@ -147,7 +147,8 @@ def drill(run: Run, layout: str, seed: int, **options: Any) -> None:
     known = max(run.committed())
 
     said = run.to_the_end(layout, options)
-    assert compare(said, wanted) >= known >= first
+    # A log in memory, which the second job may have gone on from, is gone with the keepers.
+    assert compare(said, wanted) >= known >= (EVERY if options["method"] == "logged" else first)
     assert all(STEPS in steps for steps in steps_of(said))
     assert STEPS in run.committed()
 
