@@ -24,7 +24,7 @@ from everstep.options import LogOptions
 from everstep.seams.children import Child
 from everstep.seams.processes import process_gone
 from tests.unit.logged import World, train
-from tests.unit.world import TIMEOUT_S, forget
+from tests.unit.world import TIMEOUT_S, files_below, forget
 
 AUDIT_TIMEOUT_S = 4 * TIMEOUT_S
 
@@ -175,7 +175,7 @@ def trained(
 def wait_for(run: Path, pattern: str) -> Path:
     waited = threading.Event()
     for _ in range(int(AUDIT_TIMEOUT_S / 0.05)):
-        for path in run.rglob(pattern):
+        for path in files_below(run, pattern):
             return path
         waited.wait(0.05)
     raise AssertionError(f"there is no {pattern}")

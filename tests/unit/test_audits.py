@@ -39,7 +39,7 @@ from tests.unit.logged import (
 )
 from tests.unit.logged import opened as with_a_log
 from tests.unit.serving import Bench, serving
-from tests.unit.world import TIMEOUT_S, HookedFileSystem, flip, forget
+from tests.unit.world import TIMEOUT_S, HookedFileSystem, files_below, flip, forget
 
 CLOCK = SystemClock()
 
@@ -501,7 +501,7 @@ def test_audits_take_a_small_share_of_a_core(run: Path) -> None:
     try:
         auditor.base_durable()
         assert began.acquire(timeout=TIMEOUT_S)
-        until(lambda: bool(list(run.rglob(AUDIT_RECORD))), "the record")
+        until(lambda: bool(files_below(run, AUDIT_RECORD)), "the record")
         until(lambda: auditor._child is None, "the end")
         clock.advance(taken_s / CPU_SHARE - 1)
         assert not again()
@@ -615,7 +615,7 @@ def test_each_base_as_it_becomes_durable(served: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(auditor_module, "Child", Inline)
     world, ckpt = a_trainer(served)
     trained(world, ckpt, 4)
-    until(lambda: bool(list(served.run.rglob(AUDIT_RECORD))), "the audit")
+    until(lambda: bool(files_below(served.run, AUDIT_RECORD)), "the audit")
     ckpt.close()
     (path,) = served.run.rglob(AUDIT_RECORD)
     record = AuditRecord.decode(path.read_bytes(), path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,9 @@ from everstep.state.image import State
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import TierOptions
 from tests.unit.test_options import options
+from tests.unit.world import files_below, size_below
 
 KEEP, EVERY, STEPS = 2, 2, 14
-
-
-def size_of(folder: Path) -> int:
-    found = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the keeper deletes meanwhile
-            found += path.stat().st_size if path.is_file() else 0
-    return found
 
 
 def state_of(layers: int) -> dict[str, object]:
@@ -63,11 +55,11 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
             _step(state["model"], state["optimizer"])  # type: ignore[arg-type]
             ckpt.step()
             ckpt.wait()
-            assert size_of(tmp_path / "run") <= bounds.disk_bytes
-            assert size_of(place) <= bounds.copies[0][1]
-        one = max(path.stat().st_size for path in (tmp_path / "run").rglob("*.safetensors"))
-        base = next(path.parent for path in (tmp_path / "run").rglob("manifest.json"))
-        assert one < size_of(base) <= bounds.base_bytes
+            assert size_below(tmp_path / "run") <= bounds.disk_bytes
+            assert size_below(place) <= bounds.copies[0][1]
+        one = max(path.stat().st_size for path in files_below(tmp_path / "run", "*.safetensors"))
+        base = files_below(tmp_path / "run", "manifest.json")[0].parent
+        assert one < size_below(base) <= bounds.base_bytes
     assert bounds.copies == ((str(place), 2 * bounds.base_bytes + 8192),)
     assert f"copies in {place}: keep 1, up to" in said
 

@@ -22,6 +22,7 @@ from tests.unit.world import (
     base_folder,
     opened,
     raising,
+    size_below,
     verdict_of,
 )
 
@@ -233,8 +234,7 @@ def test_disk_budget(run_folder: Path) -> None:
     ) as ckpt:
         for _ in range(6):
             ckpt.step()
-            used = sum(path.stat().st_size for path in run_folder.rglob("*") if path.is_file())
-            assert used <= 2_000_000
+            assert size_below(run_folder) <= 2_000_000
 
 
 def test_close_waits(run_folder: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -39,12 +40,14 @@ __all__ = [
     "acquiring",
     "assert_same",
     "base_folder",
+    "files_below",
     "flip",
     "forget",
     "inventory_of",
     "opened",
     "raising",
     "seed_everything",
+    "size_below",
     "verdict_of",
 ]
 
@@ -52,6 +55,22 @@ TIMEOUT_S = 20.0
 """Nothing that a test waits for takes longer, or the test has failed."""
 
 Hook = Callable[[str, PurePath], None]
+
+
+def files_below(folder: Path, pattern: str = "*") -> list[Path]:
+    """Files whose name matches; others may come and go meanwhile, and folders too, which
+    ``rglob`` fails over."""
+    found = [Path(above, name) for above, _, names in os.walk(folder) for name in names]
+    return [path for path in found if fnmatch.fnmatch(path.name, pattern)]
+
+
+def size_below(folder: Path) -> int:
+    """Bytes of all files, of which some may go meanwhile."""
+    found = 0
+    for path in files_below(folder):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
 
 
 class Gate:
