@@ -26,7 +26,7 @@ from everstep.commit.machine import (
 )
 from everstep.commit.member import Member
 from everstep.commit.messages import ManifestTold, Message, WatermarkTold
-from everstep.commit.reclaim import Segment, reclaimable_bases, reclaimable_segments
+from everstep.commit.reclaim import reclaimable_bases
 from everstep.commit.steps import (
     BasesSeen,
     Delete,
@@ -342,12 +342,3 @@ def test_volatile_tiers_forget_what_is_older_than_the_watermark() -> None:
     held = [BaseId(1, 10), BaseId(1, 20), BaseId(2, 5)]
     assert reclaimable_bases(held, None) == []
     assert reclaimable_bases(held, BaseId(1, 20)) == [BaseId(1, 10)]
-
-
-def test_durable_tiers_keep_the_log_for_one_more_interval() -> None:
-    log = [Segment(1, 0, 10), Segment(1, 10, 20), Segment(1, 20, 30), Segment(2, 20, 25)]
-    watermark, before = BaseId(1, 20), BaseId(1, 10)
-    assert reclaimable_segments(log, watermark, before, tier="memory") == log[:2]
-    assert reclaimable_segments(log, watermark, before, tier="peer") == log[:2]
-    assert reclaimable_segments(log, watermark, before, tier="object") == log[:1]
-    assert reclaimable_segments(log, watermark, None, tier="disk") == []

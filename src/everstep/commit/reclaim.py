@@ -4,13 +4,15 @@ TierCheck purges older differentials of the durable tier at once in its section 
 them for one more base interval in its section 4. Here the safer one holds: a new host that has
 nothing but the durable tier can go back one more base, and forward from there.
 
+The log of durable tiers is let go of by :mod:`everstep.keeper.retain_log` and
+:mod:`everstep.keeper.log_mirror`.
+
 What a rank sees of its own bases says nothing about the others: only the watermark does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from everstep.commit.lineage import BaseId
 
@@ -18,9 +20,7 @@ __all__ = [
     "COPY_TIERS",
     "TIERS",
     "VOLATILE_TIERS",
-    "Segment",
     "reclaimable_bases",
-    "reclaimable_segments",
 ]
 
 TIERS = ("memory", "peer", "disk", "copy", "object")
@@ -34,32 +34,7 @@ COPY_TIERS = ("copy", "object")
 """Tiers that hold copies of what was on the ranks' own disks; all ranks read the same ones."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Segment:
-    """Steps ``(after, last]`` of the log of a timeline."""
-
-    timeline: int
-    after: int
-    last: int
-
-
 def reclaimable_bases(held: Collection[BaseId], watermark: BaseId | None) -> list[BaseId]:
     """Bases in a volatile tier that may go: those older than the watermark. Durable tiers go by
     :func:`everstep.commit.retention.plan_retention`."""
     return [] if watermark is None else sorted(base for base in held if base < watermark)
-
-
-def reclaimable_segments(
-    held: Collection[Segment], watermark: BaseId | None, before: BaseId | None, *, tier: str
-) -> list[Segment]:
-    """Segments of the log that may go: in volatile tiers those that lead up to the watermark; in
-    durable tiers only those that lead up to the watermark ``before``.
-
-    Args:
-        before: the watermark before; None: there was none.
-    """
-    assert tier in TIERS
-    limit = watermark if tier in VOLATILE_TIERS else before
-    if limit is None:
-        return []
-    return sorted(s for s in held if (s.timeline, s.last) <= (limit.timeline, limit.step))
