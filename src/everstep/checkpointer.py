@@ -156,7 +156,7 @@ class Checkpointer:
         self._live_key = (self._run, self._info.rank)
         close_earlier(_live.get(self._live_key), self._run)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
-        made_of = self._options, self._run, open_run, self._state, self._seams, peers, places
+        made_of = self._options, self._run, open_run, self._state, self._seams, peers, places, job
         parts = assemble(*made_of)
         parts.keepers.copy_to(places)
         self._parts, self._run_id = parts, parts.run_id
@@ -166,11 +166,11 @@ class Checkpointer:
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts)
         self._watched.watch(self._consumed)
         self._keeper: Keeper | None = None
-        self._timeline, self._exact, self._step = 0, True, 0
+        self._timeline, self._exact, self._step, self._base_due = 0, True, 0, False
         self._overwritten = Overwritten()
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
-        self._base_due, self._joint, self._at_exit = False, Joint(job), AtExit()
+        self._joint, self._at_exit = Joint(job, self._options, parts), AtExit()
         self._last: Save | None = None
         self._preempting.install()
         self._open = True
@@ -242,10 +242,11 @@ class Checkpointer:
         # Counted whatever is raised: a caller that goes on has still taken this step.
         self._step += 1
         self._preempting.ask(self._step)
-        self._updates.settle()
-        self._watched.marked()
-        with self._channel.told_last():
-            self._end_step()
+        with self._joint.answering(self._step):
+            self._updates.settle()
+            self._watched.marked()
+            with self._channel.told_last():
+                self._end_step()
 
     def _end_step(self) -> None:
         self._ready()
@@ -253,15 +254,13 @@ class Checkpointer:
         if self._recorder is not None and survey is not None:
             self._watched.marked(survey)
             self._recorder.mark(survey, self._updates.lsn, self._step)
-            lost = self._standby is not None and self._standby.lost is not None
-            needed = self._recorder.base_due is not None or lost
-            self._base_due = self._joint.due(self._step, needed) or self._base_due
         under_way = self._multistep is not None and self._multistep.marked(self._identity())
         if self._multistep is not None:
             self._base_due = self._base_due or self._multistep.again is not None
         self._saver.warm()  # behind the mark, which is waited for
         self._cadence.stepped()
-        due = self._cadence.due(self._step)
+        needed, due = self._joint.ask(self._step)
+        self._base_due = needed or self._base_due
         if self._multistep is not None and due and under_way:
             self._multistep.stats.deferred += 1
         if due or self._base_due:
@@ -308,7 +307,7 @@ class Checkpointer:
 
     def _take(self, survey: Survey | None, *, show: bool, in_memory: bool = False) -> Save:
         self._cadence.asked(self._step)
-        standby, due = self._standby, self._recorder is not None and self._recorder.base_due
+        standby, due = self._standby, self._recorder is not None and self._recorder.needs_capture
         if standby is not None and standby.follows and not due:
             survey = survey or self._state.survey()
             save = standby.ask(self._identity(), survey, exact=show)
@@ -398,6 +397,7 @@ class Checkpointer:
     def _take_last(self, failed: list[EverstepError]) -> bool:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
+        self._joint.left()
         persist_parked(self._saver, failed)
         if self._saver.last_is_in_memory and not self._overwritten.partly:
             whole = self._watched.is_between_steps
@@ -438,7 +438,7 @@ class Checkpointer:
         if here and self._keeper_stays:  # no base of all ranks: they may be gone
             self._release(stay=True)
             return
-        self._watched.left = True
+        self._watched.leave()
         with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
             self.close()
 
@@ -474,7 +474,7 @@ class Checkpointer:
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
         self._timeline, self._exact = timeline, exact
-        self._joint.began(self._step)
+        self._joint.began()
         self._keepers.serve(timeline, verified, self._starts.seat)
         self._take_over(seen)
 
@@ -484,7 +484,7 @@ class Checkpointer:
         assert keeper is not None
         self._parts.start(keeper, self._timeline, self._exact, self._step, seen)
         self._keeper = keeper  # last: what an interrupt leaves half done is done again
-        self._at_exit.watch(self._saver, keeper, stay=self._keeper_stays)
+        self._at_exit.watch(self._saver, keeper, self._watched.leave, stay=self._keeper_stays)
 
     def _check_open(self) -> None:
         if self._open and os.getpid() == self._pid:

@@ -34,14 +34,17 @@ class Method:
             ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
             base at a time (CheckFreq, as the papers describe it).
             ``"multistep"``: the copy runs behind several steps, a part of the state in each, with
-            the gradients that bring each part to the last of them (GoCkpt section 4).
+            the gradients that bring each part to the last of them (GoCkpt section 4). Several
+            ranks end at one step, and call ``wait()`` and ``close()`` behind the same step.
             ``"scheduled"``: at every step, behind the next one, in an order and at places that are
             planned from how steps go (Checkflow section III); those that are due are persisted, of
-            the others the keeper holds the newest whole one in memory.
+            the others the keeper holds the newest whole one in memory. Several ranks take only
+            those that are due, which may live in memory (``tiers``).
         log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
             each optimizer update consumed is recorded, so that every step can be recovered.
             ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
-            an :class:`everstep.compress.Compressor` in the state, whose forms are recorded.
+            an :class:`everstep.compress.Compressor` in the state, whose forms are recorded, or
+            DDP's ranks exchange its gradients by a ``DDPCompression`` that is in the state.
             ``"adaptive"``: lossy copies of the gradients, in eight bits or the largest ones only
             (TierCheck section 3.2), while training consumes whole ones. What such a log recovers
             is an approximation, said to be ``exact=False`` then and in all that descends from it.
@@ -63,7 +66,7 @@ class Method:
         rebuild: of ``base="multistep"``: who brings its parts to one step. ``"keeper"``: the keeper
             process, before it writes them, with the CPU's arithmetic. ``"recovery"``: parts and
             gradients are written as they were captured, and whoever restores the base runs the
-            optimizers over them, on the device and with the kernels of training.
+            optimizers over them, on the device and with the kernels of training: one rank's only.
     """
 
     base: str = "lazy"
@@ -127,10 +130,10 @@ class Method:
                     hint="tiers=('memory', 'peer', 'disk'), or a longer every=",
                 )
             return
-        if self.base not in ("async", "lazy") or self.log != "none":
+        if self.base not in ("async", "lazy", "scheduled") or self.log != "none":
             raise OptionError(
-                f"bases live in memory with base='async' or 'lazy' and without a log, not with "
-                f"base={self.base!r} and log={self.log!r}",
+                f"bases live in memory with base='async', 'lazy' or 'scheduled' and without a log, "
+                f"not with base={self.base!r} and log={self.log!r}",
                 hint="method='gemini', or tiers=('disk',)",
             )
 

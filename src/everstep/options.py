@@ -122,7 +122,8 @@ class LogOptions:
             is kept. ``"all"``, those of the last ``"2h"``, or of the last ``"50GB"`` of the log:
             then the bases that they are replayed from stay, too, beyond ``keep``.
         watch: look for NaN and infinity in the gradients that are recorded, behind training; found
-            ones are reported as :class:`~everstep.errors.NonFiniteError`.
+            ones are reported as :class:`~everstep.errors.NonFiniteError`. Several ranks ask each
+            other at the end of each step, and all report what one has seen.
         lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each
             step is on disk before the next begins, so that a lost machine costs no more than
             the step in flight (once the first base is durable: a log begins at a base). None: it

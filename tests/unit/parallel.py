@@ -14,9 +14,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,10 +33,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["LAYOUTS", "Layout", "Training", "main"]
+from everstep.errors import AuditError
+from everstep.keeper.multistep_gradients import GradientCheck
+
+__all__ = ["LAYOUTS", "MORE", "Layout", "Training", "main"]
 
 EVERY, WAITS_AT = 2, 3
 _HANGS_S = 240.0
+_LATE_S = 1.0
 _ROWS, _WIDTH = 4, 5
 DistributedDataParallel = nn.parallel.DistributedDataParallel
 
@@ -65,6 +70,22 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x @ self.tied)  # type: ignore[no-any-return]
+
+
+class Follower(nn.Module):
+    """A net, and one of which no optimizer knows: it follows the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.slow = Net(), Net().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) - self.slow(x)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
 
 
 @dataclass
@@ -167,6 +188,18 @@ def _one(rank: int, world: int) -> Training:
 
 def _ddp(rank: int, world: int) -> Training:
     return _finish(DistributedDataParallel(Net()), rank)
+
+
+def _follows(rank: int, world: int) -> Training:
+    """What follows is alike on all ranks, and inside of DDP."""
+    both = Follower()
+    model = DistributedDataParallel(both) if world > 1 else both
+
+    def gradients() -> None:
+        both.follow()
+        model(torch.randn(_ROWS, _WIDTH)).square().mean().backward()
+
+    return Training({**_values(both.net), "model": model}, gradients, draws=rank)
 
 
 def _zero(rank: int, world: int) -> Training:
@@ -323,6 +356,9 @@ LAYOUTS = {
 }
 """The rows of the matrix."""
 
+MORE = {**LAYOUTS, "follows": Layout("DDP, with parameters that no optimizer trains", 2, _follows)}
+"""With what is tried for one thing alone."""
+
 
 # --- The process --------------------------------------------------------------------------
 
@@ -330,6 +366,35 @@ LAYOUTS = {
 def _die_at(place: str, rank: int, step: int) -> None:
     if os.environ.get("DIES") == f"{rank} {step} {place}":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _do_at(step: int, ckpt: Any) -> None:
+    """What ``DOES`` says for the end of a step: a JSON object, by step."""
+    found, _, number = json.loads(os.environ.get("DOES", "{}")).get(str(step), "").partition(" ")
+    if found in ("wait", "save", "rewind"):
+        getattr(ckpt, found)(*map(int, number.split()))
+    elif found == "spoil":  # what was captured of a base over several steps
+        ckpt._multistep._window.failed = AuditError("planted")
+    elif found == "tear":  # a gradient of the next update, which the lane finds out in its own time
+        torn, late = GradientCheck.torn, threading.Event()
+
+        def find(*_: Any) -> str:
+            late.wait(_LATE_S)
+            GradientCheck.torn = torn
+            return "planted"
+
+        GradientCheck.torn = find
+    elif found == "doubt":
+        ckpt._exact = False
+    elif found == "kill":  # its keeper, and training hears of it
+        os.kill(ckpt._keeper.pid, signal.SIGKILL)
+        ckpt._keeper._reader.join(_HANGS_S)
+    elif found == "lose":  # a base, and training hears of it
+        ckpt._multistep._last.durable.exception(_HANGS_S)
+    elif found == "draw":
+        torch.rand(1)
+    elif found == "raise":
+        raise ValueError("planted")
 
 
 def main() -> None:
@@ -354,13 +419,19 @@ def main() -> None:
     def say(**what: Any) -> None:
         os.write(1, (json.dumps(what) + "\n").encode())
 
-    ckpt, start, wholly = None, 0, bool(os.environ.get("WHOLE"))
+    ckpt: Any = None
+    start, wholly = 0, bool(os.environ.get("WHOLE"))
     if options is not None:
         import everstep
 
         options = {"every": EVERY, "on_failure": "warn", "progress_timeout_s": _HANGS_S, **options}
+        if isinstance(options["method"], dict):
+            own = json.loads(os.environ.get("METHOD", "{}"))
+            options["method"] = everstep.Method(**{**options["method"], **own})
         ckpt = everstep.Checkpointer(run, training.values, **options)
         recovery = ckpt.resume()
+        if "DOES" in os.environ:
+            os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
         start = recovery.step
         told = {"exact": recovery.exact, "notes": recovery.notes, "timeline": recovery.timeline}
         say(resumed=start, digests=training.digests(), **told)
@@ -371,15 +442,19 @@ def main() -> None:
         training.step(lambda step=step: _die_at("before_update", rank, step))  # type: ignore[misc]
         if ckpt is not None:
             ckpt.step()
-            if step == WAITS_AT:
+            if step == WAITS_AT and "DOES" not in os.environ:
                 ckpt.wait()
+            _do_at(step, ckpt)
         say(step=step, digests=training.digests())
         _die_at("after_step", rank, step)
     if wholly:
         say(at=last, whole=training.whole())
     if ckpt is not None:
         ckpt.close()
-        say(committed=ckpt.stats().committed)
+        stats = ckpt.stats()
+        over_steps = None if stats.multistep is None else asdict(stats.multistep)
+        taken = {"committed": stats.committed, "captured": ckpt._saver._captures}
+        say(**taken, multistep=over_steps)
     if world > 1:
         distributed.destroy_process_group()
         os._exit(0)  # what DDP holds of gloo may wait for ever for the other ranks as it is freed

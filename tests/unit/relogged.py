@@ -39,6 +39,7 @@ __all__ = ["Logs", "gradient", "logged", "redone", "train"]
 Logs = dict[tuple[int, int], list[LogRecord]]
 """Updates and mark, by rank and step."""
 
+Compress = Callable[[Any], Any]
 Change = Callable[[Values, RankInfo], None]
 
 
@@ -77,28 +78,27 @@ def logged(
     *,
     seed: int = 3,
     optimizer: Callable[[Any], Any] | None = None,
+    compress: Compress | None = None,
     change: Change = lambda values, info: None,
 ) -> tuple[BaseFound, Logs]:
     """A base of all ranks, and what each of them logs in as many steps behind it.
 
     Args:
+        compress: makes a Compressor of the optimizer.
         change: made to a rank's state behind each update.
     """
     markers, logs = [], Logs()
     for rank in range(world):
         with as_rank(rank, world) as info:
-            values = _values(layout, info, seed, optimizer)
+            values = _values(layout, info, seed, optimizer, compress)
             state = State(values, ranks=info)
             markers.append(write(run, state, ring))
             consumption, part, layouts = Consumption(state), LogPart(state), Layouts()
             for step in range(STEP + 1, STEP + 1 + steps):
                 train(values, step)
                 shape = digest_of(state.survey().shape, consumption.regroup())
-                consumed, name, about = part.look(consumption, "optimizer")
                 head = RecordHead("update", 1, step, step, shape)
-                objects = {name: encode(about, checked=True)}
-                update = _record(head, consumed.layout, objects, consumed.tensors)
-                values["optimizer"].step()
+                update = _update(values["optimizer"], consumption, part, head)
                 values["own"]["n"] = step
                 change(values, info)
                 logs[rank, step] = [update, _mark(state, layouts, step, shape)]
@@ -114,6 +114,7 @@ def redone(
     steps: int,
     *,
     optimizer: Callable[[Any], Any] | None = None,
+    compress: Compress | None = None,
     together: bool = True,
     asked: set[tuple[int, int]] | None = None,
 ) -> tuple[Values, Restored]:
@@ -122,7 +123,7 @@ def redone(
     Args:
         asked: gets whose logs were asked for, and of which step.
     """
-    values = _values(layout, info, 9, optimizer)
+    values = _values(layout, info, 9, optimizer, compress)
     state = State(values, ranks=info)
     loaded = load(base, state, ring)
     if loaded.layout is None:  # as many ranks, in another layout
@@ -148,14 +149,40 @@ def redone(
 
 
 def _values(
-    layout: str, info: RankInfo, seed: int, optimizer: Callable[[Any], Any] | None
+    layout: str,
+    info: RankInfo,
+    seed: int,
+    optimizer: Callable[[Any], Any] | None,
+    compress: Compress | None,
 ) -> Values:
     values = build(layout, info, seed)
     if optimizer is not None:
         values["optimizer"] = optimizer(values["model"].parameters())
         train(values, 0)
         values["optimizer"].step()
+    if compress is not None:
+        values["compressor"] = compress(values["optimizer"])
+        train(values, 0)  # residuals are there
+        values["optimizer"].step()
     return values
+
+
+def _update(
+    optimizer: torch.optim.Optimizer, consumption: Consumption, part: LogPart, head: RecordHead
+) -> LogRecord:
+    """Makes a step; returns the record of what it consumes."""
+    records: list[LogRecord] = []
+
+    def record(*_: Any) -> None:
+        consumed, name, about = part.look(consumption, "optimizer")
+        objects = {name: encode(about, checked=True)}
+        records.append(_record(head, consumed.layout, objects, consumed.tensors))
+
+    handle = optimizer.register_step_pre_hook(record)
+    optimizer.step()
+    handle.remove()
+    (found,) = records
+    return found
 
 
 def _mark(state: State, layouts: Layouts, step: int, shape: str) -> LogRecord:

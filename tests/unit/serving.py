@@ -67,6 +67,7 @@ class Bench:
 
     Args:
         filesystem: of the server.
+        rank: whose keeper it is.
         options: of the server.
     """
 
@@ -77,11 +78,12 @@ class Bench:
         filesystem: FileSystem | None = None,
         clock: Clock | None = None,
         linger_s: float = 600.0,
+        rank: int = 0,
         **options: Any,
     ) -> None:
         self.run = run
         self.run_id = open_run_folder(PosixFileSystem(), run).run or ""
-        self.files = keeper_files(keeper_key(str(run), self.run_id, 0))
+        self.files = keeper_files(keeper_key(str(run), self.run_id, rank))
         self.listener = listen_at(self.files.socket)
         seams = Seams(filesystem=filesystem or PosixFileSystem(), clock=clock or SystemClock())
         self.server = Server(

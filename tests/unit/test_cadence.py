@@ -8,9 +8,10 @@ from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import everstep
@@ -18,6 +19,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import StorageError
 from everstep.keeper.budget import DAY_S, DayMeter, Forecast, interval_steps_within
 from everstep.keeper.cadence import (
+    ASK_EVERY,
     FIRST_STEPS,
     REPLAY_SHARE,
     WASTE_OF_NO_ACCOUNT,
@@ -54,7 +56,14 @@ class Run:
         bases: steps at which it found a base due.
     """
 
-    def __init__(self, method: str = "lazy", *, memory_bytes: int = 1 << 40, **changes: Any):
+    def __init__(
+        self,
+        method: str = "lazy",
+        *,
+        memory_bytes: int = 1 << 40,
+        alone: bool = True,
+        **changes: Any,
+    ):
         self.options = options_of(method, **changes)
         self.clock = ManualClock()
         self.saver: Any = SimpleNamespace(saves=0, stall_s={"gate": 0.0}, last_save_s=0.0)
@@ -66,48 +75,47 @@ class Run:
             disk = DiskLog(self.options, channel=None)  # type: ignore[arg-type]
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
             self.recorder = SimpleNamespace(
-                stats=RecorderStats(), disk=disk, log_bytes_max=memory_bytes
+                stats=RecorderStats(), disk=disk, rooms=SimpleNamespace(bytes_max=memory_bytes)
             )
-        self.cadence = Cadence(
-            self.options, RUN, self.saver, self.keepers, self.recorder, self.clock, base_bytes=MB
-        )
+        parts = self.options, RUN, self.saver, self.keepers, self.recorder, self.clock
+        self.cadence = Cadence(*parts, base_bytes=MB, alone=alone)
         self.step = 0
         self.bases: list[int] = []
 
-    def train(
-        self,
-        steps: int,
-        *,
-        step_s: float = 0.5,
-        base_bytes: int = MB,
-        persist_s: float = 3.0,
-        cost_s: float = 2.0,
-        log_bytes: int = 1000,
-    ) -> None:
+    def train(self, steps: int, **figures: Any) -> None:
         """Steps, with a base wherever one is due: durable at once, and paid in the next step."""
         for _ in range(steps):
-            self.step += 1
-            self.clock.advance(step_s)
-            if self.recorder is not None:
-                self.recorder.stats.marks += 1
-                self.recorder.stats.record_bytes += log_bytes
-                self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
-            self.cadence.stepped()
-            if not self.cadence.due(self.step):
-                continue
-            self.bases.append(self.step)
-            self.saver.saves += 1
-            save = Save(self.step, 1)
-            self.cadence.asked(self.step)
-            self.cadence.taken(save)
-            if self.recorder is not None:
-                self.recorder.disk.base_taken()
-            self.stats.committed += 1
-            self.stats.persist_s += persist_s
-            self.stats.written_bytes += base_bytes
-            self.saver.stall_s["gate"] += cost_s
-            self.clock.advance(cost_s)
-            save.durable.set_result(base_bytes)
+            self.over(**figures)
+            if self.cadence.due(self.step):
+                self.base(**figures)
+
+    def over(self, *, step_s: float = 0.5, log_bytes: int = 1000, **_: Any) -> None:
+        """A step is."""
+        self.step += 1
+        self.clock.advance(step_s)
+        if self.recorder is not None:
+            self.recorder.stats.marks += 1
+            self.recorder.stats.record_bytes += log_bytes
+            self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
+        self.cadence.stepped()
+
+    def base(
+        self, *, base_bytes: int = MB, persist_s: float = 3.0, cost_s: float = 2.0, **_: Any
+    ) -> None:
+        self.bases.append(self.step)
+        self.saver.saves += 1
+        self.saver.last_save_s = self.clock.monotonic_s()
+        save = Save(self.step, 1)
+        self.cadence.asked(self.step)
+        self.cadence.taken(save)
+        if self.recorder is not None:
+            self.recorder.disk.base_taken()
+        self.stats.committed += 1
+        self.stats.persist_s += persist_s
+        self.stats.written_bytes += base_bytes
+        self.saver.stall_s["gate"] += cost_s
+        self.clock.advance(cost_s)
+        save.durable.set_result(base_bytes)
 
     def costs(self, **changes: Any) -> Costs:
         """The figures of :meth:`train`, as the model takes them."""
@@ -132,6 +140,22 @@ def near(found: int | None, wanted: float) -> bool:
 
 
 # --- The choice -------------------------------------------------------------------------
+
+
+def test_nothing_is_chosen_while_all_steps_were_beside_the_first_base() -> None:
+    """A log takes one at its first step, and steps may be short: what one takes by itself shows
+    when it is over."""
+    run = Run("logged")
+    run.cadence.taken(save := Save(1, 1))
+    for _ in range(3 * FIRST_STEPS):
+        run.over()
+    assert run.cadence.step_s is None
+    save.durable.set_result(MB)
+    run.over()
+    assert run.cadence.step_s is None
+    run.train(2 * FIRST_STEPS)
+    assert run.cadence.step_s == 0.5
+    assert run.cadence.interval_steps is not None
 
 
 def test_without_a_log_the_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,6 +452,108 @@ def test_a_write_budget_stretches_the_interval(
     assert bound.cadence.forecast is not None
     assert bound.cadence.forecast.total_bytes <= budget.write_bytes_per_day  # type: ignore[operator]
     assert "the write budget" in lines(capsys, "a base every")[1]
+
+
+# --- Several ranks ----------------------------------------------------------------------
+
+
+def together(runs: list[Run], steps: int, *figures: dict[str, Any]) -> None:
+    """Ranks that train together, each with figures of its own: all make the same of what they
+    say, which is plain data."""
+    next_step = 0
+    for _ in range(steps):
+        for run, mine in zip(runs, figures, strict=True):
+            run.over(**mine)
+        step = runs[0].step
+        if step < next_step:
+            continue
+        said = [msgpack.unpackb(msgpack.packb(run.cadence.says())) for run in runs]
+        ((due, again),) = {run.cadence.agreed(said, step) for run in runs}
+        assert 1 <= again <= ASK_EVERY
+        next_step = step + again
+        if due:
+            for run, mine in zip(runs, figures, strict=True):
+                run.base(**mine)
+
+
+FIGURES = st.fixed_dictionaries(
+    {
+        "step_s": st.floats(0.01, 100.0),
+        "persist_s": st.floats(0.01, 100.0),
+        "cost_s": st.floats(0.001, 10.0),
+        "log_bytes": st.integers(1, 100_000),
+    }
+)
+
+
+@settings(max_examples=25)
+@given(
+    figures=st.lists(FIGURES, min_size=2, max_size=4),
+    every=st.sampled_from([Every(auto=True, mtbf_s=300.0), Every(seconds=5.0)]),
+    method=st.sampled_from(["lazy", "logged"]),
+    budget=st.sampled_from([None, Budget(write_bytes_per_day=1000 * MB)]),
+)
+def test_ranks_take_the_same_bases_whatever_each_measures(
+    figures: list[dict[str, Any]], every: Every, method: str, budget: Budget | None
+) -> None:
+    options = {"every": every, "budget": budget, "memory_bytes": 1_000_000, "alone": False}
+    runs = [Run(method, **options) for _ in figures]  # type: ignore[arg-type]
+    together(runs, 100, *figures)
+    first = runs[0]
+    for run in runs:
+        assert run.bases == first.bases
+        assert run.cadence.interval_steps == first.cadence.interval_steps
+    if every.auto:
+        assert first.bases
+        assert first.bases[0] == FIRST_STEPS + 1
+
+
+def test_the_longest_interval_that_a_rank_wants_is_that_of_all() -> None:
+    runs = [Run(every=Every(auto=True, mtbf_s=200.0), alone=False) for _ in range(3)]
+    together(runs, 100, {"cost_s": 0.5}, {"cost_s": 4.0}, {"cost_s": 1.0})
+    wanted = round(math.sqrt(2 * 200 * 4) / 0.5)
+    assert {run.cadence.interval_steps for run in runs} == {wanted}
+    assert {tuple(run.bases) for run in runs} == {(FIRST_STEPS + 1, FIRST_STEPS + 1 + wanted)}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_captures_that_are_only_taken_when_they_are_due_cost_what_bases_do(alone: bool) -> None:
+    run = Run("checkflow", alone=alone)
+    together([run], 3 * FIRST_STEPS, {"cost_s": 0.5})
+    by_cost = without_log(run.costs(base_cost_s=0.5)).interval_steps
+    wanted = checkfreq_interval(step_s=0.5, stall_s=0.0, persist_s=3.0) if alone else by_cost
+    assert run.cadence.interval_steps == wanted
+
+
+def test_the_bounds_of_each_rank_hold_for_all() -> None:
+    budget = Budget(write_bytes_per_day=MB * 172_800 // 400)  # a base in 400 steps
+    every = Every(auto=True, mtbf_s=200.0)
+    bound, free = Run(every=every, budget=budget, alone=False), Run(every=every, alone=False)
+    together([free, bound], 30, {}, {})
+    for run in (free, bound):
+        assert run.cadence.interval_steps is not None
+        assert 400 <= run.cadence.interval_steps <= 440
+    small, large = (Run("logged", memory_bytes=size, alone=False) for size in (100_000, 1_000_000))
+    together([large, small], 30, {}, {})
+    assert [run.cadence.interval_steps for run in (large, small)] == [50, 50]
+
+
+def test_no_rank_takes_a_base_before_the_last_is_durable_for_all() -> None:
+    runs = [Run(every=Every(auto=True, mtbf_s=10.0), alone=False) for _ in range(2)]
+    together(runs, 2 * FIRST_STEPS + 2, {}, {})
+    before, late = list(runs[0].bases), Save(runs[0].step, 1)
+    runs[1].cadence.taken(late)
+    together(runs, 50, {}, {})
+    assert runs[0].bases == runs[1].bases == before
+    late.durable.set_result(MB)
+    together(runs, ASK_EVERY, {}, {})
+    assert runs[0].bases == runs[1].bases != before
+
+
+def test_a_time_is_over_when_it_is_for_the_last_rank() -> None:
+    runs = [Run(every=Every(seconds=10.0), alone=False) for _ in range(2)]
+    together(runs, 40, {"step_s": 1.0, "cost_s": 0.0}, {"step_s": 1.3, "cost_s": 0.0})
+    assert runs[0].bases == runs[1].bases == [1, 11, 21, 31]
 
 
 # --- A day's bytes ----------------------------------------------------------------------

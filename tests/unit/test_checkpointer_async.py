@@ -207,9 +207,11 @@ def test_a_state_that_can_never_fit_is_refused_early(run_folder: Path) -> None:
 
 
 def test_a_state_that_outgrows_the_budget(run_folder: Path) -> None:
-    """Moments come with the first update: said at the save, training unharmed."""
+    """What a class that is not torch's makes in its first update: said at the save, training
+    unharmed."""
     model = nn.Linear(100, 100)
-    state = {"m": model, "o": torch.optim.Adam(model.parameters())}
+    own = type("Own", (torch.optim.Adam,), {})
+    state: dict[str, Any] = {"m": model, "o": own(model.parameters())}
     with opened(
         run_folder, state, method="async", budget=everstep.Budget(host_bytes=100_000)
     ) as ckpt:

@@ -62,6 +62,7 @@ class Room:
         lost: which messages get lost.
         broken: ranks whose files cannot be written.
         bad: ranks whose files are damaged when read back.
+        needed: by disk: bases that the logs there need.
         said: what ranks reported.
     """
 
@@ -73,6 +74,7 @@ class Room:
     lost: Callable[[Message], bool] = lambda message: False
     broken: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
+    needed: dict[str, set[BaseId]] = field(default_factory=dict)
     said: list[tuple[int, Any]] = field(default_factory=list)
     did: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -140,7 +142,9 @@ class Room:
         if isinstance(action, ReadBack):
             return ReadBackDone("damaged" if rank in self.bad else "")
         if isinstance(action, LookAtBases):
-            return BasesSeen(tuple(self.manifests[disk]), {1: Branch(1, None, 0)})
+            there, bad = tuple(self.manifests[disk]), set(action.damaged)
+            needed = tuple(sorted(self.needed.get(disk, set()).intersection(there) - bad))
+            return BasesSeen(there, {1: Branch(1, None, 0)}, needed)
         if isinstance(action, WriteFiles):
             return FilesDurable((FileRecord(shard_name(rank), 96, 0, "0" * 32, "a" * 32),))
         return FenceSeen(self.fence)
@@ -191,6 +195,47 @@ def test_what_peers_have_stays_until_they_have_a_newer_one() -> None:
     room.tick(3)
     for disk in "ab":
         assert set(room.manifests[disk]) == {BaseId(1, 40), BaseId(1, 50)}
+
+
+@pytest.mark.parametrize("disk", ["a", "b"])
+def test_what_the_log_on_any_disk_needs_stays_on_all(disk: str) -> None:
+    room = Room(("a", "b", "b"), keep=1, needed={disk: {BaseId(1, 20)}})
+    for step in (10, 20, 30, 40):
+        room.save(step)
+        room.tick(3)
+    for each in "ab":
+        assert set(room.manifests[each]) == {BaseId(1, 20), BaseId(1, 40)}
+    room.needed.clear()
+    room.save(50)
+    room.tick(3)
+    for each in "ab":
+        assert set(room.manifests[each]) == {BaseId(1, 50)}
+
+
+def test_each_disk_is_asked_again_what_it_needs_beside_a_damaged_base() -> None:
+    """Of two bases that would do the log needs the newer one, and says so; as that turns out to be
+    damaged on another rank, the older one has to stay."""
+    room = Room(("a", "b"), keep=1)
+    perform, either, bad = room.perform, {BaseId(1, 10), BaseId(1, 20)}, BaseId(1, 20)
+
+    def performed(rank: int, do: Do) -> Any:
+        if isinstance(do.action, ReadBack):
+            return ReadBackDone("damaged" if (rank, do.base) == (0, bad) else "")
+        event = perform(rank, do)
+        if isinstance(do.action, LookAtBases) and rank == 1:
+            good = either.intersection(event.committed).difference(do.action.damaged)
+            return BasesSeen(event.committed, event.branches, (max(good),))
+        return event
+
+    room.perform = performed  # type: ignore[method-assign]
+    for step in (10, 20):
+        room.save(step)
+        room.tick(3)
+    assert (1, LookAtBases((bad,))) in room.did
+    room.save(30)
+    room.tick(3)
+    for disk in "ab":
+        assert set(room.manifests[disk]) == {BaseId(1, 10), BaseId(1, 30)}
 
 
 def test_what_one_rank_finds_damaged_is_not_what_stays() -> None:

@@ -49,6 +49,12 @@ def test_what_is_spared_stays_in_the_place_of_others() -> None:
     assert every - set(plan.delete) == {BASES[0], BASES[1], BASES[-1]}, "the newest, too"
 
 
+def test_what_is_needed_stays_beyond_what_is_kept() -> None:
+    every = set(BASES)
+    plan = plan_retention(BASES, ONE, keep=2, verified=every, damaged=set(), needed={BASES[0]})
+    assert plan.delete == (BASES[1],)
+
+
 _some = st.sets(st.builds(BaseId, st.integers(1, 3), st.integers(0, 5)), max_size=12)
 
 

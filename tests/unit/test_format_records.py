@@ -108,6 +108,36 @@ def test_a_manifest_is_a_function_of_the_markers(data: Any, world: int) -> None:
         assert manifest_of(fewer) is None
 
 
+@given(flags=st.lists(st.booleans(), min_size=1, max_size=4))
+def test_a_base_is_exact_if_every_rank_is(flags: list[bool]) -> None:
+    """And each rank's marker is what it was, whoever reads it out of the manifest."""
+    found = {
+        rank: replace(MARKER, rank=rank, world=len(flags), exact=exact, files=files_of(rank))
+        for rank, exact in enumerate(flags)
+    }
+    manifest = manifest_of(found)
+    assert manifest is not None
+    assert manifest.exact == all(flags)
+    fields = json.loads(manifest.encode())
+    assert fields["exact"] == all(flags)
+    assert [rank.get("exact", fields["exact"]) for rank in fields["ranks"]] == flags
+    decoded = Manifest.decode(manifest.encode(), PATH)
+    assert decoded == manifest
+    assert {marker.rank: marker for marker in decoded.markers} == found
+
+
+@pytest.mark.parametrize(("whole", "part"), [(True, False), (False, True)])
+def test_a_manifest_that_claims_what_its_ranks_do_not_is_refused(whole: bool, part: bool) -> None:
+    fields = json.loads(manifest_of({0: MARKER}).encode())  # type: ignore[union-attr]
+    fields["exact"], fields["ranks"][0]["exact"] = whole, part
+    with pytest.raises(FormatError, match="of all ranks together"):
+        Manifest.decode(encoded(fields), PATH)
+
+
+def files_of(rank: int) -> tuple[FileRecord, ...]:
+    return (FileRecord(f"rank-{rank:05d}.safetensors", 8192, 4096, "a" * 32, "b" * 32),)
+
+
 MARKER = Marker(
     "r" * 32,
     2,
@@ -426,7 +456,6 @@ def test_markers_that_disagree_yield_no_manifest() -> None:
         {"timeline": 3},
         {"lsn": 1},
         {"run": "x"},
-        {"exact": False},
         {"world": 3},
         {"rank": 0},
     ):

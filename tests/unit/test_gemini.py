@@ -90,7 +90,7 @@ def test_one_base_of_ten_goes_to_disk() -> None:
         {"disk_every": 2},
         {"tiers": MEMORY, "log": "dense"},
         {"tiers": MEMORY, "base": "sync"},
-        {"tiers": MEMORY, "base": "scheduled"},
+        {"tiers": MEMORY, "base": "checkfreq"},
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:

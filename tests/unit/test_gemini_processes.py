@@ -37,6 +37,62 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
     return [{one["step"]: one["digest"] for one in lines if "step" in one} for lines in said]
 
 
+PLANNED = {"base": "scheduled", "tiers": ["memory", "peer", "disk"], "disk_every": 20}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own folders", "one folder", "another node is lost"])
+def test_captures_of_every_step_live_in_memory(
+    tmp_path: Path, expected: list[dict[int, str]], kind: str
+) -> None:
+    """By a plan, on several ranks: no step is lost, and none is on a disk."""
+    folder, peers = OneFolder if kind == "one folder" else Nodes, kind == "another node is lost"
+    made = folder(tmp_path, method=PLANNED, every=1, peers=peers)
+    sources = ["peer" if kind == "one folder" else "memory"] * WORLD
+    try:
+        ranks = made.start("{rank} 5")
+        for one in ranks:
+            until_waiting(one)
+        if peers:
+            until_held(made, 5)
+        for one in ranks:
+            one.kill()
+            finish_trainer(one, TIMEOUT_S)
+        assert bases_on_disk(made, 0) == []
+        if peers:
+            made.lose(1)
+            sources[1] = "peer"
+        check([lines_of(one) for one in made.start()], expected, 5, *sources)
+        # The one of the first step, and at the end the last one, which was in memory already.
+        assert bases_on_disk(made, 0) == [6, STEPS]
+        first = [lines_of(one)[0] for one in made.start()]
+        assert [(one["resumed"], one["source"]) for one in first] == [(STEPS, "disk")] * WORLD
+        assert [one["digest"] for one in first] == [steps[STEPS] for steps in expected]
+    finally:
+        end_keepers(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [2, 4])
+def test_ranks_that_are_killed_in_the_middle_of_it_agree_on_a_step(
+    tmp_path: Path, expected: list[dict[int, str]], after: int
+) -> None:
+    """One of them may be a step ahead, and its capture whole; the newest is that of all."""
+    made = Nodes(tmp_path, method=PLANNED, every=1, peers=False)
+    try:
+        ranks = made.start()
+        assert any(json.loads(line).get("step") == after for line in ranks[0].stdout)
+        for one in ranks:
+            one.kill()
+            finish_trainer(one, TIMEOUT_S)
+        said = [lines_of(one) for one in made.start()]
+        step = said[0][0]["resumed"]
+        assert step >= after - 2
+        check(said, expected, step, *(lines[0]["source"] for lines in said))
+    finally:
+        end_keepers(tmp_path)
+
+
 def until_held(nodes: Nodes, step: int) -> None:
     """Each keeper holds both ranks' base of ``step``."""
     deadline_s, pause = time.monotonic() + TIMEOUT_S, threading.Event()
@@ -145,19 +201,20 @@ ALONE = (
 
 
 @pytest.mark.slow
-def test_a_process_alone_comes_back_from_its_keeper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["gemini", PLANNED], ids=["lazy", "by a plan"])
+def test_a_process_alone_comes_back_from_its_keeper(tmp_path: Path, method: Any) -> None:
     def start(folder: str, dies: str = "", **options: Any) -> Trainer:
         said = json.dumps({"peers": False, **options})
         return start_trainer(ALONE, str(tmp_path / folder), "0", "", "1", said, DIES=dies)
 
     quiet = lines_of(start("undisturbed", method="sync"))
     wanted = [{one["step"]: one["digest"] for one in quiet if "step" in one}]
-    killed = start("run", dies="0 5", method="gemini")
+    killed = start("run", dies="0 5", method=method)
     try:
         until_waiting(killed)
         killed.kill()
         assert "NOT a lost node" in finish_trainer(killed, TIMEOUT_S)[2]
-        again = start("run", method="gemini")
+        again = start("run", method=method)
         check([lines_of(again)], wanted, 4, "memory")
     finally:
         end_keepers(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.filesize import decimal
 
 import everstep
 from everstep.compress.training import Compressor
@@ -72,22 +73,103 @@ def test_without_error_feedback_the_log_is_small(run_folder: Path) -> None:
     assert sizes["topk"] - rng < (sizes["dense"] - rng) / 2, sizes
 
 
-def test_a_gradient_changed_behind_the_compressor_is_not_recorded(run_folder: Path) -> None:
+@pytest.mark.parametrize("feedback", [True, False])
+def test_the_start_says_what_residuals_take(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], feedback: bool
+) -> None:
+    world = compressed(1, error_feedback=feedback)
+    with opened(run_folder, world, method="lowdiff", every=100) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 1)
+        kept = world.state["compressor"].state_dict()["residuals"].values()
+    took = sum(residual.nbytes for residual in kept)
+    assert (took > 0) == feedback
+    said = f"compressed gradients and {decimal(took)} of residuals for each step since"
+    told = capsys.readouterr().err
+    assert (said in told) == feedback
+    assert ("residuals" in told) == feedback
+
+
+@pytest.mark.parametrize("what", ["a kept element", "an element that was left out", "a sign"])
+def test_a_gradient_changed_behind_the_compressor_is_not_recorded(
+    run_folder: Path, what: str
+) -> None:
     world = compressed(1)
     with opened(run_folder, world, method="lowdiff", every=100, on_failure="warn") as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
 
         def spoil(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            for p in world.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(2)
+            flat = world.model[0].weight.grad.view(-1)
+            kept = bool(what == "a kept element")
+            at = int(torch.nonzero((flat != 0) == kept)[0])
+            flat[at] = -0.0 if what == "a sign" else flat[at] * 2 + 1e-3
 
         handle = world.optimizer.register_step_pre_hook(spoil)
         with pytest.warns(RuntimeWarning, match="was changed after it was compressed"):
             run_steps(ckpt, world, 2)
         handle.remove()
         assert ckpt._recorder.stats.holes > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_residuals_that_are_in_no_part_of_the_state_are_said(
+    run_folder: Path, caplog: pytest.LogCaptureFixture, feedback: bool
+) -> None:
+    world = compressed(1, error_feedback=feedback)
+    with opened(run_folder / "saved", world, method="logged"):
+        assert "residuals" not in caplog.text
+        assert "is in no part of the state" not in caplog.text
+    del world.state["compressor"]
+    with opened(run_folder / "lost", world, method="logged"):
+        said = "a Compressor compresses gradients of 'optimizer', and is in no part of the state"
+        assert (said in caplog.text) == feedback
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_one_process_exchanges_with_nobody_and_logs_what_it_would_have_sent(
+    run_folder: Path, one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from everstep.compress.ddp import DDPCompression, compressed_mean
+
+    def made(seed: int) -> World:
+        world = World(seed=seed)
+        ddp = torch.nn.parallel.DistributedDataParallel(world.model)
+        hook = DDPCompression(ddp, ratio=0.1, dense_below=30)
+        ddp.register_comm_hook(hook, compressed_mean)
+        world.model = world.state["model"] = ddp
+        world.state["hook"] = hook
+        return world
+
+    world = made(1)
+    disk = everstep.LogOptions(to="disk", batch_steps=1, lag_steps=0)
+    with opened(run_folder, world, method="lowdiff", every=100, log=disk) as ckpt:
+        ckpt.resume()
+        states = run_steps(ckpt, world, 5)
+        kept = {n: r.clone() for n, r in world.state["hook"].state_dict()["residuals"].items()}
+        assert kept
+    assert "is in no part of the state" not in caplog.text
+    other = made(9)
+    with opened(run_folder, other, method="lowdiff", log=disk) as ckpt:
+        recovery = ckpt.resume(4)
+        assert (recovery.step, recovery.replayed, recovery.exact) == (4, 3, True)
+        assert other.snapshot() == states[4]
+        run_steps(ckpt, other, 1)
+        assert other.snapshot() == states[5]
+        again = other.state["hook"].state_dict()["residuals"]
+        assert all(torch.equal(again[name], residual) for name, residual in kept.items())
+    del other.state["hook"]
+    with opened(run_folder.parent / "lost", other, method="logged"):
+        assert "a DDPCompression compresses gradients of 'model'" in caplog.text
 
 
 def test_lowdiff_needs_a_compressor(run_folder: Path) -> None:

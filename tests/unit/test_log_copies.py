@@ -363,8 +363,11 @@ def test_a_lossy_log_is_refused_where_replicas_would_part(
                 _refuse_lossy_replicas(state, None, places)
             with pytest.raises(OptionError, match="would part"):
                 _refuse_lossy_replicas(state, PeerOptions(log="adaptive"), [])
+            with pytest.raises(OptionError, match="would part"):
+                _refuse_lossy_replicas(state, None, [], log="adaptive")
         else:
             _refuse_lossy_replicas(state, None, places)
+            _refuse_lossy_replicas(state, None, [], log="adaptive")
         _refuse_lossy_replicas(state, PeerOptions(), [TierOptions("/copies", log="whole")])
 
 

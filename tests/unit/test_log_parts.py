@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -20,7 +21,7 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
-from everstep.recover import log_post, ranklog, together
+from everstep.recover import log_post, ranklog, redo, together
 from everstep.recover.log_post import from_bytes, to_bytes
 from everstep.recover.redo import update_of
 from everstep.recover.segments import read_segment, scan_log
@@ -241,6 +242,31 @@ def test_a_part_that_is_gone_takes_all_to_the_step_before(tmp_path: Path, rank: 
     until((path, path), 7)
     (segment(path, 6) / marker_name(rank)).unlink()
     resumed((path, path), 5, 1)
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "always"])
+def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Behind all updates a mark cannot be taken back: once, though nothing compares what they give;
+    or always, and then no step before it is lost."""
+    path = tmp_path / "run"
+    until((path, path), 7)
+    finish, failed = redo.Redo.finish, dict[int, int]()
+
+    def fails(self: redo.Redo) -> list[str]:
+        self.idle()
+        assert self.last is not None
+        found = failed.setdefault(threading.get_ident(), 0)
+        if self.last.head.step == 7 and found < times:
+            failed[threading.get_ident()] += 1
+            raise FormatError("as asked")
+        return finish(self)
+
+    monkeypatch.setattr(redo.Redo, "finish", fails)
+    if times == 1:
+        monkeypatch.setattr(redo, "compare", lambda *_: None)
+    resumed((path, path), 8 - times, 4 - times)
 
 
 def test_parts_come_in_pieces_and_a_few_steps_at_a_time(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,23 @@ import torch
 
 import everstep
 from everstep import LogOptions
-from everstep.format.names import marker_name, shard_name
+from everstep.commit.lineage import BaseId
+from everstep.errors import OptionError
+from everstep.format.digests import digest
+from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
+from everstep.format.records import AuditRecord
 from everstep.keeper import job, keepers
 from everstep.keeper.joint import ASK_EVERY
+from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
+from everstep.options import History
+from everstep.recover.audits import audit_in_words
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
+from tests.unit.logged import document
 from tests.unit.test_together import bases, folders, resume, train
 from tests.unit.together import on_all, trained, trainings
 
@@ -275,6 +284,105 @@ def test_segments_that_lead_nowhere_go_and_no_others(tmp_path: Path, shared: boo
         assert kept == list(range(kept[0], 9))
         assert 1 < kept[0] <= oldest + 1 <= 7
     resumed(paths, 8, replayed=2)
+
+
+def remember(paths: tuple[Path, Path], steps: int, history: str = "all", **options: Any) -> None:
+    """A job whose every step can be gone back to, in segments that end where none of its bases
+    is, with one base beside."""
+    log = LogOptions(to="disk", batch_steps=2, history=history)
+    given = {**ON_DISK, "every": 3, "keep": 1, "log": log, **options}
+    with trainings(*paths, **given) as ranks:
+        resume(ranks)
+        for _ in range(steps):
+            train(ranks, 1)
+            on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
+            for one in ranks:
+                one.ckpt._keepers.current.records.settle(20.0)  # type: ignore[union-attr]
+        for one in ranks:
+            one.ckpt._keepers.current.records.flush()  # type: ignore[union-attr]
+        die(ranks)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
+def test_every_step_of_a_history_can_be_gone_back_to(tmp_path: Path, shared: bool) -> None:
+    paths = folders(tmp_path, shared)
+    remember(paths, 11)
+    for rank, path in enumerate(paths):
+        assert steps_on_disk(path, rank)[-1] == 11
+        assert sorted(bases(path)) == [1, 9], "where the chain begins, and the newest"
+    for step in range(1, 12, 2):
+        copies = tuple(tmp_path / f"{step} {path.name}" for path in paths)
+        for path, copy in dict(zip(paths, copies, strict=True)).items():
+            shutil.copytree(path, copy)
+        resumed(copies, step, replayed=step - (9 if step >= 9 else 1), asked=step)  # type: ignore[arg-type]
+        for copy in copies:
+            record = scan_run(FS, copy).timelines[2]
+            assert record is not None
+            assert (record.parent, record.fork_step) == (1, step)
+
+
+@pytest.mark.parametrize("verdict", ["equal", "different"])
+def test_a_state_of_several_ranks_rests_on_audits(tmp_path: Path, verdict: str) -> None:
+    path = tmp_path / "run"
+    until((path, path), 6)
+    base = max(scan_run(FS, path).bases, key=lambda base: base.id)
+    assert base.manifest is not None
+    record = AuditRecord(
+        run=base.manifest.markers[0].run,
+        timeline=1,
+        step=base.id.step,
+        manifest=digest(base.manifest.encode()),
+        before=(1, 1),
+        verdict=verdict,
+        reason="",
+        steps=3,
+        updates=3,
+        entries=9,
+        count=1 if verdict == "different" else 0,
+        differing=("model/weight of rank 1",) if verdict == "different" else (),
+        fingerprint={},
+        created_unix_s=0.0,
+    )
+    Path(base.path / AUDIT_RECORD).write_bytes(record.encode())
+    with trainings(path, path, **ON_DISK) as ranks:
+        for one in resume(ranks):
+            assert (one.step, one.exact) == (6, verdict == "equal")
+            assert audit_in_words(record) in one.evidence
+        die(ranks)
+    timeline = scan_run(FS, path).timelines[2]
+    assert timeline is not None
+    assert timeline.exact == (verdict == "equal")
+
+
+def test_without_the_files_of_all_ranks_nothing_is_restored(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    until((path, tmp_path / "b"), 3)
+    (base,) = bases(path)
+    found = document("restore", path, "--step", base, "--out", tmp_path / "new", status=1)
+    assert "the files of rank(s) 1 are not in this folder" in found["message"]
+    assert document("ls", path, status=1)["timelines"][0]["log"]["steps"] == []
+
+
+def test_audits_take_a_folder_of_all_ranks(tmp_path: Path) -> None:
+    options = {**ON_DISK, "log": LogOptions(to="disk", audit=True), "keeper": None}
+    with (
+        pytest.raises(OptionError, match="audit=True"),
+        trainings(tmp_path / "a", tmp_path / "b", **options),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_log_of_any_rank_needs_its_bases(tmp_path: Path, rank: int) -> None:
+    """Also where the other one's is gone from this disk: it may be in memory, or in a copy."""
+    path = tmp_path / "run"
+    remember((path, path), 8)
+    for marker in path.glob(f"timeline-00001/log/*/{marker_name(1 - rank)}"):
+        marker.unlink()
+    inventory = scan_run(FS, path)
+    promise = Promise.of(FS, inventory, History.parse("all"), now_s=0.0)
+    lsns = {base.id: base.id.step for base in inventory.bases}
+    assert promise.needed(lsns, sorted(lsns)[:-1]) == {BaseId(1, 1)}
 
 
 def test_a_rank_deletes_no_segment_that_another_one_writes(tmp_path: Path) -> None:

@@ -40,13 +40,20 @@ model = torch.nn.Sequential(
     torch.nn.Linear(32, 65), torch.nn.LayerNorm(65), torch.nn.Dropout(0.5), torch.nn.Linear(65, 8),
 )
 model[1].bias.requires_grad_(False)  # frozen: no optimizer replays it
-if kind == "fsdp":
+if kind.startswith("fsdp"):
     from torch.distributed.fsdp import fully_shard
     fully_shard(model)
 else:
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+hook = None
+if kind == "ddp, exchange":
+    from everstep.compress.ddp import DDPCompression, compressed_mean
+    hook = DDPCompression(model, ratio=0.1, dense_below=100)
+    model.register_comm_hook(hook, compressed_mean)
+elif "compressor" in kind:
+    hook = everstep.compress.Compressor(optimizer, ratio=0.1, dense_below=100)
 torch.manual_seed(100 + rank)  # each rank has data and noise of its own
 
 def parts():
@@ -56,7 +63,9 @@ def parts():
 
 def digest(*others):
     h = hashlib.sha256()
-    for t in (*parts(), *others):
+    kept = hook.state_dict()["residuals"].values() if hook is not None and others else ()
+    kept = [t.to_local() if hasattr(t, "to_local") else t for t in kept]
+    for t in (*parts(), *others, *kept):
         h.update(t.detach().contiguous().numpy().tobytes())
     return h.hexdigest()
 
@@ -64,6 +73,7 @@ def say(**what):
     os.write(1, (json.dumps({"rank": rank, **what}) + "\\n").encode())
 
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+state |= {} if hook is None else {"hook": hook}
 options = {"on_failure": "warn", "progress_timeout_s": 30.0, **options}
 ckpt = everstep.Checkpointer(run, state, **options)
 recovery = ckpt.resume()
@@ -145,7 +155,7 @@ def expected(kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[i
 def came_back(job: LogJob, expected: list[dict[int, str]]) -> int:
     """The step to which all ranks came back, to go on from it bit for bit."""
     said = job.to_the_end()
-    if job._kind == "ddp":
+    if job._kind.startswith("ddp"):
         for line in zip(*said, strict=True):
             assert len({one.get("shared") for one in line}) == 1, "replicas are the same everywhere"
     return check(said, expected)[0]
@@ -246,3 +256,22 @@ def test_a_rank_that_has_lost_its_keeper_too_takes_all_back_to_the_base(
         if info.run == str(job.run) and info.rank == 1:
             kill_keeper(info)
     assert came_back(job, expected) == 1
+
+
+@pytest.mark.parametrize("to", ["memory", "disk"])
+@pytest.mark.parametrize("how", ["ddp, exchange", "ddp, compressor", "fsdp, compressor"])
+def test_compressed_training_is_killed_behind_a_step_and_in_one(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    made: Made,
+    how: str,
+    to: str,
+) -> None:
+    """Its residuals come back with the rest, to each rank its own."""
+    expected = undisturbed(how, tmp_path_factory.mktemp("undisturbed"))
+    made.append(job := LogJob(tmp_path, how, to=to, method="lowdiff"))
+    job.until_all_die(4)
+    if to == "disk":
+        job.kill_keepers()
+    job.until_one_dies({}, {"EVERSTEP_FAILPOINTS": "log.before_record=kill:4"})
+    assert came_back(job, expected) >= 4

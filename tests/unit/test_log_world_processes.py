@@ -151,10 +151,14 @@ def go_on(runs: Runs, before: Said, layout: str, world: int, step: int, replayed
         ("one", 1, "ddp", 2),
         ("ddp", 2, "one", 1),
         ("fsdp", 3, "one", 1),
+        ("zero", 2, "zero", 3),
+        ("zero", 3, "one", 1),
         ("fsdp", 4, "ddp", 4),  # from here on as many ranks, in another layout
         ("ddp", 2, "fsdp", 2),
         ("hsdp", 4, "fsdp", 4),
         ("dp_tp", 4, "fsdp", 4),
+        ("zero", 2, "ddp", 2),
+        ("fsdp", 2, "zero", 2),
     ],
 )
 def test_a_job_of_another_size_or_layout_comes_back_to_the_last_step(
@@ -201,3 +205,8 @@ def test_one_process_goes_on_from_what_keepers_of_several_hold(runs: Runs, layou
         ((first, *_),) = said = runs.said("one", 1, LAST, to="memory", dies=True)
         assert (first["step"], first["replayed"]) == (LAST, LAST - BASE), first["skipped"]
         assert at(said, LAST) == at(before, LAST)
+
+
+def test_what_each_rank_of_zero_updates_is_replayed_and_handed_to_the_others(runs: Runs) -> None:
+    before = runs.said("zero", 2, LAST, to="memory", dies=True)
+    go_on(runs, before, "zero", 2, LAST, LAST - BASE)

@@ -647,7 +647,7 @@ def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_pa
 
 def test_a_small_arena_takes_fewer_parts_and_says_so(served: Bench) -> None:
     world = World()
-    ckpt = opened(served.run, world, method=over(6), budget=everstep.Budget(host_bytes=40_000))
+    ckpt = opened(served.run, world, method=over(6), budget=everstep.Budget(host_bytes=50_500))
     run_steps(ckpt, world, 2)
     with pytest.warns(RuntimeWarning, match="it is cut into"):
         begin(ckpt)

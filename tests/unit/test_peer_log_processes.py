@@ -101,3 +101,21 @@ def test_a_node_that_is_gone_in_mid_training_costs_what_its_peer_had_not_heard_o
         assert found == {at: wanted[at] for at in range(step + 1, STEPS + 1)}
     if step < 6:
         assert f"rank {node} gets no further" in said[0][0]["skipped"]
+
+
+@pytest.mark.parametrize("node", range(WORLD))
+def test_compressed_gradients_and_residuals_come_from_the_peer_too(
+    nodes: Nodes, tmp_path: Path, node: int
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    alone = Nodes(tmp_path / "undisturbed", method="sync", peers=False, exchange=True)
+    said = [lines_of(one) for one in alone.start()]
+    expected = [{one["step"]: one["digest"] for one in lines if "step" in one} for lines in said]
+    nodes.options |= {"method": "lowdiff", "exchange": True}
+    ranks = nodes.start("{rank} 7")
+    until_held(nodes, 4, 7)
+    kill(ranks)
+    nodes.lose(node)
+    sources = ["memory", "memory"]
+    sources[node] = "peer"
+    check([lines_of(one) for one in nodes.start()], expected, 7, *sources)

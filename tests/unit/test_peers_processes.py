@@ -35,6 +35,8 @@ from everstep.tiers.options import PeerOptions
 run, rank, meet, world = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 options = {"every": 2, "on_failure": "warn", "progress_timeout_s": 30.0, "method": "lazy"}
 options.update(json.loads(sys.argv[5]))
+if isinstance(options["method"], dict):
+    options["method"] = everstep.Method(**options["method"])
 dies = os.environ.get("DIES", "")
 warnings.simplefilter("ignore")
 
@@ -50,10 +52,17 @@ model = torch.nn.Sequential(
 )
 model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+state = {"model": model, "optimizer": optimizer}
+if options.pop("exchange", False):
+    from everstep.compress.ddp import DDPCompression, compressed_mean
+    state["hook"] = DDPCompression(model, ratio=0.1, dense_below=100)
+    model.register_comm_hook(state["hook"], compressed_mean)
 torch.manual_seed(100 + rank)
 
 def digest():
     h = hashlib.sha256()
+    for residual in state["hook"].state_dict()["residuals"].values() if "hook" in state else ():
+        h.update(residual.numpy().tobytes())
     for p in model.parameters():
         for t in (p.detach(), *optimizer.state.get(p, {}).values()):
             h.update(t.numpy().tobytes())
@@ -65,9 +74,7 @@ def say(**what):
 
 peers = [PeerOptions(emulated_node=str(rank), bytes_per_s=rate)]
 peers = peers if options.pop("peers", True) else []
-ckpt = everstep.Checkpointer(
-    run, {"model": model, "optimizer": optimizer}, tiers=peers, **options
-)
+ckpt = everstep.Checkpointer(run, state, tiers=peers, **options)
 recovery = ckpt.resume()
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, digest=digest(),
     source=recovery.source, base=recovery.base_step, evidence=recovery.evidence,

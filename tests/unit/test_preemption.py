@@ -457,6 +457,18 @@ def test_ranks_end_at_the_same_step() -> None:
     assert saves[0].timeouts_s == [25.0]
 
 
+def test_a_step_that_comes_again_behind_a_rewind_is_asked_about_again() -> None:
+    """A rank whose step had failed would else leave out what the others ask."""
+    asked: list[bool] = []
+    ending = Preempting(
+        Preemption(agree_steps=4), ManualClock(), lambda mine: bool(asked.append(mine))
+    )
+    ending.ask(4)  # and then an error
+    ending.ask(4)
+    ending.marked(4, Saves())
+    assert asked == [False, False]
+
+
 @pytest.mark.parametrize(("kind", "last"), [(DeadlineError, 4), (OutOfSpaceError, 3)])
 def test_a_rank_whose_step_fails_has_asked_the_others(
     kind: type[EverstepError], last: int, run_folder: Path, monkeypatch: pytest.MonkeyPatch

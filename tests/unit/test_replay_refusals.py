@@ -23,12 +23,14 @@ from everstep.replay.exactness import (
     exactness,
     is_elementwise,
     kind_name,
+    refusal,
     replay_kind,
     thread_dependence,
     variant_of,
 )
 from everstep.replay.updates import Update, check_complete
 from tests.unit.replays import Run, assert_same_bits, record, replayed, replayer_at
+from tests.unit.sharding import LAYOUTS, as_rank, plain
 
 
 @pytest.fixture(autouse=True)
@@ -346,3 +348,14 @@ def test_tensors_of_the_caller_keep_their_gradients(run: Run) -> None:
     Replayer(AdamW, run.names, tensors, base.state, base.groups).apply(run.updates)
     assert_same_bits({n: t.detach() for n, t in tensors.items()}, run.moments[-1].tensors)
     assert all(bool((t.grad == 3.0).all()) for t in tensors.values())
+
+
+def test_whole_matrices_are_not_replayed_in_parts() -> None:
+    """What Muon does to a matrix follows from all of it: of parts replay would make another."""
+    with as_rank(0, 2):
+        model = LAYOUTS["fsdp"](plain(1), 2)
+        muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+        assert "does not act element by element" in (refusal(muon, parts=True) or "")
+        assert refusal(torch.optim.AdamW(model.parameters()), parts=True) is None
+    whole = torch.optim.Muon([p for p in plain(1).parameters() if p.dim() == 2])
+    assert refusal(whole, parts=True) is None, "under DDP each rank has all of it"

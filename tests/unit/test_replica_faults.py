@@ -542,7 +542,7 @@ def test_a_replica_needs_a_log_a_process_and_memory(run_folder: Path) -> None:
     with pytest.raises(OptionError, match="process of its own"):
         opened(run_folder, World(), keeper=everstep.KeeperOptions(process=False))
     with pytest.raises(OutOfSpaceError, match="host memory") as caught:
-        opened(run_folder, World(), budget=everstep.Budget(host_bytes=12_000))
+        opened(run_folder, World(), budget=everstep.Budget(host_bytes=20_000))
     assert caught.value.hint is not None
     needed = int(caught.value.hint.split("=")[1].split(")")[0])
     opened(run_folder, World(), budget=everstep.Budget(host_bytes=needed)).close()

@@ -634,3 +634,24 @@ def test_options() -> None:
     assert presets["checkflow"] == Method(base="scheduled")
     with pytest.raises(OptionError, match="captures every step"):
         Method(base="scheduled", log="dense")
+
+
+def test_a_base_of_a_step_that_is_in_memory_begins_behind_what_is_copied(run_folder: Path) -> None:
+    """One capture's copies are issued behind the other's."""
+    method = Method(base="scheduled", tiers=("memory", "peer", "disk"), disk_every=50)
+    seams, loop, left = Seams(lane=lambda: EmulatedLink(10e6)), Loop("inside"), list[Any]()
+    with everstep.Checkpointer(run_folder, loop.state, method=method, every=1, seams=seams) as ckpt:
+        ckpt.resume()
+        for step in range(1, 30):
+            loop.train(step)
+            ckpt.step()
+            left = [one for one in ckpt._saver.scheduler._open if one._next < len(one.units)]  # type: ignore[attr-defined]
+            if left:
+                break
+        assert left, "a plan was made, and leaves something for later events"
+        saved = loop.snapshot()
+        save = ckpt.save()
+        assert all(one._next == len(one.units) for one in left)
+        ckpt.wait()
+        assert not save.in_memory
+    assert restored(run_folder, "inside", step) == saved

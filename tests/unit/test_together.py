@@ -66,7 +66,7 @@ def folders(tmp_path: Path, shared: bool) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
-@pytest.mark.parametrize("method", ["sync", "async", "lazy"])
+@pytest.mark.parametrize("method", ["sync", "async", "lazy", "checkfreq", "checkflow"])
 def test_a_base_of_two_ranks_comes_back(tmp_path: Path, method: str, shared: bool) -> None:
     paths = folders(tmp_path, shared)
     with trainings(*paths, method=method, every=2, keep=2) as ranks:
@@ -402,17 +402,10 @@ def test_folders_of_different_runs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"method": "lowdiff"}, 'method="logged"'),
-        ({"method": "lowdiff_plus"}, 'method="logged"'),
-        ({"method": "logged", "log": everstep.LogOptions(watch=True)}, "LogOptions(to="),
         (
-            {"method": "logged", "log": everstep.LogOptions(to="disk", history="all")},
-            "LogOptions(to=",
+            {"method": everstep.Method(base="multistep", rebuild="recovery")},
+            'rebuild="keeper"',
         ),
-        ({"method": "gockpt"}, 'method="lazy"'),
-        ({"method": "checkflow"}, 'method="lazy"'),
-        ({"every": "10min"}, "every=100 (steps)"),
-        ({"every": "auto"}, "every=100 (steps)"),
     ],
     ids=str,
 )

@@ -86,7 +86,7 @@ def check_replay(
     from everstep.recover.rebuild import Rebuilder
 
     threads = len(os.sched_getaffinity(0))
-    found = log or RunLog(filesystem, inventory, ())
+    found = log or RunLog(filesystem, inventory, {})
     rebuilder = Rebuilder(filesystem, found, ring, timeout_s=_TIMEOUT_S, threads=threads)
     return [audit(rebuilder, pair) for pair in pairs(rebuilder) if pair.after.id in bases]
 

@@ -98,6 +98,11 @@ class _Found:
     audit: AuditRecord | None = None
     skipped: dict[BaseId, str] = field(default_factory=dict)
 
+    @property
+    def exact(self) -> bool:
+        """Whether the state is: every rank's part of it."""
+        return all(header.identity.exact for _, header in self.headers)
+
 
 def inspect(
     target: Annotated[
@@ -300,7 +305,7 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
         "step": first.step,
         "lsn": first.lsn,
         "world": first.world,
-        "exact": first.exact,
+        "exact": found.exact,
         "audit": record_as_json(found.audit),
         "skipped": [
             {"timeline": base.timeline, "step": base.step, "reason": reason}
@@ -354,7 +359,7 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
         label(
             f"step {first.step} of timeline {first.timeline} (update {first.lsn}): "
             f"{count_of(len(rows), 'entry', 'entries')}, {in_words(_bytes_of(rows))}, "
-            f"{'exact' if first.exact else 'not exact'}"
+            f"{'exact' if found.exact else 'not exact'}"
         )
     )
     if found.audit is not None:

@@ -238,7 +238,7 @@ def _in_history(inventory: Inventory) -> set[BaseId]:
 
 
 def _exact(base: BaseFound) -> bool | None:
-    return None if base.manifest is None else base.manifest.markers[0].exact
+    return None if base.manifest is None else base.manifest.exact
 
 
 def _created(base: BaseFound) -> float | None:

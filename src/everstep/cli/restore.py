@@ -57,6 +57,10 @@ def restore(
     The new run holds one base, which Checkpointer(DIR).resume() loads. Every byte that is read
     is verified, and what was written is read back. DIR appears whole or not at all. The program
     that trained is not needed, but its optimizer must be one of torch's.
+
+    Of several ranks the new run is that of one: tensors are put together of all parts. What each
+    rank had for itself (random generators, statistics of batches) is that of rank 0, which is said,
+    and the state is not exact then. The run folder must have the files of all ranks.
     """
     from everstep.seams import PosixFileSystem
 
@@ -85,6 +89,7 @@ def restore(
             {"timeline": one.timeline, "step": one.step, "reason": one.reason}
             for one in rebuilt.skipped
         ],
+        "notes": list(rebuilt.notes),
         "seconds": time.monotonic() - start_s,
     }
     if json_output:
@@ -102,8 +107,10 @@ def restore(
             f"{in_words(found['size_bytes'])}, " + ("exact" if rebuilt.exact else "not exact")
         )
     )
-    if rebuilt.why:
+    if rebuilt.why and rebuilt.why not in rebuilt.notes:
         show.print(label(f"not exact: {rebuilt.why}", "yellow"), soft_wrap=True)
+    for note in rebuilt.notes:
+        show.print(label(f"of several ranks: {note}", "yellow"), soft_wrap=True)
     show.print(label(f"written to {folder}: resume() there goes on from it"), soft_wrap=True)
 
 

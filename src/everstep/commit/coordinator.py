@@ -72,6 +72,7 @@ class Coordinator(Member):
         self._told: dict[BaseId, Manifest] = {}
         self._knows: set[int] = {COORDINATOR}  # ranks that know of the watermark
         self._held: dict[int, tuple[BaseId, ...]] = {}  # by leader, since the last telling
+        self._needed: dict[int, tuple[BaseId, ...]] = {}  # likewise
         self._branches: Mapping[int, Branch] = {}
         self._to_delete: tuple[BaseId, ...] = ()
         self._reading: BaseId | None = None
@@ -111,9 +112,12 @@ class Coordinator(Member):
         if self.watermark.base is not None and self._reading is None:
             silent = set(range(self.cluster.world)) - self._knows
             silent |= {rank for rank in self.cluster.leaders if self._owes(rank)}
-            told = WatermarkTold(self.watermark.base, self._to_delete)
-            out += [Send(rank, told) for rank in sorted(silent - {self.rank})]
+            out += [Send(rank, self._told_now()) for rank in sorted(silent - {self.rank})]
         return out
+
+    def _told_now(self) -> WatermarkTold:
+        assert self.watermark.base is not None
+        return WatermarkTold(self.watermark.base, self._to_delete, tuple(sorted(self.damaged)))
 
     def _owes(self, leader: int) -> bool:
         """Whether what is known of a disk is not what was asked for."""
@@ -149,14 +153,14 @@ class Coordinator(Member):
         return out + self._tell_watermark()
 
     def _tell_watermark(self) -> list[Out]:
-        assert self.watermark.base is not None
-        told = WatermarkTold(self.watermark.base, self._to_delete)
+        told = self._told_now()
         out: list[Out] = [Send(rank, told) for rank in self.cluster.others(self.rank)]
+        self._of_no_use = told.damaged
         return out + self._delete(self._to_delete)
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
         self._branches = seen.branches
-        return self._on_held(self.rank, seen.committed)
+        return self._on_held(self.rank, seen.committed, seen.needed)
 
     def _on_watermark_kept(self, sender: int, message: WatermarkKept) -> list[Out]:
         if message.base != self.watermark.base:
@@ -164,12 +168,14 @@ class Coordinator(Member):
         self._knows.add(sender)
         if sender not in self.cluster.leaders:
             return []
-        return self._on_held(sender, message.held)
+        return self._on_held(sender, message.held, message.needed)
 
     # Retention.
 
-    def _on_held(self, leader: int, held: tuple[BaseId, ...]) -> list[Out]:
-        self._held[leader] = held
+    def _on_held(
+        self, leader: int, held: tuple[BaseId, ...], needed: tuple[BaseId, ...]
+    ) -> list[Out]:
+        self._held[leader], self._needed[leader] = held, needed
         if self._reading is not None or self._held.keys() < set(self.cluster.leaders):
             return []
         if any(self._owes(rank) for rank in self.cluster.leaders):
@@ -187,6 +193,7 @@ class Coordinator(Member):
             verified=self.verified,
             damaged=self.damaged,
             spared=set(self._spared()),
+            needed={base for needed in self._needed.values() for base in needed},
         )
         if plan.verify is not None:
             return self._read_back(plan.verify)
@@ -216,4 +223,8 @@ class Coordinator(Member):
         self._reading = None
         found = [(rank, text) for rank, text in sorted(self._read.items()) if text]
         (self.damaged if found else self.verified).add(base)
-        return [*(IsDamaged(base, rank, text) for rank, text in found), *self._plan()]
+        if not found:
+            return self._plan()
+        # What the logs need was said without knowing of it: each disk is asked once more.
+        self._held, self._to_delete = {}, ()
+        return [*(IsDamaged(base, rank, text) for rank, text in found), *self._tell_watermark()]

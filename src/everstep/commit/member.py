@@ -116,6 +116,7 @@ class Member:
         self._manifests: dict[BaseId, Manifest] = {}
         self._given_up: dict[BaseId, str] = {}
         self._deletions: list[BaseDeletion] = []
+        self._of_no_use: tuple[BaseId, ...] = ()  # that ranks cannot read
 
     # What drivers call.
 
@@ -437,9 +438,10 @@ class Member:
 
     def _on_watermark(self, message: WatermarkTold) -> list[Out]:
         out = self._advance(message.base)
+        self._of_no_use = message.damaged
         if self.leads:
             return out + self._delete(message.delete)
-        return [*out, *self._keep_watermark(())]
+        return [*out, *self._keep_watermark(BasesSeen((), {}))]
 
     def _advance(self, base: BaseId) -> list[Out]:
         if not self.watermark.advance(base):
@@ -455,7 +457,7 @@ class Member:
             return []
         self._deletions = [BaseDeletion(b, self.timeline) for b in bases if b < watermark]
         if not self._deletions:
-            return [Do(watermark, LookAtBases())]
+            return [Do(watermark, LookAtBases(self._of_no_use))]
         return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
 
     def _go_on_deleting(self, deletion: BaseDeletion, action: DeletionAction | None) -> list[Out]:
@@ -465,11 +467,12 @@ class Member:
         if self._deletions:
             return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
         assert self.watermark.base is not None
-        return [Do(self.watermark.base, LookAtBases())]
+        return [Do(self.watermark.base, LookAtBases(self._of_no_use))]
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
-        return self._keep_watermark(seen.committed)
+        return self._keep_watermark(seen)
 
-    def _keep_watermark(self, held: tuple[BaseId, ...]) -> list[Out]:
+    def _keep_watermark(self, seen: BasesSeen) -> list[Out]:
         assert self.watermark.base is not None
-        return [Send(COORDINATOR, WatermarkKept(self.watermark.base, held))]
+        kept = WatermarkKept(self.watermark.base, seen.committed, seen.needed)
+        return [Send(COORDINATOR, kept)]

@@ -113,18 +113,25 @@ class ReadBackTold:
 
 @dataclass(frozen=True, slots=True)
 class WatermarkTold:
-    """``base`` is durable on all ranks; ``delete`` is no longer needed."""
+    """``base`` is durable on all ranks; ``delete`` is no longer needed.
+
+    Attributes:
+        damaged: bases of which a rank cannot read its files: nothing is replayed from there.
+    """
 
     base: BaseId
     delete: tuple[BaseId, ...]
+    damaged: tuple[BaseId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WatermarkKept:
-    """The sender knows of the watermark ``base``; its disk, if it leads there, holds ``held``."""
+    """The sender knows of the watermark ``base``; its disk, if it leads there, holds ``held``, of
+    which the logs there need ``needed``, however old they are."""
 
     base: BaseId
     held: tuple[BaseId, ...]
+    needed: tuple[BaseId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +417,8 @@ _FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
     GivenUp: {"base": _BASE, "reason": _TEXT},
     ReadBackWanted: {"base": _BASE},
     ReadBackTold: {"base": _BASE, "problem": _TEXT},
-    WatermarkTold: {"base": _BASE, "delete": _BASES},
-    WatermarkKept: {"base": _BASE, "held": _BASES},
+    WatermarkTold: {"base": _BASE, "delete": _BASES, "damaged": _BASES},
+    WatermarkKept: {"base": _BASE, "held": _BASES, "needed": _BASES},
     CopyWanted: {"place": _NUMBER, "manifest": _MANIFEST},
     CopyGoesOn: {"place": _NUMBER},
     CopyTold: {"place": _NUMBER, "base": _BASE, "problem": _TEXT},

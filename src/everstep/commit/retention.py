@@ -31,6 +31,7 @@ def plan_retention(
     verified: Collection[BaseId],
     damaged: Collection[BaseId],
     spared: Collection[BaseId] = (),
+    needed: Collection[BaseId] = (),
 ) -> RetentionPlan:
     """Keeps the ``keep`` newest good bases, those of the current history first.
 
@@ -43,6 +44,7 @@ def plan_retention(
         verified: bases that this process has read back whole.
         damaged: bases found damaged; they neither count nor are kept once enough good ones are.
         spared: good ones among them stay, in the place of others; the newest stays beside them.
+        needed: good ones among them stay, beyond ``keep``.
     """
     good = [base for base in committed if base not in damaged]
     here, elsewhere = split_by_history(good, branches)
@@ -52,7 +54,7 @@ def plan_retention(
         if len(staying) < keep:
             staying.add(base)
     stay = [base for base in ranked if base in staying]
-    go = [base for base in ranked if base not in staying]
+    go = [base for base in ranked if base not in staying and base not in needed]
     if len(stay) >= keep:
         go += [base for base in committed if base in damaged]
     if not go:

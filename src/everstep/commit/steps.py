@@ -67,7 +67,13 @@ class ReadBack:
 
 @dataclass(frozen=True, slots=True)
 class LookAtBases:
-    """Which bases are committed on this rank's disk? Answer with :class:`BasesSeen`."""
+    """Which bases are committed on this rank's disk? Answer with :class:`BasesSeen`.
+
+    Attributes:
+        damaged: bases that nothing can be replayed from, as far as is known.
+    """
+
+    damaged: tuple[BaseId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +111,15 @@ class ReadBackDone:
 
 @dataclass(frozen=True, slots=True)
 class BasesSeen:
-    """What is committed on this rank's disk, and where timelines forked."""
+    """What is committed on this rank's disk, and where timelines forked.
+
+    Attributes:
+        needed: bases without which a step that the logs there promise could not be replayed.
+    """
 
     committed: tuple[BaseId, ...]
     branches: Mapping[int, Branch]
+    needed: tuple[BaseId, ...] = ()
 
 
 Event = CommitEvent | DeletionEvent | Withdrawn | ReadBackDone | BasesSeen

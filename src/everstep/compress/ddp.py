@@ -33,9 +33,9 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of
-from everstep.compress.floats import kept_count, largest_magnitudes, narrowed
+from everstep.compress.floats import FORMATS, kept_count, largest_magnitudes, narrowed
 from everstep.compress.forms import compression
-from everstep.compress.sparse import CHUNK_NUMEL, Sparse
+from everstep.compress.sparse import CHUNK_NUMEL, Sparse, nonzero_count
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.given import named
 from everstep.state.providers import unwrap
@@ -74,7 +74,8 @@ class DDPCompression:
     What a rank sends of a parameter follows from its own gradient and residual:
 
     - A gradient of zeros sends nothing, and its residual waits: DDP hands zeros to the hook for
-      parameters that took no part, and drops the mean of those that took part on no rank.
+      parameters that took no part, and drops the mean of those that took part on no rank. All ranks
+      have residuals of the same parameters, so that no rank's state changes its shape alone.
     - A gradient that is not finite makes the mean NaN on all ranks, for the optimizer or the
       scaler to see, and leaves the rank's residual as it was. What other parameters and ranks
       sent in such a step is lost if the optimizer skips it, as dense gradients would be.
@@ -82,7 +83,7 @@ class DDPCompression:
       they are; the ranks are added up in order here too.
 
     What comes after the exchange (unscaling, clipping) changes the gradients that the optimizer
-    consumes, but not where they are zero: :meth:`form_of` reads them again.
+    consumes, but not where they are zero: :meth:`form_of` reads them again, and looks.
 
     Args:
         model: the module, wrapped in DDP or not; its parameters' names are the keys of residuals.
@@ -144,15 +145,30 @@ class DDPCompression:
         self._scale = 1.0
 
     def form_of(self, parameter: torch.Tensor) -> Sparse | None:
-        """The form of ``parameter.grad`` as it is now, where the last exchange left it sparse.
+        """The form of ``parameter.grad`` as it is now, bit for bit, where the last exchange left it
+        sparse; None where it is no longer: something has written to other places of it.
 
-        Right after unscaling and clipping, which multiply every element by one number.
+        Unscaling and clipping, which multiply every element by one number, leave it so.
         """
         form = self.last.get(id(parameter))
         if form is None or parameter.grad is None:
             return None
+        flat = flat_of(parameter.grad.detach())
+        if flat.numel() != form.numel or flat.dtype not in FORMATS:
+            return None
         positions = form.positions()
-        return Sparse.of(form.numel, positions, flat_of(parameter.grad.detach())[positions])
+        found = Sparse.of(form.numel, positions, flat[positions])
+        return found if nonzero_count(flat) == nonzero_count(found.values) else None
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of the model's parameters."""
+        return id(parameter) in self._names
+
+    @property
+    def residual_bytes(self) -> int:
+        """What residuals take, of all parameters that can be compressed."""
+        parameters = (p for p in self._parameters.values() if p.requires_grad)
+        return self._feedback.size_bytes_for(parameters, self._dense_below)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals (live tensors, flat, row-major) by name, and their loss scale."""
@@ -253,7 +269,9 @@ class DDPCompression:
         for number, (part, flat) in enumerate(zip(parts, flats, strict=True)):
             if part.capacity is None:
                 row.values[part.begin : part.end] = flat
-            elif not math.isfinite(largest[number]):
+                continue
+            self._feedback.reserve(part.name, flat)
+            if not math.isfinite(largest[number]):
                 row.counts[number] = _NOT_FINITE
             elif largest[number] > 0:
                 form = self._feedback.take(part.name, flat)

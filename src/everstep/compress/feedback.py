@@ -15,7 +15,7 @@ than 1/256 of the residual would vanish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 
@@ -75,6 +75,18 @@ class ErrorFeedback:
             for begin, end in _parts_of(total):
                 total[begin:end].sub_(form.part(begin, end).dense().to(total.dtype))
         return form
+
+    def size_bytes_for(self, parameters: Iterable[torch.Tensor], dense_below: int) -> int:
+        """What residuals of the gradients of these parameters take, once all of them are there."""
+        if not self.enabled:
+            return 0
+        found = (p for p in parameters if can_be_compressed(p, dense_below))
+        return sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in found)
+
+    def reserve(self, key: Hashable, flat: torch.Tensor) -> None:
+        """Makes a gradient's residual of zeros, if there is none; errors as for :meth:`take`."""
+        if self.enabled:
+            self._residual(key, flat)
 
     def _residual(self, key: Hashable, flat: torch.Tensor) -> torch.Tensor:
         residual = self.residuals.get(key)

@@ -22,7 +22,7 @@ from everstep.compress.floats import FORMATS, checked_flat, kept_count, narrowed
 from everstep.compress.scan import SAMPLE_NUMEL, DeviceScan, Hits, sample_positions, scan_of
 from everstep.errors import FormatError, OptionError
 
-__all__ = ["CHUNK_NUMEL", "Sparse", "nonzeros", "sampled_threshold", "topk"]
+__all__ = ["CHUNK_NUMEL", "Sparse", "nonzero_count", "nonzeros", "sampled_threshold", "topk"]
 
 CHUNK_NUMEL: Final = 2**31
 """Elements that an int32 index can tell apart; longer tensors are indexed chunk by chunk."""
@@ -203,6 +203,11 @@ def nonzeros(flat: torch.Tensor) -> Sparse:
     """
     scan = scan_of(flat, checked_flat(flat))
     return _sparse(scan, scan.nonzero_bits())
+
+
+def nonzero_count(flat: torch.Tensor) -> int:
+    """How many elements :func:`nonzeros` keeps."""
+    return int(torch.count_nonzero(flat.view(FORMATS[flat.dtype].signed)))
 
 
 def _first_at(indices: torch.Tensor, edge: int) -> int:

@@ -27,11 +27,13 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of, write_back
-from everstep.compress.floats import largest_magnitudes
+from everstep.compress.floats import FORMATS, largest_magnitudes
 from everstep.compress.forms import Form, compression
-from everstep.compress.sparse import Sparse
+from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.given import named
+from everstep.state.dtensors import LocalPart, box_of, is_dtensor, local_of, spread_as
+from everstep.state.placing import Box
 
 __all__ = ["Compressor"]
 
@@ -50,7 +52,10 @@ class Compressor:
     check, sees what is there.
 
     Several processes may each have one after the gradients were averaged: equal gradients give
-    equal forms and residuals. To compress what is sent, see :mod:`everstep.compress.ddp`.
+    equal forms and residuals. To compress what is sent, see :mod:`everstep.compress.ddp`. Of
+    parameters that are sharded (FSDP2), each rank compresses its own part of each gradient, of
+    those that have ``dense_below`` elements together. Parts that several ranks hold alike are
+    refused: each rank decides by all that it has.
 
     With a ``GradScaler`` call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``
     where the optimizer is fused: it would unscale after compression, and residuals of several
@@ -71,7 +76,8 @@ class Compressor:
             dense. Its tensors are new in each step.
 
     Raises:
-        OptionError: for options that cannot work, or an optimizer that has a Compressor.
+        OptionError: for options that cannot work, an optimizer that has a Compressor, or one of
+            parameters of which several ranks hold the same parts.
     """
 
     @named("Compressor", optimizer=Optimizer, kind=str, dense_below=int, error_feedback=bool)
@@ -89,8 +95,16 @@ class Compressor:
             raise OptionError("the optimizer has a Compressor already", hint="close() that one")
         if dense_below < 0:
             raise OptionError(f"dense_below must be at least 0, not {dense_below}")
+        if why := _why_not_apart(list(_parameters_of(optimizer))):
+            raise OptionError(
+                f"no Compressor of this optimizer: {why}",
+                hint='shard every parameter along every dimension of the mesh; or method="logged", '
+                "without a Compressor",
+            )
         self._feedback = ErrorFeedback(compression(kind, ratio), enabled=error_feedback)
         self._optimizer = optimizer
+        self._judged = 0  # parameters of the optimizer
+        self._spread: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense_below = dense_below
         self._step: FrameType | None = None  # the outermost step() that is running
         self._last: dict[int, tuple[torch.Tensor, Form | None]] = {}
@@ -109,7 +123,7 @@ class Compressor:
         return {key: form for key, (_, form) in self._last.items()}
 
     def check(self) -> None:
-        """Looks whether gradients still are what :attr:`last` says, at the places that it kept.
+        """Looks whether gradients still are what :attr:`last` says, bit for bit.
 
         For what runs after it, before the optimizer consumes them: a hook that clips in between
         scales every element, and shows.
@@ -122,28 +136,49 @@ class Compressor:
             if form is None:
                 continue
             grad = parameter.grad
-            if grad is None or not _is_there(form, flat_of(grad.detach())):
+            if grad is None or not _is_there(form, flat_of(local_of(grad.detach()))):
                 raise StateError(
                     f"the gradient of parameter {number} {list(parameter.shape)} was changed "
                     "after it was compressed",
                     hint="change gradients before optimizer.step(), not in a hook on it",
                 )
 
+    @property
+    def residual_bytes(self) -> int:
+        """What residuals take, of all parameters that can be compressed."""
+        parameters = (p for p in self._parameters() if p.requires_grad)
+        return self._feedback.size_bytes_for(parameters, self._dense_below)
+
     def state_dict(self) -> dict[str, Any]:
-        """The residuals (live tensors, flat, row-major), by the parameter's number.
+        """The residuals (live tensors, flat, row-major), by the parameter's number. Those of
+        sharded parameters are sharded as these are, and there from the beginning: a part is only
+        restored into one that is there.
 
         They fit any ``kind`` and ``ratio``, which are options and no part of it.
         """
         residuals = self._feedback.residuals
         parameters = list(self._parameters())
+        for parameter in parameters:
+            if is_dtensor(parameter) and self._takes(parameter, local_of(parameter)):
+                self._feedback.reserve(parameter, local_of(parameter).reshape(-1))
         return {
             "shapes": [list(parameter.shape) for parameter in parameters],
             "residuals": {
-                number: residuals[parameter]
+                number: self._as_spread(parameter, residuals[parameter])
                 for number, parameter in enumerate(parameters)
                 if parameter in residuals
             },
         }
+
+    def _as_spread(self, parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """A residual as its parameter is spread; the same tensor each time."""
+        if not is_dtensor(parameter):
+            return residual
+        known = self._spread.get(parameter)
+        if known is None or known[0] is not residual:
+            made = spread_as(parameter, residual.view(local_of(parameter).shape))
+            known = self._spread[parameter] = residual, made
+        return known[1]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes copies of the residuals of ``state``.
@@ -171,7 +206,7 @@ class Compressor:
                 f"residuals of other parameters:\n{listed}", mismatches=tuple(mismatches)
             )
         self._feedback.residuals = {
-            parameters[number]: residual.detach().to(parameters[number].device, copy=True).view(-1)
+            parameters[number]: _own_part(parameters[number], residual)
             for number, residual in state["residuals"].items()
         }
 
@@ -182,10 +217,13 @@ class Compressor:
         self._handles.clear()
         self._last = {}
 
+    def _takes(self, parameter: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether a gradient is compressed: of a sharded one the parts on all ranks, or none."""
+        return can_be_compressed(parameter if is_dtensor(parameter) else part, self._dense_below)
+
     def _parameters(self) -> Iterator[torch.Tensor]:
         """In the order in which torch numbers them."""
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
+        return _parameters_of(self._optimizer)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -228,14 +266,15 @@ class Compressor:
     @torch.no_grad()
     def _compress(self) -> None:
         self._refuse_what_it_cannot()
-        grads = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+        grads = [(p, _part(p)) for p in self._parameters() if p.grad is not None]
         self._last = {id(parameter): (parameter, None) for parameter, _ in grads}
         _refuse_strange(grads)
         if not _all_finite([grad for _, grad in grads]):
             return
         for parameter, grad in grads:
-            if can_be_compressed(grad, self._dense_below):
-                if _is_expanded(grad):  # several elements in one place cannot be written
+            if grad.numel() and self._takes(parameter, grad):
+                # Several elements in one place cannot be written.
+                if _is_expanded(grad) and not is_dtensor(parameter):
                     parameter.grad = grad = grad.contiguous()
                 flat = flat_of(grad)
                 form = self._feedback.take(parameter, flat)
@@ -243,6 +282,11 @@ class Compressor:
                 self._last[id(parameter)] = (parameter, form)
 
     def _refuse_what_it_cannot(self) -> None:
+        parameters = list(self._parameters())
+        if len(parameters) != self._judged:
+            if why := _why_not_apart(parameters):
+                raise StateError(f"gradients cannot be compressed: {why}")
+            self._judged = len(parameters)
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise StateError(
                 "the optimizer would unscale its gradients after they were compressed",
@@ -253,6 +297,51 @@ class Compressor:
                 "gradients cannot be compressed in a step that is captured as a CUDA graph",
                 hint="leave optimizer.step() out of the graph",
             )
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _why_not_apart(parameters: list[torch.Tensor]) -> str:
+    """Why ranks cannot each compress what they hold of sharded parameters; "" if they can.
+
+    What is not finite stops a rank's compression, so ranks that share some parts and not all would
+    part from each other.
+    """
+    sharded = [(one, LocalPart.of(one).placement) for one in parameters if is_dtensor(one)]
+    sharded = [(one, placement) for one, placement in sharded if math.prod(placement.mesh) > 1]
+    for one, placement in sharded:
+        sides = zip(placement.cuts, placement.mesh, strict=True)
+        if any(cut.dim is None and side > 1 for cut, side in sides):
+            return f"several ranks hold the same part of a parameter {list(one.shape)}"
+    if sharded and len(sharded) < len(parameters):
+        return "some of its parameters are sharded over ranks, and some are not"
+    return ""
+
+
+def _part(parameter: torch.Tensor) -> Any:
+    """A parameter's gradient; of a sharded one this rank's part, in the same memory."""
+    grad: Any = parameter.grad
+    if not is_dtensor(grad):
+        return grad
+    if not is_dtensor(parameter) or grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        raise StateError(
+            f"the gradient of a parameter {list(parameter.shape)} is not spread over the ranks as "
+            "the parameter is",
+            hint="gradient.redistribute(placements=parameter.placements) before optimizer.step()",
+        )
+    return local_of(grad)
+
+
+def _own_part(parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a residual, flat, in memory of its own."""
+    if is_dtensor(parameter) and not is_dtensor(residual):  # another layout has saved it
+        shape = tuple(parameter.shape)
+        whole = Box((0,) * len(shape), shape)
+        residual = residual.view(shape)[box_of(parameter).slices_in(whole)]
+    return local_of(residual).detach().to(parameter.device, copy=True).reshape(-1)
 
 
 def _refuse_strange(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -283,9 +372,17 @@ def _is_expanded(grad: torch.Tensor) -> bool:
 
 
 def _is_there(form: Form, flat: torch.Tensor) -> bool:
-    if isinstance(form, Sparse):
-        return torch.equal(flat[form.positions()], form.values)
-    return torch.equal(flat, form.dense())
+    if flat.dtype != form.dtype or flat.numel() != form.numel:
+        return False
+    if not isinstance(form, Sparse):
+        return _same_bits(flat, form.dense())
+    kept = _same_bits(flat[form.positions()], form.values)
+    return kept and nonzero_count(flat) == nonzero_count(form.values)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = FORMATS[one.dtype].signed
+    return torch.equal(one.view(bits), other.view(bits))
 
 
 def _on_stack(wanted: FrameType, frame: FrameType | None) -> bool:

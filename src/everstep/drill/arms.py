@@ -69,11 +69,9 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         "sync": Arm("sync", "training waits until a base is durable", keeper="thread"),
         "async": Arm("async", "training waits for a copy, which the keeper process persists"),
         "lazy": Arm("lazy", "copied behind the next step, persisted by the keeper process"),
-        # base="checkfreq" is for one rank. base="lazy" does what counts here, too: the copy runs
-        # behind the next step and is written behind training, before the next one begins.
         "checkfreq": Arm(
-            "lazy",
-            f'CheckFreq, on base="lazy": a copy behind the next step, then written; {_SYSTEM}',
+            "checkfreq",
+            f"CheckFreq: a copy behind the next step, then written, one at a time; {_SYSTEM}",
             keeper="thread",
         ),
         "datastates": Arm("datastates", f"DataStates-LLM: {_SYSTEM}", keeper="thread"),

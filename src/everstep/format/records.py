@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -181,9 +181,17 @@ class Manifest:
     def timeline(self) -> int:
         return self.markers[0].timeline
 
+    @property
+    def exact(self) -> bool:
+        """Whether the state is: every rank's part of it (I9)."""
+        return all(marker.exact for marker in self.markers)
+
     def encode(self) -> bytes:
-        fields = _base_fields(self.markers[0])
-        return _encode("manifest", {**fields, "ranks": [_rank_fields(m) for m in self.markers]})
+        fields = {**_base_fields(self.markers[0]), "exact": self.exact}
+        ranks = [_rank_fields(marker) for marker in self.markers]
+        for marker, rank in zip(self.markers, ranks, strict=True):
+            rank.update({} if marker.exact == self.exact else {"exact": marker.exact})
+        return _encode("manifest", {**fields, "ranks": ranks})
 
     @classmethod
     def decode(cls, data: bytes, path: PurePath) -> Manifest:
@@ -194,7 +202,10 @@ class Manifest:
         complete = len(markers) == world and world > 0
         if not complete or [marker.rank for marker in markers] != list(range(world)):
             raise FormatError(f"{path}: the manifest does not list each of {world} ranks once")
-        return cls(markers)
+        found = cls(markers)
+        if found.exact != fields.flag("exact"):
+            raise FormatError(f"{path}: 'exact' is not what it is of all ranks together")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +279,8 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
     if len(markers) != first.world or sorted(markers) != list(range(first.world)):
         return None
     ordered = tuple(markers[rank] for rank in range(first.world))
-    if any(_base_fields(marker) != _base_fields(first) for marker in ordered):
+    alike = (replace(marker, exact=first.exact) for marker in ordered)
+    if any(_base_fields(marker) != _base_fields(first) for marker in alike):
         return None
     if any(marker.rank != rank for rank, marker in enumerate(ordered)):
         return None
@@ -276,7 +288,7 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
 
 
 def _base_fields(marker: Marker) -> dict[str, Any]:
-    """What all ranks of a base have in common."""
+    """What all ranks of a base have in common, but for ``exact``."""
     return {
         "format": FORMAT_VERSION,
         "run": marker.run,
@@ -323,7 +335,7 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
         base.number("lsn"),
         number,
         base.number("world", _WORLD_MAX),
-        base.flag("exact"),
+        (rank if "exact" in rank.fields else base).flag("exact"),
         tuple(files),
     )
 

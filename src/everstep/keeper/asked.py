@@ -29,6 +29,11 @@ class Asked:
         """Whether there is anything to wait for."""
         return bool(self._saves or self._retaining)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Of those that are neither durable nor have failed."""
+        return tuple(save.step for save, _ in self._saves.values())
+
     def add(self, save: Save, *, exact: bool) -> int:
         """One is asked for, of its very step if ``exact``; returns the number that names it."""
         with self._changed:

@@ -13,18 +13,21 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
+from everstep.commit.cluster import COORDINATOR
 from everstep.commit.lineage import split_by_history
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
+from everstep.keeper.logs import Logs
+from everstep.keeper.seat import Seat
 from everstep.recover.audits import audit_in_words
 from everstep.recover.scan import newest_timeline, scan_run
-from everstep.seams import Clock
+from everstep.seams import Clock, Seams
 from everstep.seams.children import Child, Ended
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import write_durably
 
-__all__ = ["CPU_SHARE", "Auditor"]
+__all__ = ["CPU_SHARE", "AuditedElsewhere", "Auditor", "auditor_of"]
 
 CPU_SHARE = 0.05
 """Of one core, that audits take at most, averaged from the beginning of one to that of the next."""
@@ -39,6 +42,42 @@ _ATTEMPTS = 3
 class _Child(Protocol):
     def wait(self, timeout_s: float) -> Ended: ...
     def kill(self) -> None: ...
+
+
+def auditor_of(
+    seat: Seat | None,
+    seams: Seams,
+    run: PurePath,
+    timeline: int,
+    post: Callable[[EverstepError], None],
+    logs: Logs,
+    timeout_s: float,
+) -> Auditor | AuditedElsewhere:
+    """This keeper's part in audits: of several ranks, which share a disk, the first one's audits
+    all that bases hold, by the logs of all.
+
+    Args:
+        seat: of this rank among several; None: it is alone.
+        timeout_s: until the log is on disk.
+    """
+    if seat is not None and seat.rank != COORDINATOR:
+        return AuditedElsewhere(logs)
+    about = seams.filesystem, run, timeline, seams.clock, post
+    return Auditor(*about, lambda: logs.settle(timeout_s))
+
+
+class AuditedElsewhere:
+    """The part of a keeper whose rank's bases another one's audits: the log is on disk for it."""
+
+    def __init__(self, logs: Logs) -> None:
+        self._logs = logs
+
+    def base_durable(self) -> None:
+        """There is a new base: what was logged before it is written, whatever batch it is of."""
+        self._logs.flush()
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class Auditor:

@@ -79,7 +79,8 @@ def copies_announcement(
     """The line printed at start about copies: how many where, and what they take.
 
     Args:
-        gradients_bytes: that the log of this rank takes in each step.
+        gradients_bytes: that the log of this rank takes in each step, residuals included; 0: not
+            known, as they are compressed.
     """
     said = [
         f"{place.where}: keep {place.keep}, up to {decimal(size_bytes)}"
@@ -96,7 +97,8 @@ def _log_announcement(place: TierOptions, gradients_bytes: int) -> str:
     size_bytes, how = gradients_bytes, "whole"
     if place.log == "adaptive":  # of a large gradient: float16 values and int32 indices, of four
         how, size_bytes = "lossy", round(gradients_bytes * place.log_ratio * 6 / 4)
-    return f", and the log behind them, {how}, about {decimal(size_bytes)} in each step"
+    about = f", about {decimal(size_bytes)} in each step" if size_bytes else ""
+    return f", and the log behind them, {how}{about}"
 
 
 def _cap_announcement(place: TierOptions, world: int) -> str:

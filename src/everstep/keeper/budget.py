@@ -241,18 +241,25 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]
 
 def announcement(
     options: Options,
-    run: PurePath,
+    whose: str,
     state_bytes: int,
     host_bytes: int,
     gradients: tuple[int, int] = (0, 0),
     *,
     disk_bytes: int,
+    residual_bytes: int = 0,
+    is_all: bool = True,
+    parks: bool = True,
 ) -> str:
     """The line printed at start: what was chosen, and what it will take.
 
     Args:
+        whose: the run, and which rank of several.
         gradients: as :func:`gradients_of` says; those of a step are what a dense log records.
         disk_bytes: of all bases at once, their records included.
+        residual_bytes: of error feedback, which each step mark of a log holds.
+        is_all: False: optimizers may make more state in their first step.
+        parks: captures that are not due are held, too, where every step is captured.
     """
     parameters, gradient_bytes = gradients
     every, state = options.every, decimal(state_bytes)
@@ -266,17 +273,19 @@ def announcement(
     if parameters:
         each = state_bytes / parameters
         shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"
-        state += f" at the start ({shown} bytes per parameter)"
+        state += f"{'' if is_all else ' at the start'} ({shown} bytes per parameter)"
     log = "compressed gradients"
     if options.method.log == "dense":
         log = f"{decimal(gradient_bytes)} of gradients"
+    if residual_bytes:
+        log += f" and {decimal(residual_bytes)} of residuals"
     host = "a few chunks"
     if options.method.base != "sync":
         host = f"{decimal(state_bytes)} per base in flight"
         if options.method.base != "checkfreq":  # there it is one
             most = bases_in_flight_max(options, state_bytes)
             host += "" if most is None else f", {most} at most"
-        if options.is_scheduled:
+        if options.is_scheduled and parks:
             when = f"a capture every step, durable {when}"
             host = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
         if options.logs:
@@ -291,7 +300,7 @@ def announcement(
     if options.log_on_disk:
         written += f", {log} per step"
     return (
-        f"everstep: {run}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
+        f"everstep: {whose}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
         f"host memory {host}; disk up to {decimal(disk_bytes)}, written "
         f"{written} ({budget_in_words(options)})"
     )

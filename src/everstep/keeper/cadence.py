@@ -9,8 +9,10 @@ All of it happens in the training thread, at the end of a step.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import PurePath
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -27,7 +29,10 @@ from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.recover.resume import Resumed
 from everstep.seams import Clock
 
-__all__ = ["FIRST_STEPS", "REPLAY_SHARE", "WASTE_OF_NO_ACCOUNT", "Cadence", "seldom"]
+__all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "WASTE_OF_NO_ACCOUNT", "Cadence", "seldom"]
+
+ASK_EVERY = 10
+"""Steps between two exchanges of the ranks of a job, at most."""
 
 FIRST_STEPS = 10
 """So many steps are measured before anything is said or chosen; then a first base is."""
@@ -54,16 +59,34 @@ class _Seen:
     persist_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What one process would have, by what it measures.
+
+    Attributes:
+        steps: from base to base.
+        why: in words.
+        least, most: bounds of it; None: there is none.
+    """
+
+    steps: int
+    why: str
+    least: int
+    most: int | None
+
+
 class Cadence:
     """Watches steps and bases of one training process, and says when the next base is due.
 
     Args:
         run: the run folder; for messages.
         base_bytes: size of a base, until one was written.
+        alone: False: with ``every="auto"`` nothing is chosen before all ranks have said what they
+            measure (:meth:`agreed`).
 
     Attributes:
         interval_steps: from base to base; None as long as that is not known, or where it is
-            given in seconds.
+            given in seconds. Of all ranks the same.
         forecast: bytes that are written in a day at this pace; None before it is known.
     """
 
@@ -77,8 +100,10 @@ class Cadence:
         clock: Clock,
         *,
         base_bytes: int,
+        alone: bool = True,
     ) -> None:
         self._options = options
+        self._alone = alone
         self._run = run
         self._saver = saver
         self._keepers = keepers
@@ -93,6 +118,7 @@ class Cadence:
         self._first_step = 0
         self._trained_s = 0.0
         self._last_s: float | None = None
+        self._passed_s: float | None = None
         self._last_stall_s = 0.0
         self._samples = 0
         self._looked = 0
@@ -103,6 +129,7 @@ class Cadence:
         self._meter = DayMeter()
         self._recorded = 0
         self._told = False  # that bases alone exceed the budget
+        self._wish: _Wish | None = None
         self.interval_steps = options.every.steps
         self.forecast: Forecast | None = None
 
@@ -142,23 +169,55 @@ class Cadence:
         self._under, self._beside_s = save, []
 
     def due(self, step: int) -> bool:
-        """Whether a base is due at the end of ``step``."""
+        """Whether a base is due at the end of ``step``, by what this process knows."""
         every = self._options.every
+        if every.auto:
+            return self.agreed([self.says()], step)[0]
+        return every.due(step, self._clock.monotonic_s() - self._saver.last_save_s)
+
+    def says(self) -> dict[str, Any]:
+        """What this process knows of when the next base is due: plain data."""
+        return {
+            "since_s": self._clock.monotonic_s() - self._saver.last_save_s,
+            "step_s": self._passed_s,
+            "base_step": self._base_step,
+            "free": self._under is None or self._under.durable.done(),
+            "measured": self._samples >= FIRST_STEPS,
+            "interval_steps": self.interval_steps,
+            "wish": None if self._wish is None else astuple(self._wish),
+        }
+
+    def agreed(self, said: Sequence[Mapping[str, Any]], step: int) -> tuple[bool, int]:
+        """Whether a base is due at the end of ``step``, and behind how many steps that is to be
+        asked again; nothing but what all have said makes the answer.
+
+        Args:
+            said: by each rank.
+        """
+        every = self._options.every
+        if every.seconds is not None:
+            since_s = min(one["since_s"] for one in said)
+            due, step_s = every.due(step, since_s), max(one["step_s"] or 0.0 for one in said)
+            left_s = every.seconds - (0.0 if due else since_s)
+            return due, 1 if not step_s else max(1, min(ASK_EVERY, int(left_s / step_s)))
         if not every.auto:
-            return every.due(step, self._clock.monotonic_s() - self._saver.last_save_s)
-        if self._under is not None and not self._under.durable.done():
-            return False
-        since = step - self._base_step
-        if self.interval_steps is not None:
-            return since >= self.interval_steps
-        return since >= FIRST_STEPS and self._samples >= FIRST_STEPS
+            return every.due(step, 0.0), ASK_EVERY
+        self._take_over(said)
+        interval, since = self.interval_steps, step - max(one["base_step"] for one in said)
+        if interval is None and not all(one["measured"] for one in said):
+            return False, max(1, FIRST_STEPS - since)
+        interval = interval or FIRST_STEPS
+        due = since >= interval and all(one["free"] for one in said)
+        left = interval if due else interval - since
+        return due, min(left, ASK_EVERY) if left > 0 else ASK_EVERY
 
     def stepped(self) -> None:
         """A step is over, and recorded."""
         now_s = self._clock.monotonic_s()
         stall_s = sum(self._saver.stall_s.values())
         if self._last_s is not None:
-            took_s = now_s - self._last_s - (stall_s - self._last_stall_s)
+            self._passed_s = now_s - self._last_s
+            took_s = self._passed_s - (stall_s - self._last_stall_s)
             if took_s > 0:
                 self._watch(took_s)
                 self._trained_s += took_s
@@ -167,7 +226,8 @@ class Cadence:
         self._meter_day(now_s)
         new = self._measure() and self.interval_steps is None
         long_ago = self._samples - self._looked >= _LOOK_AGAIN_STEPS
-        if self._samples >= FIRST_STEPS and (new or long_ago or not self._looked):
+        known = self._estimator.step_s is not None  # not while all were beside the first base
+        if self._samples >= FIRST_STEPS and known and (new or long_ago or not self._looked):
             self._looked = self._samples
             if self._options.every.auto:
                 self._choose()
@@ -239,9 +299,9 @@ class Cadence:
         if costs is None:
             return
         why = ""
-        if self._options.method.apply == "replica" or self._options.is_scheduled:
+        scheduled = self._options.is_scheduled and self._alone
+        if self._options.method.apply == "replica" or scheduled:
             # Copies of every step are made whether or not one of them becomes durable.
-            scheduled = self._options.is_scheduled
             cost_s = 0.0 if scheduled else self._estimator.base_cost_s or 0.0
             wanted = checkfreq_interval(step_s=step_s, stall_s=cost_s, persist_s=costs.write_s)
             why = "as often as one is durable before the next"
@@ -256,22 +316,39 @@ class Cadence:
                 found, why, log = without_log(costs), f"{error.message}; ", False
             wanted, wasted = seldom(costs, found, log=log)
             why += f"{wasted:.2%} of the time wasted with a failure in {costs.mtbf_s / 3600:.3g} h"
-        self._take_over(wanted, step_s, why)
-
-    def _take_over(self, wanted: int, step_s: float, why: str) -> None:
-        """Chooses ``wanted`` steps, or what comes next to it within the bounds."""
-        held, least, most = self.interval_steps, self._interval_min(step_s), self._interval_max()
+        least, most = self._interval_min(step_s), self._interval_max()
         if most is not None and least > most and self._logs_to_disk:
             self._hold_log("with the bases that it needs it is more than the budget")
             least = self._interval_min(step_s)
+        self._wish = _Wish(wanted, why, least, most)
+        if self._alone:
+            self._take_over([self.says()])
+
+    def _take_over(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Chooses the interval of the rank that wants the longest one, or what comes next to it
+        within the bounds of all."""
+        if any(one["wish"] is None for one in said):
+            return
+        wishes = [_Wish(*one["wish"]) for one in said]
+        rank = max(range(len(wishes)), key=lambda rank: wishes[rank].steps)
+        held, wanted, why = said[0]["interval_steps"], wishes[rank].steps, wishes[rank].why
+        least = max(wish.least for wish in wishes)
+        most = min((wish.most for wish in wishes if wish.most is not None), default=None)
+        if len(said) > 1:
+            why = f"as rank {rank} measures, {why}"
         if wanted < least:
             wanted, why = round(least * (1 + _SLACK)), "the write budget allows no more"
         if most is not None and wanted > most:
             wanted, why = most, "the memory of the log holds no more"
         within = held is not None and held >= least and (most is None or held <= most)
         if held == wanted or (held is not None and within and abs(held - wanted) <= _NEAR * held):
+            self.interval_steps = held
             return
         self.interval_steps = wanted
+        if not self._alone:
+            self._looked = 0  # what that writes in a day is worked out anew
+        step_s = self._estimator.step_s
+        assert step_s is not None
         before = "" if held is None else f"; before: {_steps(held)}"
         self._say(f"a base every {_steps(wanted)} ({wanted * step_s:.3g} s): {why}{before}")
 
@@ -289,7 +366,7 @@ class Cadence:
         replica = self._options.method.apply == "replica"  # it needs no records behind it
         if recorder is None or not self._log_step_bytes or replica:
             return None
-        return max(1, int(recorder.log_bytes_max // 2 / self._log_step_bytes))
+        return max(1, int(recorder.rooms.bytes_max // 2 / self._log_step_bytes))
 
     @property
     def _logs_to_disk(self) -> bool:

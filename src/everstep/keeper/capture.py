@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
@@ -63,6 +63,7 @@ class Capture:
         users: who still needs the block: those who fill it, and those who write it.
         arena: that its block is in; None: the training process's.
         assembling: all of it has arrived, and it is being made whole (:mod:`.rebuilds`).
+        made: set when it has been, or never will be.
         redo: what whoever restores it makes it whole with; None: it is.
     """
 
@@ -81,6 +82,7 @@ class Capture:
     users: int = 2
     arena: Arena | None = None
     assembling: bool = False
+    made: threading.Event = field(default_factory=threading.Event)
     redo: RedoFile | None = None
 
     @property

@@ -77,10 +77,14 @@ class BackgroundChannel:
                 now_s - work.last_progress_s > self._progress_timeout_s for work in self._under_way
             )
 
-    def post(self, error: EverstepError) -> None:
-        """Reports an error from any thread; the training thread hears of it at its next call."""
+    def post(self, error: EverstepError, *, first: bool = False) -> None:
+        """Reports an error from any thread; the training thread hears of it at its next call.
+
+        Args:
+            first: before what was reported already.
+        """
         with self._lock:
-            self._errors.append(error)
+            self._errors.insert(0 if first else len(self._errors), error)
 
     def tell(self, notice: EverstepError) -> None:
         """Tells of what the user should know though nothing has failed: it is never raised. The

@@ -56,6 +56,7 @@ from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.ranks import RankDisk
+from everstep.keeper.retain_history import promises
 from everstep.keeper.seat import Seat
 from everstep.recover.ranks import verify_rank
 from everstep.recover.scan import scan_base, scan_run
@@ -95,7 +96,7 @@ class RankCommits:
 
     Args:
         mailbox: open to the other ranks of the same start; closed with this.
-        keep: bases to keep, on all disks together.
+        keep, history: bases to keep, on all disks together; steps that can be gone back to.
         post: told of what fails behind commits.
         timeout_s: other ranks that have not written their parts for so long are reported.
 
@@ -117,6 +118,7 @@ class RankCommits:
         ring: ChunkRing,
         *,
         keep: int,
+        history: str,
         post: Callable[[EverstepError], None],
         timeout_s: float,
     ) -> None:
@@ -155,6 +157,7 @@ class RankCommits:
             write_shards=self._write_shards,
             read_shards=self._read_shards,
             unique=f"{seat.session}-{seat.rank}",
+            promise=promises(seams, history),
         )
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
         self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
@@ -167,8 +170,7 @@ class RankCommits:
         self._released = self._closing = False
         self._late: BaseId | None = None  # waits for ranks that are silent
         for step in seat.lost:
-            why = f"the keeper of rank {seat.rank} was lost with it"
-            self._absorb(self._member.refuse(BaseId(timeline, step), why))
+            self.refuse(BaseId(timeline, step), f"the keeper of rank {seat.rank} was lost with it")
         self._thread = threading.Thread(target=self._drive, name="everstep-ranks", daemon=True)
         self._thread.start()
 
@@ -219,6 +221,11 @@ class RankCommits:
         with self._changed:
             why = f"training of rank {self._seat.rank} has ended"
             self._absorb(self._member.no_more(why))
+
+    def refuse(self, base: BaseId, why: str) -> None:
+        """This rank will not begin a base for which others may wait."""
+        with self._changed:
+            self._absorb(self._member.refuse(base, why))
 
     def retain(self) -> None:
         """Waits, on the rank that leads all, until no rank has anything left to do; and deletes
@@ -489,11 +496,5 @@ class RankCommits:
         return tuple(shard.record for shard in work.written)
 
     def _read_shards(self, base: BaseId) -> str:
-        return verify_rank(
-            self._filesystem,
-            self._run,
-            base,
-            self._seat.rank,
-            self._ring,
-            timeout_s=self._timeout_s,
-        )
+        about = self._filesystem, self._run, base, self._seat.rank, self._ring
+        return verify_rank(*about, timeout_s=self._timeout_s)

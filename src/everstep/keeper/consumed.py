@@ -6,6 +6,7 @@ shapes, dtypes and strides of these are compared, and the rest is taken from the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from everstep.keeper.recordable import (
     Layouts,
     compressors_of,
     eager,
+    exchanges_of,
     form_entries,
     groupings_of,
     lossy_entries,
@@ -34,8 +36,11 @@ from everstep.state.layout import ShardLayout, overlaps
 from everstep.state.log import GRADIENT, HYPER
 from everstep.state.tensors import byte_view
 from everstep.state.tree import split
+from everstep.state.zero import acting
 
 __all__ = ["Consumed", "Consumption"]
+
+_log = logging.getLogger("everstep")
 
 _SCALER = ("grad_scale", "found_inf")
 _LAST_MAX = 256  # optimizers, and choices of their parameters
@@ -92,21 +97,30 @@ class _Outline(NamedTuple):
     skip: int
 
 
+_There = Sequence[tuple[str, torch.Tensor, Any]]
+"""Gradients' names in the record, parameters, gradients: of a DTensor this rank's part."""
+
+
 class Consumption:
     """Looks at what the optimizers of a state are going to consume.
 
     Args:
         lossy_ratio: gradients are looked at in lossy copies, which keep this share of large ones
             (:mod:`everstep.compress.lossy`); None: as they are.
+        sparse: means that ranks have exchanged compressed are looked at in that form.
 
     Raises:
         OptionError: a Compressor is of an optimizer that is not in the state.
     """
 
-    def __init__(self, state: State, *, lossy_ratio: float | None = None) -> None:
+    def __init__(
+        self, state: State, *, lossy_ratio: float | None = None, sparse: bool = False
+    ) -> None:
         self._state = state
         self._lossy_ratio = lossy_ratio
         self._compressors = compressors_of(state)
+        self._exchanges = exchanges_of(state) if sparse else []
+        self._told = False  # of a mean that was changed
         self._groupings: dict[str, Grouping] = {}
         self._last: dict[tuple[str, frozenset[str] | None], _Last] = {}
         self._layouts = Layouts()
@@ -159,17 +173,16 @@ class Consumption:
             self.regroup()
         optimizer = eager(key, self._state.optimizers[key])
         last = self._last_of(key, only)
-        compact = self._compact(key)
-        lossy = self._lossy(optimizer, compact)
+        there = [(name, p, _plain(p)) for name, p in last.members if p.grad is not None]
+        compact = self._compact(key, there)
+        lossy = self._lossy(there, compact)
         named: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
         compressed: dict[str, Any] = {}
         forms: list[Any] = []
-        for name, parameter in last.members:
-            gradient: Any = parameter.grad
-            if gradient is None:
-                continue
-            if compact and (form := compact.get(id(parameter))) is not None:
+        for name, parameter, gradient in there:
+            form = compact.get(id(parameter)) if compact else None
+            if form is not None and not has_gaps(gradient):
                 bare = name.removeprefix(GRADIENT)
                 compressed[bare] = form_entries(bare, gradient, form, others)
                 continue
@@ -177,8 +190,6 @@ class Consumption:
                 bare = name.removeprefix(GRADIENT)
                 compressed[bare] = lossy_entries(bare, gradient, copy, others)
                 continue
-            if type(gradient) is not torch.Tensor and is_dtensor(gradient):
-                gradient = _part_of(gradient, parameter)
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
                 raise _not_plain(name.removeprefix(GRADIENT))
             if gradient.is_conj() or gradient.is_neg():
@@ -189,7 +200,8 @@ class Consumption:
         for number, group in enumerate(optimizer.param_groups):
             options = {k: v for k, v in group.items() if k != "params"}
             groups.append(split(options, f"{HYPER}/{number}", others))
-        written = writes_gradients(type(optimizer), optimizer.param_groups)
+        kind = type(acting(optimizer))
+        written = writes_gradients(kind, optimizer.param_groups)
         for name in _SCALER:
             value = getattr(optimizer, name, None)
             if isinstance(value, torch.Tensor):
@@ -205,7 +217,7 @@ class Consumption:
             last.forms, last.layout, last.outline = forms, layout, None
         about: dict[str, Any] = {
             "optimizer": key,
-            "kind": kind_name(type(optimizer)),
+            "kind": kind_name(kind),
             "groups": groups,
         }
         if compressed:
@@ -234,22 +246,34 @@ class Consumption:
             last = self._last[(key, only)] = _Last(chosen)
         return last
 
-    def _lossy(self, optimizer: Optimizer, compact: Mapping[int, Any]) -> Mapping[int, Lossy]:
+    def _lossy(self, there: _There, compact: Mapping[int, Any]) -> Mapping[int, Lossy]:
         """Lossy copies of gradients, by ``id(parameter)``, if these are what is recorded."""
         if self._lossy_ratio is None:
             return {}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parameters = [p for p in parameters if id(p) not in compact]
-        found = {id(p): p.grad for p in parameters if type(p.grad) is torch.Tensor}
+        found = {id(p): grad for _, p, grad in there if type(grad) is torch.Tensor}
+        found = {of: grad for of, grad in found.items() if of not in compact}
         return lossy_copies(found, self._lossy_ratio)
 
-    def _compact(self, key: str) -> Mapping[int, Any]:
+    def _compact(self, key: str, there: _There) -> Mapping[int, Any]:
         """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""
         compressor = self._compressors.get(key)
-        if compressor is None:
-            return {}
-        compressor.check()
-        return {key: form for key, form in compressor.last.items() if form is not None}
+        if compressor is not None:
+            compressor.check()
+            return {key: form for key, form in compressor.last.items() if form is not None}
+        found = {}
+        for exchange in self._exchanges:
+            for name, parameter, _ in there:
+                if exchange.last.get(id(parameter)) is None:
+                    continue
+                form = found[id(parameter)] = exchange.form_of(parameter)
+                if form is None and not self._told:
+                    self._told = True
+                    _log.warning(
+                        "everstep: %s has other gradients than ranks have exchanged, not only "
+                        "scaled: such ones are recorded whole",
+                        name.removeprefix(GRADIENT),
+                    )
+        return found
 
 
 def _outlines(layout: ShardLayout, batches: Sequence[Batch]) -> list[_Outline] | None:
@@ -271,6 +295,14 @@ def _batch(outline: _Outline, named: Mapping[str, torch.Tensor]) -> Batch:
     if len(sources) == 1 and sources[0].numel() != end - begin:
         sources = (sources[0][skip : skip + end - begin],)
     return Batch(begin, end, sources)
+
+
+def _plain(parameter: torch.Tensor) -> Any:
+    """Its gradient; of a DTensor this rank's part."""
+    gradient: Any = parameter.grad
+    if type(gradient) is not torch.Tensor and is_dtensor(gradient):
+        return _part_of(gradient, parameter)
+    return gradient
 
 
 def _part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ from everstep.seams.peers import PeerMailbox
 
 # What most runs do not need is loaded with its first use: training waits for a keeper to start.
 if TYPE_CHECKING:
-    from everstep.keeper.auditor import Auditor
+    from everstep.keeper.auditor import AuditedElsewhere, Auditor
     from everstep.keeper.mirrors import Mirrors
 
 __all__ = ["HANDLERS", "Duties"]
@@ -75,7 +75,7 @@ class Duties:
         self.logs = Logs(seams.filesystem, run, ring)
         self.replicas = Replicas(seams.filesystem, run, self.holding)
         self.rebuilds = Rebuilds(seams.filesystem, run, self.holding)
-        self.auditor: Auditor | None = None
+        self.auditor: Auditor | AuditedElsewhere | None = None
         self.mirrors: Mirrors | None = None
         self.peers = Peers(seams.filesystem, run, self.holding)
         self.mailbox: PeerMailbox | None = None  # of the next timeline, if there are several ranks
@@ -157,16 +157,10 @@ class Duties:
             self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
         self.auditor = None
         if (message.get("log") or {}).get("audit"):
-            from everstep.keeper.auditor import Auditor
+            from everstep.keeper.auditor import auditor_of
 
-            self.auditor = Auditor(
-                self._seams.filesystem,
-                self._run,
-                self.timeline,
-                self._seams.clock,
-                channel.post,
-                lambda: self.logs.settle(self.timeout_s),
-            )
+            whose = seat, self._seams, self._run, self.timeline, channel.post
+            self.auditor = auditor_of(*whose, self.logs, self.timeout_s)
 
     def listen(self, trainer: Attached, message: dict[str, Any]) -> None:
         """The keepers of other ranks are going to send messages."""
@@ -196,7 +190,7 @@ class Duties:
         assert self.keeper is not None
         if self.stopping:  # or there would be no end of it
             raise KeeperError("this keeper was asked to stop")
-        if self.rebuilds.take_whole():  # of one rank
+        if self.rebuilds.take_whole() and not self.keeper.is_one_of_several:  # as in captured()
             self.logs.drop_older(self.timeline)
         identity = identity_from_wire(message["identity"])
         arena, word = trainer.arena, message["word"]
@@ -452,6 +446,7 @@ class Duties:
             return
         self.holding.failed(capture, error, reused=not trainer.gone)
         ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
+        self.replicas.base_failed(capture, ours)
         trainer.tell({"kind": "failed", "error": error_to_wire(ours), **message})
 
     def _drop_older(self, timeline: int) -> None:

@@ -32,7 +32,7 @@ from everstep.keeper.copies import open_places
 from everstep.keeper.left_keepers import left_logs
 from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
-from everstep.keeper.unsupported import refuse_unsupported
+from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
 from everstep.options import Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
@@ -287,6 +287,8 @@ class Job:
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             resumed = with_ranks(resumed, self._say("tell what was read", told_back(resumed)))
+            if resumed.base is not None:
+                self._gather(state)
             if self._copies is not None:
                 self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)
@@ -303,6 +305,14 @@ class Job:
             with contextlib.suppress(DeadlineError):  # of the two, what has failed here says more
                 self._say("start together", {"error": in_words(error)})
             raise
+
+    def _gather(self, state: State) -> None:
+        """What others have replayed of what this rank holds copies of (ZeRO)."""
+        try:
+            state.gather()
+        except RuntimeError as error:  # of torch's backends
+            text, hint = "ranks hand each other what they have restored", "look at what all print"
+            raise DeadlineError(f"{text}: {error}", rank=self.info.rank, hint=hint) from error
 
     def _open_mailbox(self) -> PeerMailbox:
         try:
@@ -321,13 +331,13 @@ class Job:
     def _is_mine(self, copy: PeerCopy) -> bool:
         return copy.marker.rank == self.info.rank
 
-    def any_rank(self, what: str, mine: bool) -> bool:
-        """Whether any rank passes true; all of them call it at the same steps.
+    def exchange(self, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every rank gives, by rank; all of them call it at the same steps.
 
         Raises:
             DeadlineError: not all ranks do.
         """
-        return any(said["mine"] for said in self._say(what, {"mine": mine}))
+        return self._say(what, mine)
 
     def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
         """What is only in copies in part is nothing that the disks' retention may rest on, and
@@ -476,7 +486,9 @@ def open_together(
         refuse_lonely(peers)
         return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""
     run_id = job.open_run(seams, run, tiers, peers)
-    return job.info, lambda: run_id
+    refuse_unaudited(job.info, options)
+    computed = options.has_replica or (options.is_multistep and not options.leaves_bases_fuzzy)
+    return replace(job.info, followed=computed, logged=options.logs), lambda: run_id
 
 
 def _address(said: Sequence[Any]) -> tuple[str, int]:

@@ -1,50 +1,125 @@
-"""When several ranks take a base that no schedule has, as their logs need one: all at one step.
+"""What all ranks of a job do at the end of the same step, though each knows something else.
 
-A log begins at a base, so the first step of a start takes one, on every rank. Later one rank alone
-may need it (its memory is half full, it could not record an update); the others learn of that at
-one step of :data:`ASK_EVERY`, in an exchange of a few bytes. Until then that rank's log has a hole,
-and a resume goes back to before it.
+Which steps take a base by a number (``every=100``) each rank knows by itself. Others they agree on.
+A log begins at a base: the first step of a start takes one, and later one rank alone may need it
+(its memory is half full, it could not record an update). Whether a time is over, and which interval
+wastes least, ranks would answer by clocks and figures of their own. What one of them finds in the
+gradients that it records ends the step of all. So at one step of :data:`ASK_EVERY`, or at more
+where bases are nearer to each other or gradients are watched, each says what it knows, in an
+exchange of a few bytes, and all make the same of it. Which step is the next to ask at follows from
+what was said and from nothing else: whatever fails on one rank, they ask at the same steps.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from everstep.errors import DeadlineError, NonFiniteError
+from everstep.keeper.cadence import ASK_EVERY
 from everstep.keeper.job import Job
+from everstep.keeper.multistep_ranks import RankMultistep
+from everstep.keeper.nonfinite import nonfinite_error
+from everstep.keeper.parts import Parts
+from everstep.options import Options
 
 __all__ = ["ASK_EVERY", "Joint"]
 
-ASK_EVERY = 10
-"""Steps between two exchanges."""
-
 
 class Joint:
-    """Says at which steps a rank takes a base for the sake of its log.
+    """Says what is done at the end of a step; to all ranks the same.
 
     Args:
-        job: None: it is alone, and takes one when it needs one.
+        job: None: this process is alone, and goes by what it sees itself.
     """
 
-    def __init__(self, job: Job | None) -> None:
-        self._job = job
-        self._first = 1
+    def __init__(self, job: Job | None, options: Options, parts: Parts) -> None:
+        self._job, self._cadence, self._channel = job, parts.cadence, parts.channel
+        self._recorder, self._standby = parts.recorder, parts.standby
+        over_steps = parts.multistep
+        self._multistep = over_steps if isinstance(over_steps, RankMultistep) else None
+        self._timed = options.every.auto or options.every.seconds is not None
+        self._watches = self._recorder is not None and options.log.watch
+        self._next_step: int | None = None  # None: the ranks have not begun together yet
+        self._found: deque[NonFiniteError] = deque()
+        if job is not None and self._recorder is not None:
+            self._recorder.nonfinite.tell = self._found.append
 
-    def began(self, step: int) -> None:
-        """A start of the job has restored the state of ``step``."""
-        self._first = step + 1
+    def began(self) -> None:
+        """All ranks go on from the same step: they ask each other at the end of the next one."""
+        self._next_step = 0
+        self._found.clear()
 
-    def due(self, step: int, needed: bool) -> bool:
-        """Whether a base is taken at the end of ``step``; every rank asks at each of its steps.
+    @contextlib.contextmanager
+    def answering(self, step: int) -> Iterator[None]:
+        """Around the end of ``step``: an error on this rank keeps no other from asking."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(DeadlineError):  # of the two, what has failed here says more
+                self._answer(step)
+            raise
 
-        Args:
-            needed: by this rank.
+    def ask(self, step: int) -> tuple[bool, bool]:
+        """Whether a log needs a base of ``step``, and whether one is due; every rank asks at the
+        end of each of its steps.
 
         Raises:
+            NonFiniteError: a rank has seen gradients that are not finite; by the policy.
             DeadlineError: another rank does not take this step.
         """
         if self._job is None:
-            return needed
-        since = step - self._first
-        if since == 0:
-            return True
-        if since % ASK_EVERY:
-            return False
-        return self._job.any_rank(f"end step {step}", needed)
+            return self._needed, self._cadence.due(step)
+        needed, due = self._answer(step)
+        if self._recorder is not None and self._recorder.nonfinite.first is not None:
+            self._channel.check()  # before a base is taken of it
+        return needed, due
+
+    def left(self) -> None:
+        """Training ends: what was found within a step that is not over is said on this rank."""
+        while self._found:
+            self._channel.post(self._found.popleft())
+
+    @property
+    def _needed(self) -> bool:
+        """By this rank, for its log."""
+        lost = self._standby is not None and self._standby.lost is not None
+        return self._recorder is not None and (self._recorder.base_due is not None or lost)
+
+    def _answer(self, step: int) -> tuple[bool, bool]:
+        """:meth:`ask`, of several ranks that have begun together."""
+        if self._job is None or self._next_step is None:
+            return False, False
+        needed, due = self._agree(step)
+        due = due if self._timed else self._cadence.due(step)
+        if due and self._multistep is not None:
+            self._multistep.ask(step)
+        return needed, due
+
+    def _agree(self, step: int) -> tuple[bool, bool]:
+        """:meth:`ask`, of several ranks; none is needed or due at steps between two exchanges."""
+        asks = self._timed or self._recorder is not None
+        if not asks or self._job is None or self._next_step is None or step < self._next_step:
+            return False, False
+        self._next_step = step + 1  # not twice at this one, whatever becomes of it
+        bad = self._found.popleft() if self._found else None
+        self._found.clear()
+        mine = {
+            "needed": self._needed,
+            "cadence": self._cadence.says(),
+            "bad": None if bad is None else (bad.step, bad.message),
+        }
+        said = self._job.exchange(f"end step {step}", mine)
+        due, again = self._cadence.agreed([one["cadence"] for one in said], step)
+        self._next_step = step + (1 if self._watches else again)
+        self._report(said)
+        return any(one["needed"] for one in said), due
+
+    def _report(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """The first that any rank has found, as an error of this one, too."""
+        bad = [(*one["bad"], rank) for rank, one in enumerate(said) if one["bad"] is not None]
+        if bad and self._recorder is not None:
+            step, what, rank = min(bad)
+            self._recorder.nonfinite.report(nonfinite_error(what, step, rank), first=True)

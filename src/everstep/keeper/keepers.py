@@ -359,7 +359,7 @@ class Keepers:
             return None
         return {
             "batch_steps": self._options.log.batch_steps,
-            "audit": self._options.audits and self._info.world == 1,
+            "audit": self._options.audits and self._info.near is None,
         }
 
     @property
@@ -388,8 +388,8 @@ class Keepers:
     def _threads(self) -> int:
         """With which a keeper replays."""
         cores = self._options.keeper.cores
-        # Where it shares the cores with training, it leaves some to it.
-        return len(cores) if cores else max(1, len(available_cores()) // 2)
+        # Where it shares the cores with training, and other ranks, it leaves some to them.
+        return len(cores) if cores else max(1, len(available_cores()) // 2 // self._info.here)
 
     @property
     def lost(self) -> EverstepError | None:

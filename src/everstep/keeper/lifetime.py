@@ -122,15 +122,16 @@ class AtExit:
     def __init__(self) -> None:
         self._job: Callable[[], None] | None = None
 
-    def watch(self, saver: Saver, keeper: Keeper, *, stay: bool) -> None:
+    def watch(self, saver: Saver, keeper: Keeper, leave: Callable[[], None], *, stay: bool) -> None:
         """From now on ``keeper`` is finished at the end of this process.
 
         Args:
+            leave: called before.
             stay: it is not, but holds what it has, as if this process had died.
         """
         self.forget()
         pid, shown = os.getpid(), sys.stderr
-        self._job = lambda: finish_at_exit(saver, keeper, pid, shown, stay=stay)
+        self._job = lambda: finish_at_exit(saver, keeper, leave, pid, shown, stay=stay)
         atexit.register(self._job)
 
     def forget(self) -> None:
@@ -168,16 +169,24 @@ def wait_through(wait: Callable[[], None], gave_up: Callable[[], bool]) -> list[
 
 
 def finish_at_exit(
-    saver: Saver, keeper: Keeper, pid: int, shown: Any, *, stay: bool = False
+    saver: Saver,
+    keeper: Keeper,
+    leave: Callable[[], None],
+    pid: int,
+    shown: Any,
+    *,
+    stay: bool = False,
 ) -> None:
     """For a script that ends without ``close()``: its last base becomes durable all the same.
 
     Args:
+        leave: called before: what is under way among several ranks is given up.
         stay: the keeper sees to that, and holds the log: another rank may have died, and this
             one's log is needed for all of them to come back.
     """
     if os.getpid() != pid:
         return  # a forked child owns nothing here
+    leave()
     if stay:
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
@@ -200,7 +209,7 @@ def finish_at_exit(
 def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
     """Whether the end of training takes no base, since nobody would want to go on from it: its
     parameters are not finite. Says so."""
-    bad = None if recorder is None else recorder.nonfinite
+    bad = None if recorder is None else recorder.nonfinite.first
     if bad is None or not nonfinite_parameter(state):
         return False
     before = "" if bad.step is None else f"; ckpt.rewind({bad.step - 1}) before it keeps what was"

@@ -181,6 +181,7 @@ class LocalKeeper:
                 self._persister,
                 ring,
                 keep=keep,
+                history=history,
                 post=channel.post,
                 timeout_s=timeout_s,
             )
@@ -268,6 +269,10 @@ class LocalKeeper:
 
     def announce(self, capture: Capture) -> None:
         """It has been told already: it lives in this process."""
+
+    def expect(self, capture: Capture) -> None:
+        """A capture is being made whole; what follows is written behind it."""
+        self._jobs.put(capture)
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
         """All of a capture has arrived: whatever happens to training, it becomes durable."""
@@ -402,6 +407,8 @@ class LocalKeeper:
 
     def _do(self, capture: Capture) -> None:
         save = capture.save
+        if capture.assembling:
+            capture.made.wait()
         try:
             if capture.withdrawn and capture.incoming.complete:
                 failed(save.durable, StateError("a newer base is there", step=save.step))

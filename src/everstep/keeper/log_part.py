@@ -10,6 +10,7 @@ from everstep.keeper.recordable import Grouping
 from everstep.state.image import State
 from everstep.state.log import GRADIENT, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.log_parts import Part, digest_of_names, log_parts
+from everstep.state.zero import ZeroProvider
 
 __all__ = ["LogPart"]
 
@@ -36,7 +37,12 @@ class LogPart:
         consumed = consumption.look(key, own)
         if own is None:
             return consumed, UPDATE_OBJECT, consumed.about
-        return consumed, PART_OBJECT, {**consumed.about, "shared": self._shared(consumption, key)}
+        about = {**consumed.about, "shared": self._shared(consumption, key)}
+        if resting := [n for n, p in consumption.members(key, own) if p.grad is None]:
+            about["resting"] = [name.removeprefix(GRADIENT) for name in resting]
+        if isinstance(self._state.providers[key], ZeroProvider):
+            about["spread"] = True
+        return consumed, PART_OBJECT, about
 
     def _regroup(self, groupings: Mapping[str, Grouping]) -> None:
         self._groupings, self._parts = groupings, log_parts(self._state)

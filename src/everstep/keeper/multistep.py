@@ -9,6 +9,8 @@ other, but for the keeper, which brings all parts to that step before it writes 
 Copies go through one queue, in the order in which they are due: the gradients of a step before the
 part of the next. What cannot be brought to the last step makes the window void: nothing of it is
 kept, and a new one begins.
+
+What several ranks do so, all to the same step: :mod:`.multistep_ranks`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import PurePath
 
 import torch
@@ -24,14 +27,14 @@ import torch
 from everstep.capture.lane import Lane
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
-from everstep.keeper.assembly import Assembly
 from everstep.keeper.budget import check_disk_budget
-from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.multistep_choice import Choice
-from everstep.keeper.multistep_fuzzy import fuzzy_parts, redo_bytes, spots_at_mark
+from everstep.keeper.multistep_fuzzy import redo_bytes
+from everstep.keeper.multistep_last import Last
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_parts import PartCopies
+from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.multistep_planner import Planner
 from everstep.keeper.multistep_stats import MultistepStats, Watch
 from everstep.keeper.multistep_updates import UpdateCopies
@@ -39,7 +42,6 @@ from everstep.keeper.multistep_window import Window, written
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import digest_of
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, as_ours, failed, telling
 from everstep.keeper.saver import Saver
 from everstep.options import Options
@@ -48,10 +50,11 @@ from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.survey import Shape, Survey
 
-__all__ = ["Multistep"]
+__all__ = ["VOID_MAX", "Multistep"]
 
 _log = logging.getLogger("everstep")
-_VOID_MAX = 2  # windows in a row; then a base of one step is taken
+VOID_MAX = 2
+"""Windows that become void in a row; then a base of one step is taken."""
 
 
 class Multistep:
@@ -109,7 +112,7 @@ class Multistep:
 
     def start(self, keeper: object, pool: CapturePool | None) -> None:
         """From now on bases go to ``keeper``, through the memory of ``pool``."""
-        self.drop("its keeper is no longer in service")
+        Multistep.drop(self, "its keeper is no longer in service")  # other ranks go on
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
         self._pool, self._last = pool, None
         self._planner.start()
@@ -132,11 +135,11 @@ class Multistep:
             with self._counted():
                 self._end_at(window, identity)
             self.again = None  # what is not in that one is in the one that is taken now
-        last = self._last
-        if last is not None and _is_base(last, identity) and not last.is_lost:
+        last, base = self._last, (identity.timeline, identity.step)
+        if last is not None and (last.timeline, last.step) == base and not last.is_lost:
             return last
         self._ended = None
-        if sharp or self._void >= _VOID_MAX:
+        if sharp or self._void >= VOID_MAX:
             self._void = 0
             return self._saver.take(identity, show=sharp, survey=survey)
         return self._begin(identity, survey or self._state.survey())
@@ -147,35 +150,40 @@ class Multistep:
         Returns:
             Whether one still is: no other can begin.
         """
-        self._ended = None
+        self._moved()
         self._choice.marked(sum(self._saver.stall_s.values()))
         closing = self.stats.closing is not None
         self.stats.close(self._saver.stall_s)
         self._parts.prune()
-        window = self._window
-        if window is None:
+        if self._window is None:
             self._updates.held.release()
-            if not (self._planner.is_ahead or closing):
-                with self._counted():
-                    self._plan_ahead(identity)
-            return False
-        with self._counted():
-            try:
-                survey = self._state.survey()
-                if (why := self._why_void(window, identity, survey)) is not None:
-                    self._give_up(why, window.failed)
-                elif window.next + 2 >= len(window.plan.parts):
-                    self._finish(window, identity, survey)
-                else:
-                    window.identity, window.tensors = identity, survey.tensors
-                    self._take_part(window, survey)
-            except Exception as error:
-                ours = as_ours(error, identity.step)
-                self._give_up(ours.message, ours)
-            except BaseException:  # an interrupt, perhaps half-way
-                self._give_up("it was interrupted")
-                raise
+        self._mark(identity, closing=closing)
         return self.open
+
+    def _mark(self, identity: ShardIdentity, *, closing: bool) -> None:
+        """What is to be done at a step mark; ``closing``: the one before was the last of a base."""
+        with self._counted():
+            if self._window is not None:
+                self._go_on(self._window, identity)
+            elif not (self._planner.is_ahead or closing):
+                self._plan_ahead(identity)
+
+    def _go_on(self, window: Window, identity: ShardIdentity) -> None:
+        try:
+            survey = self._state.survey()
+            if (why := self._why_void(window, identity, survey)) is not None:
+                self._give_up(why, window.failed)
+            elif window.next + 2 >= len(window.plan.parts):
+                self._finish(window, identity, survey)
+            else:
+                window.identity, window.tensors = identity, survey.tensors
+                self._take_part(window, survey)
+        except Exception as error:
+            ours = as_ours(error, identity.step)
+            self._give_up(ours.message, ours)
+        except BaseException:  # an interrupt, perhaps half-way
+            self._give_up("it was interrupted")
+            raise
 
     def finish(self) -> None:
         """No step will follow: what is left is taken at the last step mark, if the state is still
@@ -214,7 +222,7 @@ class Multistep:
 
     def drop(self, why: str) -> None:
         """The base that is under way is of no use any more; that is no reason for another."""
-        self._ended = None
+        self._moved()
         if self._window is not None:
             self._give_up(why)
             self._void, self.again = 0, None
@@ -228,7 +236,7 @@ class Multistep:
             optimizer: key of the optimizer that updates; None: anything may be updated.
         """
         if optimizer is not None:
-            self._ended = None
+            self._moved()
         self._choice.gated(sum(self._saver.stall_s.values()))
         self._parts.gate(optimizer)
         self._updates.held.gate()  # of the update before: no more than a step's are held
@@ -262,13 +270,13 @@ class Multistep:
 
     def declared(self, pattern: str, lsn: int, step: int) -> None:
         """A registered function has run: what it updates is captured at the last mark only."""
-        self._ended = None
+        self._moved()
         if self._window is not None and not self._window.account(lsn):
             self._give_up("an update was not seen")
 
     def skipped(self, why: str) -> None:
         """Something has changed what optimizers own that replay cannot repeat."""
-        self._ended = None
+        self._moved()
         if self._window is not None and os.getpid() == self._pid:
             self._give_up(why)
 
@@ -287,16 +295,32 @@ class Multistep:
         except EverstepError as error:  # of which the base will say more
             _log.debug("the next base was not planned ahead: %s", error)
 
+    def _moved(self) -> None:
+        """The state is no longer that of the last step mark."""
+        self._ended = None
+
     # --- A window -----------------------------------------------------------------------
 
-    def _begin(self, identity: ShardIdentity, survey: Survey) -> Save:
+    def _begin(
+        self,
+        identity: ShardIdentity,
+        survey: Survey,
+        plan: PartsPlan | None = None,
+        save: Save | None = None,
+    ) -> Save:
+        """Begins a window here.
+
+        Args:
+            plan: of its parts, if that is known already.
+            save: what it becomes, likewise.
+        """
         keeper, pool, memory = self._keeper, self._pool, self._memory
         assert keeper is not None
         assert pool is not None
         assert memory is not None
         prepared = self._saver.asked(survey, identity)
         waits = self._updates.waits
-        plan = self._planner.next(prepared, pool.arena.size_bytes, waits=waits)
+        plan = plan or self._planner.next(prepared, pool.arena.size_bytes, waits=waits)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             timed = self._choice.timed("base", prepared.size_bytes)
@@ -304,7 +328,8 @@ class Multistep:
             self._lane.run(timed.ended)
             self.stats.parts = 1
             return save
-        save = self._last = Save(identity.step + len(plan.parts) - 1, identity.timeline)
+        save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)
+        self._last = save
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
         room: Room | None = None
         with telling(save, self._channel.post):
@@ -368,60 +393,28 @@ class Multistep:
         begin = window.next + 1
         last = window.plan.last(begin)
         copies = window.plan.copies(last.entries, survey.tensors)
-        fuzzy = self._options.leaves_bases_fuzzy
-        samples, spots = list[Samples](), {}
-        if fuzzy:
-            spots = spots_at_mark(window.plan.captured(begin), survey.tensors, identity.step)
-        else:
-            samples = window.plan.samples(begin, survey.tensors)
         self.stats.finishing(window.watch, identity.step, self._clock.monotonic_s())
-
-        def tell(capture: Capture, objects: Mapping[str, bytes]) -> None:
-            timed.ended()
-            if window.failed is not None:
-                raise window.failed
-            failpoint("window.before_assemble")
-            window.told = True
-            left = None
-            if fuzzy:
-                memory = window.pool.arena.view[window.room.offset :]
-                left = fuzzy_parts(capture.plan, memory, objects, window.seen, spots)
-                window.tie_updates()
-            updates = window.partial_updates(all_of_them=fuzzy)
-            assembly = Assembly(window.digest, updates, samples, left)
-            window.keeper.assemble(capture, objects, assembly, rebuilt)
-            failpoint("window.after_assemble")
-
-        def rebuilt(whole: bool) -> None:
-            window.whole = whole
-            window.release_updates()
-            if whole:
-                window.pool.drop_kept()  # this one is newer, and survives as they did
-
-        def left() -> None:
-            if not window.told:
-                window.release_updates()
+        mark = Last(window, begin, survey, fuzzy=self._options.leaves_bases_fuzzy)
 
         def ended(_: object) -> None:
-            if window.told:
-                window.release_updates()
+            mark.ended()
             if not save.is_lost:
                 self._void = 0
             else:  # it is not what its step has, or could not be made whole, or not durable
                 self._void += 1
-                self.again = "the last one has failed"
+                self._take_again("the last one has failed")
 
         save.durable.add_done_callback(ended)
         window.watch.state_bytes = prepared.size_bytes
         window.at_mark = AtMark.of(survey, prepared.marked)
         plan = prepared.plan(identity)
-        timed = self._choice.timed("part", last.size_bytes)
+        tell = partial(mark.tell, self._choice.timed("part", last.size_bytes))
         self._window, self._ended = None, window
         try:
             with telling(save, self._channel.post):  # the keeper is gone, or an interrupt
                 self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
         finally:
-            self._lane.run(left)
+            self._lane.run(mark.left)
 
     def _give_up(self, why: str, error: EverstepError | None = None) -> None:
         """The base under way is void; nothing of it is kept."""
@@ -433,7 +426,7 @@ class Multistep:
             return
         self.stats.abandoned += 1
         self._void += 1
-        self.again = why
+        self._take_again(why)
         ours = error or StateError(f"a base over several steps was given up: {why}")
         failed(window.save.staged, ours)
         failed(window.save.durable, ours)
@@ -449,6 +442,10 @@ class Multistep:
             window.pool.release(window.room)
 
         self._lane.run(left)
+
+    def _take_again(self, why: str) -> None:
+        """Another one is due, since one has become void."""
+        self.again = why
 
     def _end_at(self, window: Window, identity: ShardIdentity) -> None:
         """No step will follow: ends the base at the last step mark, which is this one."""
@@ -493,7 +490,3 @@ class Multistep:
         if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
             self._digest = (shape.entries, digest_of(shape, consumption.regroup()))
         return self._digest[1]
-
-
-def _is_base(save: Save, identity: ShardIdentity) -> bool:
-    return (save.timeline, save.step) == (identity.timeline, identity.step)

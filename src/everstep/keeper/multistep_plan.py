@@ -22,16 +22,17 @@ from everstep.capture.versions import Versions
 from everstep.keeper.prepared import Copies, Prepared
 from everstep.keeper.samples import Samples
 from everstep.keeper.untold import Owned
-from everstep.recover.offline import parameter_names
+from everstep.recover.owned import parameter_names
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.objects import TensorRef
 from everstep.state.optimizers import OptimizerProvider
+from everstep.state.owners import Owner
 from everstep.state.providers import ModuleProvider
 from everstep.state.survey import Shape, same_objects
 from everstep.state.tree import references, split
 
-__all__ = ["Part", "PartsPlan", "units_of"]
+__all__ = ["Part", "PartsPlan", "taught_bytes", "units_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,8 @@ class PartsPlan:
 
 
 def units_of(state: State, shape: Shape) -> list[Unit]:
-    """What of a state may be captured before the last step of a base over several steps.
+    """What of a state may be captured before the last step of a base over several steps; of several
+    ranks', of what this one writes.
 
     Args:
         shape: of the state as it is now.
@@ -236,13 +238,23 @@ def units_of(state: State, shape: Shape) -> list[Unit]:
             if not _only_tensors(held):
                 continue
             entries = (entry, *dict.fromkeys(canonical(ref) for ref in references(held)))
-            mine = all(owners[e].kind == "replayed" and owners[e].optimizer == key for e in entries)
+            mine = all(_replays(key, owners.get(e)) for e in entries)
             if mine and taken.isdisjoint(entries):
                 taken.update(entries)
                 size_bytes = sum(sizes[e] for e in entries)
                 taught = sizes[entry] if parameter.requires_grad else 0
                 found.append((places[entry], Unit(key, name, entries, size_bytes, taught)))
     return [unit for _, unit in sorted(found, key=lambda item: item[0])]
+
+
+def taught_bytes(state: State, shape: Shape) -> int:
+    """Of the gradients of a step, about those that a base over several steps may need."""
+    return sum(unit.gradient_bytes for unit in units_of(state, shape))
+
+
+def _replays(optimizer: str, owner: Owner | None) -> bool:
+    """Whether its updates are all that changes an entry, which this rank writes."""
+    return owner is not None and owner.kind == "replayed" and owner.optimizer == optimizer
 
 
 def _only_tensors(held: Any) -> bool:

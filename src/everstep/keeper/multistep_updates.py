@@ -27,6 +27,7 @@ from everstep.keeper.pool import Room
 from everstep.keeper.save import as_ours
 from everstep.options import Options
 from everstep.seams import Clock
+from everstep.state.dtensors import is_dtensor
 from everstep.state.image import State
 from everstep.state.log import GRADIENT, UPDATE_OBJECT
 from everstep.state.objects import encode
@@ -194,10 +195,10 @@ class UpdateCopies:
         self, key: str, names: frozenset[str]
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Captured parameters and their gradients; None where these lie in memory that others may
-        write to, or no hook would tell of a backward."""
+        write to, or no hook would tell of a backward, as FSDP puts its parts together."""
         members = self.consumption.members(key, names)
         found = [(p, gradient) for _, p in members if (gradient := p.grad) is not None]
-        guarded = all(p.requires_grad for p, _ in found)
+        guarded = all(p.requires_grad and not is_dtensor(p) for p, _ in found)
         return found if guarded and are_alone([gradient for _, gradient in found]) else None
 
     def _encode(self, window: Window, update: CopiedUpdate) -> None:

@@ -25,9 +25,13 @@ from everstep.keeper.budget import (
 )
 from everstep.keeper.cadence import Cadence
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.expected import behind_first_update
+from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.multistep import Multistep
+from everstep.keeper.multistep_plan import taught_bytes
+from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.peering import (
     memory_announcement,
     peer_announcement,
@@ -37,6 +41,7 @@ from everstep.keeper.peering import (
 )
 from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
+from everstep.keeper.residuals import residual_bytes, tell_of_lost_residuals
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.standby import (
@@ -120,6 +125,7 @@ def assemble(
     seams: Seams,
     peers: PeerOptions | None = None,
     places: Sequence[TierOptions] = (),
+    job: Job | None = None,
 ) -> Parts:
     """Makes all parts, and says what they will take.
 
@@ -127,6 +133,7 @@ def assemble(
         open_run: makes the folder a run; returns its id.
         peers: what was said of the memory of other nodes; None: nothing goes there.
         places: where copies are made.
+        job: the ranks that train together; None: this process trains alone.
 
     Raises:
         OutOfSpaceError: more than a budget allows.
@@ -135,7 +142,7 @@ def assemble(
     """
     if not options.method.in_memory:
         refuse_one_base(peers, state.ranks, options.keep)
-    shape = state.survey().shape
+    shape, is_all = behind_first_update(state, state.survey().shape)
     tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
     gradients = gradients_of(state.optimizers.values())
     if options.logs:
@@ -176,44 +183,64 @@ def assemble(
     recorder = standby = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
-        _refuse_lossy_replicas(state, peers, places)
+        _refuse_lossy_replicas(state, peers, places, options.method.log)
         log_bytes = log_budget_bytes(arena_bytes, tensors_bytes)
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
-        keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.peered
+        keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.rooms.base_everywhere
         recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
         if options.has_replica:
             refuse_unfollowable(state)
-            standby = Standby(saver, channel)
+            several, timeout_s = state.ranks.world > 1, options.progress_timeout_s
+            standby = Standby(saver, channel, clock, several=several, timeout_s=timeout_s)
             recorder.rooms.relieved_to, recorder.overrun = standby.relieved_to, standby.overrun
     multistep = None
     if options.is_multistep:
         refuse_unrepeatable(state)
+        if job is not None:  # those of what others write stay where they are
+            gradients = gradients[0], taught_bytes(state, shape)
         check_multistep_budget(options, host_bytes, tensors_bytes, gradients[1])
-        multistep = Multistep(options, run, state, saver, lane, channel, clock)
+        of_steps = options, run, state, saver, lane, channel, clock
+        multistep = Multistep(*of_steps) if job is None else RankMultistep(job, *of_steps)
     updates = UpdateHooks(saver.gate)
     base_bytes = max(1, shape.size_bytes)
-    cadence = Cadence(options, run, saver, keepers, recorder, clock, base_bytes=base_bytes)
+    alone = state.ranks.world == 1
+    measured = options, run, saver, keepers, recorder, clock
+    cadence = Cadence(*measured, base_bytes=base_bytes, alone=alone)
+    tell_of_lost_residuals(state)
+    left_over = residual_bytes(state) if options.logs else 0
+    ranks = state.ranks
+    whose = str(run) if alone else f"{run}: rank {ranks.rank} of {ranks.world}"
     told = announcement(
-        options, run, shape.size_bytes, host_bytes, gradients, disk_bytes=bounds.disk_bytes
+        options,
+        whose,
+        shape.size_bytes,
+        host_bytes,
+        gradients,
+        disk_bytes=bounds.disk_bytes,
+        residual_bytes=left_over,
+        is_all=is_all,
+        parks=alone and not in_memory,
     )
     print(told, file=sys.stderr)
     if places:
-        copied = copies_announcement(bounds, places, state.ranks.world, gradients[1])
-        print(f"everstep: {run}: {copied}", file=sys.stderr)
+        logged_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
+        copied = copies_announcement(bounds, places, state.ranks.world, logged_bytes)
+        print(f"everstep: {whose}: {copied}", file=sys.stderr)
     if in_memory:
         said = memory_announcement(state.ranks, options.method.disk_every, own_bytes)
-        print(f"everstep: {run}: {said}", file=sys.stderr)
+        print(f"everstep: {whose}: {said}", file=sys.stderr)
     if peers is not None and state.ranks.nodes:
         about = peers, state.ranks, held_bytes, peer_log
         announced = peer_announcement(*about, at_once=in_memory)
-        print(f"everstep: {run}: {announced}", file=sys.stderr)
-    if options.is_scheduled and not keepers.in_process:
-        why = "without a keeper process nobody holds captures between bases: none is taken"
-        print(f"everstep: {run}: {why}", file=sys.stderr)
+        print(f"everstep: {whose}: {announced}", file=sys.stderr)
+    if options.is_scheduled and not in_memory and (not alone or not keepers.in_process):
+        where = "without a keeper process" if alone else "of several ranks"
+        why = f"{where} nobody holds captures between bases: none is taken"
+        print(f"everstep: {whose}: {why}", file=sys.stderr)
     computes = multistep is not None and not options.leaves_bases_fuzzy
     if (standby is not None or computes) and (why := why_inexact(state)):
-        print(f"everstep: {run}: {why}", file=sys.stderr)
+        print(f"everstep: {whose}: {why}", file=sys.stderr)
     return Parts(
         run_id,
         channel,
@@ -231,18 +258,23 @@ def assemble(
 
 
 def _refuse_lossy_replicas(
-    state: State, peers: PeerOptions | None, places: Sequence[TierOptions]
+    state: State,
+    peers: PeerOptions | None,
+    places: Sequence[TierOptions],
+    log: str = "dense",
 ) -> None:
     """Raises:
     OptionError: one rank would go on from lossy gradients, and another from the whole ones of the
         same parameter.
     """
     forms = [place.log for place in places] + ([] if peers is None else [peers.log])
+    where, instead = 'log="adaptive" in tiers=', 'log="whole" in TierOptions and PeerOptions'
+    if log == "adaptive" and state.ranks.world > 1:
+        forms, where, instead = [log], 'log="adaptive"', 'log="dense"'
     if "adaptive" in forms and (name := recorded_by_several(state)):
         raise OptionError(
-            f'log="adaptive" in tiers=: several ranks hold the same elements of {name}, and each '
-            "has a log of its own: behind a lossy one they would part from each other",
+            f"{where}: several ranks hold the same elements of {name}, and each has a log of its "
+            "own: behind a lossy one they would part from each other",
             rank=state.ranks.rank,
-            hint='log="whole" in TierOptions and PeerOptions; or shard it along every dimension of '
-            "the mesh",
+            hint=f"{instead}; or shard it along every dimension of the mesh",
         )

@@ -72,7 +72,7 @@ class Preempting:
         To be called before anything in a step's end can fail: a rank that left this out, and
         whose program goes on, would answer with the next collective call of its training.
         """
-        if self._watch is None or self._any_rank is None or self._is_last or self._asked_at == step:
+        if self._watch is None or self._any_rank is None or self._is_last:
             return
         assert self._wanted is not None
         self._asked_at = step
@@ -88,7 +88,8 @@ class Preempting:
         Raises:
             EverstepError: what ``save_last`` raises; :attr:`preempted` is true all the same.
         """
-        self.ask(step)
+        if self._asked_at != step:
+            self.ask(step)
         self._asked_at = None
         if self._watch is None or self.preempted:
             return

@@ -6,7 +6,7 @@ each is an operation (or a few) that a crash may interrupt anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
@@ -46,9 +46,10 @@ from everstep.format.names import (
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain import delete_files, perform_deletion
+from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
 from everstep.recover.ranks import keep_manifest
-from everstep.recover.scan import BaseFound, newest_timeline, scan_run
+from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, temporary, write_durably
 
@@ -66,6 +67,8 @@ class RankDisk:
 
     Args:
         unique: makes the temporary names this process's own.
+        promise: what of the log on this disk can be gone back to; None: nothing but what bases
+            that are there for other reasons lead to.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class RankDisk:
         write_shards: WriteShards,
         read_shards: ReadShards,
         unique: str,
+        promise: Callable[[Inventory], Promise] | None = None,
     ) -> None:
         self._filesystem = filesystem
         self._run = run
@@ -84,6 +88,7 @@ class RankDisk:
         self._write_shards = write_shards
         self._read_shards = read_shards
         self._unique = unique
+        self._promise = promise
 
     def perform(self, do: Do) -> Event:
         """Does what a :class:`~everstep.commit.member.Member` asks for.
@@ -123,7 +128,20 @@ class RankDisk:
             for found in inventory.bases
             if found.status == "committed" or _is_spared(found)
         )
-        return BasesSeen(committed, inventory.branches)
+        return BasesSeen(committed, inventory.branches, self._needed(inventory, action.damaged))
+
+    def _needed(self, inventory: Inventory, damaged: Collection[BaseId]) -> tuple[BaseId, ...]:
+        """Bases that have to stay, so that every promised step that can be reached by the logs on
+        this disk can be reached without the others, whichever of them go."""
+        if self._promise is None:
+            return ()
+        lsns = {
+            found.id: found.manifest.markers[0].lsn
+            for found in inventory.bases
+            if found.manifest is not None and found.id not in damaged
+            if found.status == "committed" or _is_spared(found)
+        }
+        return tuple(sorted(self._promise(inventory).needed(lsns, sorted(lsns)[:-1])))
 
     def withdraw(self, base: BaseId) -> None:
         """Removes this rank's marker, durably, and then its files: what is left of a base that

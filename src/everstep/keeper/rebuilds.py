@@ -92,6 +92,8 @@ class Rebuilds:
             raise KeeperError("a base in parts, of a process that has not spoken of any")
         assembly = assembly_from_wire(message, updates)
         capture.assembling = True
+        if keeper.is_one_of_several:  # the others go by the order of bases
+            keeper.expect(capture)
         self._thread.submit(self._rebuild, trainer, capture, objects, assembly, keeper)
 
     def forget(self, number: int) -> None:
@@ -117,6 +119,19 @@ class Rebuilds:
         keeper: LocalKeeper,
     ) -> None:
         """In the thread."""
+        try:
+            self._make(trainer, capture, objects, assembly, keeper)
+        finally:
+            capture.made.set()
+
+    def _make(
+        self,
+        trainer: Attached,
+        capture: Capture,
+        objects: Mapping[str, bytes],
+        assembly: Assembly,
+        keeper: LocalKeeper,
+    ) -> None:
         error: EverstepError | None = None
         try:
             failpoint("rebuild.before")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -14,17 +15,21 @@ from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.compress.training import Compressor
-from everstep.errors import NonFiniteError, OptionError, UnsupportedStateError
+from everstep.errors import OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import refusal
 from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
-from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
+from everstep.state.log import INDICES, INT8, SCALES, VALUES
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
 from everstep.state.survey import Shape, Survey, same_objects
-from everstep.state.tensors import stored_form, torch_dtype
+from everstep.state.tensors import stored_form
+from everstep.state.zero import acting
+
+if TYPE_CHECKING:
+    from everstep.compress.ddp import DDPCompression
 
 __all__ = [
     "Grouping",
@@ -34,9 +39,9 @@ __all__ = [
     "compressors_of",
     "digest_of",
     "eager",
+    "exchanges_of",
     "form_entries",
     "groupings_of",
-    "look_for_nonfinite",
     "lossy_entries",
     "record_layout",
     "refuse_optimizers",
@@ -137,7 +142,7 @@ class Replaced:
         self._in_place = {
             key
             for key, optimizer in state.optimizers.items()
-            if type(optimizer).__module__.startswith("torch.optim.")
+            if type(acting(optimizer)).__module__.startswith("torch.optim.")
         }
         self.start(None)
 
@@ -204,6 +209,14 @@ def compressors_of(state: State) -> dict[str, Compressor]:
     return found
 
 
+def exchanges_of(state: State) -> list[DDPCompression]:
+    """The communication hooks among the values of a state whose means are compressed."""
+    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
+    if loaded is None:
+        return []
+    return [value for value in state.values.values() if isinstance(value, loaded.DDPCompression)]
+
+
 def groupings_of(state: State) -> dict[str, Grouping]:
     """How each optimizer groups its parameters now, by its key."""
     found = {}
@@ -243,30 +256,6 @@ def lossy_entries(
     return {**about, "dtype": copy.dtype, "lossy": True, "exponent": copy.exponent}
 
 
-def look_for_nonfinite(head: RecordHead, layout: ShardLayout, data: torch.Tensor) -> None:
-    """Looks for NaN and infinity in what an optimizer has consumed; not where a GradScaler does.
-
-    Args:
-        data: the record's block (flat ``uint8``).
-
-    Raises:
-        NonFiniteError: there are some.
-    """
-    if head.declared or any(place.entry.name == "found_inf" for place in layout.placed):
-        return
-    for place in layout.placed:
-        dtype = torch_dtype(place.entry.dtype)
-        if not (dtype.is_floating_point or dtype.is_complex) or place.begin == place.end:
-            continue
-        if not bool(torch.isfinite(data[place.begin : place.end].view(dtype)).all()):
-            name = place.entry.name.removeprefix(GRADIENT)
-            raise NonFiniteError(
-                f"the gradient of {name} that step {head.step} consumed is not finite",
-                step=head.step,
-                hint=f"ckpt.rewind({head.step - 1}), skip the batch, train on",
-            )
-
-
 def why_not(optimizer: Optimizer, *, parts: bool = False) -> str | None:
     """Why no record of this optimizer's updates could be replayed; None if one can.
 
@@ -281,10 +270,13 @@ def why_not(optimizer: Optimizer, *, parts: bool = False) -> str | None:
 def refuse_optimizers(state: State, log: str) -> None:
     """Raises:
     UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
-    OptionError: ``log="topk"``, and one has no Compressor.
+    OptionError: ``log="topk"``, and one has no Compressor, nor a parameter of which compressed
+        gradients are exchanged.
     """
     optimizers, parts = state.optimizers, state.ranks.world > 1
-    found = [(key, why) for key, o in optimizers.items() if (why := why_not(o, parts=parts))]
+    found = [
+        (key, why) for key, o in optimizers.items() if (why := why_not(acting(o), parts=parts))
+    ]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(
@@ -292,10 +284,22 @@ def refuse_optimizers(state: State, log: str) -> None:
             leaves=tuple(found),
             hint='method="lazy" needs no log',
         )
-    dense = sorted(optimizers.keys() - compressors_of(state).keys()) if log == "topk" else []
+    if log != "topk":
+        return
+    exchanges, compressed = exchanges_of(state), compressors_of(state)
+    dense = [
+        key
+        for key, optimizer in sorted(optimizers.items())
+        if key not in compressed and not _is_exchanged(optimizer, exchanges)
+    ]
     if dense:
         raise OptionError(
             f'log="topk" records compressed training; there is no Compressor of {dense}',
             hint='{"compressor": everstep.compress.Compressor(optimizer), ...} in the state, or '
-            'method="logged"',
+            'the DDPCompression that is DDP\'s hook, or method="logged"',
         )
+
+
+def _is_exchanged(optimizer: Optimizer, exchanges: Sequence[DDPCompression]) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return any(one.has(parameter) for one in exchanges for parameter in parameters)

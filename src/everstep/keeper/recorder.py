@@ -22,13 +22,14 @@ import torch
 
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import Lane, Transfer
-from everstep.errors import DeadlineError, EverstepError, NonFiniteError
+from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.log_part import LogPart
+from everstep.keeper.nonfinite import NonFinite
 from everstep.keeper.peering import let_go_early
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import (
@@ -36,7 +37,6 @@ from everstep.keeper.recordable import (
     LogKeeper,
     Replaced,
     digest_of,
-    look_for_nonfinite,
 )
 from everstep.keeper.retry import Retry
 from everstep.keeper.rooms import Into, LogRooms
@@ -47,10 +47,13 @@ from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
+from everstep.state.log_parts import updated_elsewhere
 from everstep.state.objects import encode
 from everstep.state.survey import Survey
 
 __all__ = ["Recorder", "RecorderStats"]
+
+_FULL = "the log has half filled its memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +106,7 @@ class Recorder:
         rooms: the memory of records.
         overrun: called when there is no memory for a record, though there is a replica.
         unseen: called when a mark shows a change that no optimizer made, and nobody told of.
-        nonfinite: of the first update since the state was restored that has consumed a gradient
-            that is not finite, if they are watched.
+        nonfinite: notices gradients that are not finite, if they are watched.
         untold: notices what something else writes to what optimizers own.
     """
 
@@ -135,12 +137,13 @@ class Recorder:
         self._under: _Under | None = None
         self._layouts = Layouts()
         self._declared = DeclaredLog(state)
-        ratio = options.log.ratio if options.method.log == "adaptive" else None
-        self._consumption = Consumption(state, lossy_ratio=ratio)
+        log = options.method.log
+        ratio = options.log.ratio if log == "adaptive" else None
+        self._consumption = Consumption(state, lossy_ratio=ratio, sparse=log == "topk")
         self._part = LogPart(state)
         self._replaced = Replaced(state)
-        self.untold = Untold(channel)
-        self.nonfinite: NonFiniteError | None = None
+        self.untold = Untold(channel, lambda: updated_elsewhere(state))
+        self.nonfinite = NonFinite(channel, watched=options.log.watch)
         self._retry = Retry()
         self._entries: Any = None
         self._digest = ""
@@ -149,9 +152,10 @@ class Recorder:
         self.stats = RecorderStats()
 
     @property
-    def log_bytes_max(self) -> int:
-        """Of records in memory."""
-        return self.rooms.bytes_max
+    def needs_capture(self) -> bool:
+        """Whether a base is due that has to be captured here: the log does not lead to this step,
+        or it is not only that its memory is half full."""
+        return self.base_due is not None and not (self.base_due == _FULL and self._leads_here)
 
     def start(
         self,
@@ -170,7 +174,7 @@ class Recorder:
         """
         self._drop()
         self._timeline, self._exact = timeline, exact
-        self.nonfinite = None
+        self.nonfinite.first = None
         self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
@@ -308,10 +312,6 @@ class Recorder:
             digest = digest_of(survey.shape, self._consumption.regroup())
             self._digest, self._leads_here = digest, True
 
-    def peered(self, step: int) -> None:
-        """A base of ``step`` is whole with all peers; in any thread."""
-        self.rooms.base_everywhere(step)
-
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk; in any thread."""
         self.disk.reached(number)
@@ -432,12 +432,8 @@ class Recorder:
             into.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
-            if self._options.log.watch and head.kind == "update":
-                look_for_nonfinite(head, layout, into.part(room))
             self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
-        except NonFiniteError as error:
-            self.nonfinite = self.nonfinite or error
-            self._channel.post(error)  # the record is there all the same
+            self.nonfinite.look(head, layout, into.part(room))
         except EverstepError as error:
             self._lost(error)
         except Exception as error:
@@ -454,7 +450,7 @@ class Recorder:
         assert into is not None
         self._step_bytes += size_bytes
         if self.rooms.half_full:
-            self.base_due = self.base_due or "the log has half filled its memory"
+            self.base_due = self.base_due or _FULL
         if self.rooms.cut_short >= 0:
             step, self.rooms.cut_short = self.rooms.cut_short, -1
             self._channel.tell(let_go_early(step))

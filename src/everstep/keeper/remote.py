@@ -93,7 +93,7 @@ class RemoteKeeper:
         self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
         self._timeline, self._heard_s, self._written_bytes = 0, clock.monotonic_s(), 0
         self._hung = self._closing = self._recalled = False
-        self.lost_steps: tuple[int, ...] = ()  # of captures that were lost with it
+        self.lost_steps: tuple[int, ...] = ()  # of bases that were lost with it
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
         )
@@ -490,7 +490,7 @@ class RemoteKeeper:
                 return
             self.lost = error or KeeperError("this keeper was let go")
             captures = list(self._writing.values())
-            self.lost_steps = tuple(capture.step for capture in captures)
+            self.lost_steps = (*(capture.step for capture in captures), *self._asked.steps)
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()

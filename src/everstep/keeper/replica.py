@@ -138,6 +138,7 @@ class Replica:
         self._base: Capture | None = None  # that it began with
         self._state: Any = None  # a ReplicaState, made by the thread
         self._stalled = False  # the log does not go on from here
+        self._is_behind = False  # a base that it needed has failed
         self._frozen: Capture | None = None  # of which somebody reads the memory
         self._objects: Mapping[str, bytes] = {}
         self._wanted = _Wanted()
@@ -167,6 +168,9 @@ class Replica:
         with self._held():
             if self._off or self._closed:
                 return
+            if self._frozen is not None and self._frozen.step > base.step:
+                self._is_behind = False  # the log has led it past that step
+                return
             if self._frozen is not None:
                 self._frozen.withdrawn = True  # an older one, not written yet
             self._forget()
@@ -190,7 +194,7 @@ class Replica:
     def ask(self, ask: Ask) -> None:
         """A base is due; its step has arrived."""
         with self._changed:
-            refused = self._off or self._stalled
+            refused = self._off or self._stalled or self._leads_nowhere(ask)
             if not refused:
                 self._wanted.asks.append(ask)
                 self._unchecked.append(ask)
@@ -221,6 +225,27 @@ class Replica:
         """Whoever wanted the state to stay as it was wants it no more."""
         with self._held():
             self._frozen = None
+
+    def _leads_nowhere(self, ask: Ask) -> bool:
+        """Whether there is nothing that a base of several ranks could be made of, and nothing is
+        coming. (One rank's next base, of any later step, answers what was asked for before.)"""
+        if not self._keeper.is_one_of_several:
+            return False
+        leads = self._base is not None and not self._is_behind
+        captures = (c for c in self._keeper.waiting if c.arena is None and c.step < ask.step)
+        ends = (capture.save.durable for capture in captures)
+        return not leads and all(end.done() and end.exception() is not None for end in ends)
+
+    def failed(self, base: Capture, error: EverstepError) -> None:
+        """A base that the training process has captured for it is none: who has asked behind it
+        would wait for the next one, and other ranks for theirs."""
+        with self._changed:
+            self._is_behind = True
+            asks = [ask for ask in self._wanted.asks if ask.step > base.step]
+            self._wanted.asks = self._wanted.take(base.step)
+            if self._frozen is None:
+                self._wanted.aim(0)
+        self._events.refused(asks, error)
 
     def forget_asks(self) -> None:
         """Nobody waits any more for what was asked for and is not being written. What is to be
@@ -450,7 +475,7 @@ class Replica:
 
     def _forget(self) -> None:
         self._base = self._state = self._frozen = None
-        self._stalled = False
+        self._stalled = self._is_behind = False
 
     def _stop(self, error: EverstepError, *, for_good: bool = False, stalled: bool = False) -> None:
         """It does not follow any more.

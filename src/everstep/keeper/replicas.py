@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
@@ -22,6 +23,9 @@ from everstep.keeper.samples import Samples
 from everstep.keeper.wire import error_to_wire
 from everstep.seams.filesystem import FileSystem
 
+if TYPE_CHECKING:  # one rank does without
+    from everstep.keeper.commits import RankCommits
+
 __all__ = ["Replicas"]
 
 _log = logging.getLogger("everstep.keeper")
@@ -35,6 +39,8 @@ class Replicas:
         self._run = run
         self._holding = holding
         self._replica: Replica | None = None
+        self._commits: RankCommits | None = None
+        self._timeline = 0
         self._trainer: Attached | None = None
         self._frozen: Capture | None = None  # in the memory that is held for the next process
 
@@ -68,6 +74,7 @@ class Replicas:
         """A new timeline; ``message`` says whether it has a replica."""
         self.close()
         self._trainer, timeline, limits = trainer, message["timeline"], message.get("replica")
+        self._commits, self._timeline = keeper.commits, timeline
         if limits is None:
             return
         self._replica = Replica(
@@ -75,7 +82,7 @@ class Replicas:
             keeper,
             lambda: self._record(timeline),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            _Told(trainer),
+            _Told(trainer, self._commits, timeline),
             timeout_s=timeout_s,
         )
 
@@ -91,7 +98,7 @@ class Replicas:
         ask = Ask(message["number"], message["step"], message["exact"], samples)
         if self._replica is None:
             gone = EverstepError("this keeper has no replica", step=ask.step)
-            _Told(trainer).refused([ask], gone)
+            _Told(trainer, self._commits, self._timeline).refused([ask], gone)
             return
         self._replica.ask(ask)
 
@@ -100,9 +107,17 @@ class Replicas:
         if self._replica is not None:
             self._replica.begin(base, arena)
 
+    def base_failed(self, base: Capture, error: EverstepError) -> None:
+        """In the writing thread: likewise; of several ranks none waits for what was to follow."""
+        if self._replica is not None and self._commits is not None:
+            self._replica.failed(base, error)
+
     def freeze(self, trainer: Attached, *, own: bool) -> None:
-        """Puts the replica as it is into the memory that is held for ``trainer``."""
+        """Puts the replica as it is into the memory that is held for ``trainer``; not one of
+        several ranks' replicas, as those of the others are at other steps."""
         if self._replica is None or (self._trainer is trainer and not own):
+            return
+        if self._commits is not None:
             return
         frozen = self._replica.freeze()
         if frozen is not None and frozen.arena is not None and frozen is not self._frozen:
@@ -125,7 +140,8 @@ class Replicas:
     def finish(self) -> bool:
         """The keeper is about to end; whether it has to wait for a base until then."""
         self.arrived()
-        return self._replica is not None and self._replica.finish()
+        alone = self._commits is None  # other keepers end at other steps
+        return alone and self._replica is not None and self._replica.finish()
 
     def done(self, base: Capture) -> None:
         """In the writing thread: retention behind a base of the replica is over, too."""
@@ -142,10 +158,11 @@ class Replicas:
 
 
 class _Told:
-    """Tells the training process what becomes of its replica."""
+    """Tells the training process what becomes of its replica, and other ranks of what they would
+    wait for in vain."""
 
-    def __init__(self, trainer: Attached) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Attached, commits: RankCommits | None, timeline: int) -> None:
+        self._trainer, self._commits, self._timeline = trainer, commits, timeline
 
     def persisted(self, asks: Sequence[Ask], base: Capture) -> None:
         error = base.save.durable.exception()
@@ -164,6 +181,10 @@ class _Told:
 
     def refused(self, asks: Sequence[Ask], error: EverstepError, step: int | None = None) -> None:
         """``step``: of the base that has failed."""
+        if self._commits is not None:
+            for ask in asks:
+                why = f"this rank's replica does not give it: {error.message}"
+                self._commits.refuse(BaseId(self._timeline, ask.step), why)
         self._trainer.tell(
             {
                 "kind": "asks_refused",

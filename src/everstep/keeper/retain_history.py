@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain as chained
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
+from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.options import History
-from everstep.recover.chain import LogIndex, chains, path_of
+from everstep.recover.chain import LogIndex, chains, common_heads, path_of
 from everstep.recover.scan import Inventory
-from everstep.recover.segments import SegmentFound, scan_log, vetted
+from everstep.recover.segments import SegmentFound, scan_logs, vetted
+from everstep.seams import Seams
 from everstep.seams.filesystem import FileSystem
 
-__all__ = ["Promise"]
+__all__ = ["Promise", "promises"]
 
 _Step = tuple[int, int]  # of a timeline
+Known = dict[tuple[PurePath, int], SegmentFound]
 
 
 class Promise:
@@ -45,23 +49,36 @@ class Promise:
 
     @classmethod
     def of(
-        cls, filesystem: FileSystem, inventory: Inventory, history: History, *, now_s: float
+        cls,
+        filesystem: FileSystem,
+        inventory: Inventory,
+        history: History,
+        *,
+        now_s: float,
+        known: Known | None = None,
     ) -> Promise:
-        """Reads what the records of all segments are, as a resume does.
+        """Reads what the records of all segments are, as a resume does; of several ranks those of
+        all that write to this disk, whose logs are of use together only.
+
+        Args:
+            known: of :func:`scan_logs`.
 
         Raises:
             NewerFormatError, OSError
         """
-        found = scan_log(filesystem, inventory.path, sorted(inventory.timelines))
-        segments = [s for s in (vetted(s, inventory.run) for s in found) if s.problem is None]
+        logs: list[list[list[SegmentFound]]] = []  # of each timeline, of each rank
+        for by_rank in scan_logs(filesystem, inventory.path, inventory.timelines, known).values():
+            good = [[vetted(s, inventory.run) for s in found] for found in by_rank.values()]
+            logs.append([[s for s in found if s.problem is None] for found in good])
+        segments = [segment for log in logs for found in log for segment in found]
         written_s = _times(filesystem, {segment.path.parent for segment in segments})
         steps = {
             (segment.timeline, step)
             for segment in _promised(segments, history, written_s, now_s)
             for step in range(segment.after + 1, segment.last + 1)
         }
-        index = LogIndex(head for segment in segments for head in segment.heads)
-        return cls(steps, index, inventory.timelines)
+        heads = (common_heads([_heads(found) for found in log]) for log in logs)
+        return cls(steps, LogIndex(chained.from_iterable(heads)), inventory.timelines)
 
     def needed(self, lsns: Mapping[BaseId, int], going: Iterable[BaseId]) -> set[BaseId]:
         """Which of ``going`` have to stay, so that every promised step that can be reached now can
@@ -100,6 +117,24 @@ class Promise:
         """
         known = (base.timeline, base.step) in self._index.marks
         return known or all(other.step != base.step + 1 for other in bases)
+
+
+def promises(seams: Seams, history: str) -> Callable[[Inventory], Promise] | None:
+    """What says what is promised now (:meth:`History.parse`); None: nothing more than the bases
+    that are kept anyway lead to."""
+    found = History.parse(history)
+    if not found.is_more:
+        return None
+    files, clock, known = seams.filesystem, seams.clock, Known()
+
+    def promise(inventory: Inventory) -> Promise:
+        return Promise.of(files, inventory, found, now_s=clock.unix_s(), known=known)
+
+    return promise
+
+
+def _heads(segments: Iterable[SegmentFound]) -> Iterator[RecordHead]:
+    return (head for segment in segments for head in segment.heads)
 
 
 def _promised(

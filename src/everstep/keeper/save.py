@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 from everstep.errors import AuditError, EverstepError
 
-__all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "telling"]
+__all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "follow", "telling"]
 
 _T = TypeVar("_T")
 
@@ -53,6 +54,21 @@ def failed(future: Future[_T], error: BaseException) -> None:
     """Sets an exception, as :func:`done` sets a result."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
+
+
+def follow(save: Save, other: Save) -> None:
+    """What becomes of ``other`` becomes of ``save``."""
+    other.staged.add_done_callback(functools.partial(_pass_on, save.staged))
+    other.durable.add_done_callback(functools.partial(_pass_on, save.durable))
+
+
+def _pass_on(future: Future[_T], ended: Future[_T]) -> None:
+    if ended.cancelled():
+        future.cancel()
+    elif (error := ended.exception()) is not None:
+        failed(future, error)
+    else:
+        done(future, ended.result())
 
 
 @contextlib.contextmanager

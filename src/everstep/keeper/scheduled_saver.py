@@ -4,7 +4,8 @@ durable.
 The newest whole capture is *parked*: in its block of the arena, known to the keeper, which gives
 it to whoever takes the run over when the training process is killed. It is let go when the next one
 is whole, and not before. So the arena holds two states; while one is being written a third, or
-training waits.
+training waits. Of several ranks only those are taken that are due: of the newest ones that keepers
+hold, one may be a step ahead of another.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class ScheduledSaver(Saver):
         self.scheduler = Scheduler(run, state, lane)
         self.also_gate = self._admit
         self.finish_first = self.scheduler.flush
+        self._parks = state.ranks.world == 1 and not options.method.in_memory
         self._parking = threading.Lock()
         self._parked: Capture | None = None  # whole, and the newest
         self._of_before = False  # of a timeline that is over
@@ -79,14 +81,15 @@ class ScheduledSaver(Saver):
 
     def park(self, identity: ShardIdentity) -> None:
         """Takes a capture that stays in memory until a newer one is whole. Without a keeper
-        process it would survive nothing, so then there is none.
+        process it would survive nothing, and of several ranks one may have let it go when another
+        has no newer one, so then there is none.
 
         Raises:
             EverstepError: what failed, now or in the background, by the policy.
         """
-        if not isinstance(self._keeper, RemoteKeeper):
-            return
         self.scheduler.ended()
+        if not self._parks or not isinstance(self._keeper, RemoteKeeper):
+            return
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
         with telling(save, self._channel.post):
             self._take(identity, save, None, show=False)
@@ -108,9 +111,10 @@ class ScheduledSaver(Saver):
             self._channel.check()
             return again
         last, base = self._last, (identity.timeline, identity.step)
-        if last is None or (last.timeline, last.step) != base:
+        same = last is not None and (last.timeline, last.step) == base
+        if not same or (self.last_is_in_memory and not in_memory):
             self.scheduler.ended()
-        return super().take(identity, show=show, survey=survey)
+        return super().take(identity, show=show, survey=survey, in_memory=in_memory)
 
     def persist_parked(self) -> None:
         """The newest whole capture becomes durable, if it is not; no copy is under way.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.errors import EverstepError, UnsupportedStateError
+from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.prepared import Prepared
@@ -19,6 +19,7 @@ from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done
 from everstep.keeper.saver import Saver
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
+from everstep.seams import Clock
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
@@ -30,11 +31,25 @@ class Standby:
 
     It does from the moment at which a base has been taken for it; where the replica stops, the
     keeper says so, and the next base is taken here again.
+
+    Args:
+        several: other ranks have their parts of each base: it is of that very step, wherever each
+            rank's part comes from, and the log stays until one is durable on all of them.
+        timeout_s: so long training waits for a base that comes too late.
     """
 
-    def __init__(self, saver: Saver, channel: BackgroundChannel) -> None:
+    def __init__(
+        self,
+        saver: Saver,
+        channel: BackgroundChannel,
+        clock: Clock,
+        *,
+        several: bool,
+        timeout_s: float,
+    ) -> None:
         self._saver = saver
         self._channel = channel
+        self._clock, self._several, self._timeout_s = clock, several, timeout_s
         self._keeper: RemoteKeeper | None = None
         self._expected = False
         self._off = False
@@ -69,7 +84,7 @@ class Standby:
         self._expected, self.lost = True, None
 
         def ended(_: object) -> None:
-            if save.durable.cancelled() or save.durable.exception() is not None:
+            if _failed(save):
                 self._expected = False
 
         save.durable.add_done_callback(ended)
@@ -80,13 +95,16 @@ class Standby:
         Args:
             exact: of no later step.
         """
-        keeper, last = self._keeper, self._last
+        keeper, last, exact = self._keeper, self._last, exact or self._several
         assert keeper is not None
         base = (identity.timeline, identity.step)
         known = last is not None and (last.timeline, last.step) == base and not _failed(last)
         if last is not None and known and (last in self._exact or not exact):
             return last
+        if self._several:
+            self._hold_up()
         save = self._last = Save(identity.step, identity.timeline)
+        save.durable.add_done_callback(self._ended)
         if exact:
             self._exact = [one for one in self._exact if not one.durable.done()] + [save]
         done(save.staged, None)  # the keeper has all of it
@@ -100,8 +118,9 @@ class Standby:
         wait([save.durable for save in self._exact], timeout_s)
 
     def relieved_to(self) -> int | None:
-        """Number up to which records have gone into the replica; None: none follows."""
-        keeper = self._keeper
+        """Number up to which records have gone into the replica; None: none follows, or other
+        ranks may have to go back to before what it has."""
+        keeper = None if self._several else self._keeper
         there = keeper is not None and keeper.lost is None and self.follows
         return keeper.replica_applied if keeper is not None and there else None
 
@@ -122,6 +141,21 @@ class Standby:
                 "disk, or apply='recovery'",
             )
         )
+
+    def _ended(self, durable: Future[int]) -> None:
+        """A base that was asked for has ended. What has no replica to be made of is no failure of
+        writing: one of several ranks takes the next base here."""
+        if self._several and isinstance(durable.exception(), StateError):
+            self._expected = False
+
+    def _hold_up(self) -> None:
+        """Waits until no more than one of the bases that were asked for is not over: the log stays
+        as long."""
+        waiting = [save.durable for save in self._exact if not save.durable.done()]
+        if len(waiting) > 1:
+            start_s = self._clock.monotonic_s()
+            wait([waiting[-2]], self._timeout_s)
+            self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
 
     def _stopped(self, why: str, for_good: bool) -> None:
         """In the thread that reads what the keeper says."""
@@ -167,7 +201,9 @@ def refuse_unrepeatable(state: State) -> None:
     UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
         captured over several steps takes it.
     """
-    refused = [(key, why) for key, o in state.optimizers.items() if (why := why_not(o))]
+    parts = state.ranks.world > 1
+    optimizers = state.optimizers.items()
+    refused = [(key, why) for key, o in optimizers if (why := why_not(o, parts=parts))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)

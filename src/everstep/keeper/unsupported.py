@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.errors import OptionError
-from everstep.options import History, Options
+from everstep.options import Options
 from everstep.seams.processes import configured_cores
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import TierOptions
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["refuse_unaudited", "refuse_unsupported"]
 
 
 def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOptions]) -> None:
@@ -26,15 +26,10 @@ def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOpt
         )
     if info.world == 1:
         return
-    every, method = options.every, options.method
-    why, hint = "", 'method="lazy", every=100 (steps)'
-    if method.base not in ("sync", "async", "lazy"):
-        why = f"base={method.base!r} is for one rank; with several: 'sync', 'async' or 'lazy'"
-    elif options.logs and (why_not := _why_no_log(options)):
-        why, hint = why_not, 'method="logged", with log=LogOptions(to=, batch_steps=, lag_steps=)'
-    elif every.auto or every.seconds is not None:
-        why = "every= must be a number of steps: ranks would not agree on when a time is over"
-        hint = "every=100 (steps)"
+    why, hint = "", ""
+    if options.leaves_bases_fuzzy:
+        why = "rebuild='recovery' is for one rank: a start of several takes each base as it is"
+        hint = 'method="gockpt_o", whose keepers make bases whole; or rebuild="keeper"'
     elif any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
         why = "TierOptions.objects_per_hour is shared by all ranks, and is less than one for each"
         hint = f"TierOptions(objects_per_hour={info.world}) or more"
@@ -46,16 +41,16 @@ def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOpt
         )
 
 
-def _why_no_log(options: Options) -> str:
-    """Why several ranks cannot have this gradient log; "" if they can."""
-    if options.has_replica:
-        return "apply='replica' is for one rank; with several: apply='recovery'"
-    if options.method.log != "dense":
-        return f"log={options.method.log!r} is for one rank; with several: log='dense' or 'none'"
-    if options.log.watch:
-        return "LogOptions(watch=True) is for one rank: others may not see what it sees"
-    if options.log.audit:
-        return "LogOptions(audit=True) is for one rank: an audit reads whole bases"
-    if History.parse(options.log.history).is_more:
-        return "LogOptions(history=) is for one rank; with several: history='last'"
-    return ""
+def refuse_unaudited(info: RankInfo, options: Options) -> None:
+    """Called when the ranks know whose folders are the same.
+
+    Raises:
+        OptionError: audits are asked for, and no rank sees whole bases, and the logs of all.
+    """
+    if options.log.audit and info.near is not None:
+        raise OptionError(
+            f"this job has {info.world} ranks: LogOptions(audit=True) takes a folder that all of "
+            "them share: an audit reads whole bases, and the logs of all ranks",
+            rank=info.rank,
+            hint="audit=None; or one folder for all ranks",
+        )

@@ -11,7 +11,7 @@ What neither has seen, replay finds by the samples that each step mark holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -76,14 +76,20 @@ class Untold:
     Training goes on whatever it finds, and the log ends before it: bases are taken instead. That
     is said once.
 
+    Args:
+        elsewhere: names of what another rank updates for this one: no sample of it is in marks, as
+            this rank's log does not replay it.
+
     Attributes:
         follows_base: there is a base that the log goes on from, or will be; otherwise there is
             nothing that a change would be missing from.
         distrust: called at the first finding.
     """
 
-    def __init__(self, channel: BackgroundChannel) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: BackgroundChannel, elsewhere: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        self._channel, self._elsewhere = channel, elsewhere
         self.follows_base = False
         self.distrust: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -194,7 +200,9 @@ class Untold:
             self._watched[key] = old if old is not None and old.is_of(now) else Owned(now)
         if self._watched != before:
             all_of = (watched.tensors for watched in self._watched.values())
-            self._spots = Spots({name: t for found in all_of for name, t in found.items()})
+            left_out = self._elsewhere()
+            sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
+            self._spots = Spots(sampled)
         self._which = which_of(self._spots, sorted(tensors))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
 from everstep.keeper.last_mark import LastMark
+from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
 from everstep.state.image import State
@@ -28,11 +29,18 @@ class Watched:
         self._state = state
         self._updates: UpdateHooks = parts.updates
         self._watcher = parts.recorder or parts.multistep
+        self._multistep = parts.multistep
         self.lsn_at_mark = 0
         self.at_mark: LastMark | None = None
         self.left = False
         self._entries: object = None
         self._names: tuple[str, ...] = ()
+
+    def leave(self) -> None:
+        """Training has left, and not by ``close()``: other ranks are not asked for anything."""
+        self.left = True
+        if isinstance(self._multistep, RankMultistep):
+            self._multistep.leave()
 
     @property
     def is_between_steps(self) -> bool:

@@ -25,7 +25,8 @@ from everstep.errors import (
 )
 from everstep.recover.chain import Chain, path_of
 from everstep.recover.offline import OfflineState
-from everstep.recover.opened import OpenBase
+from everstep.recover.offline_job import JobState, name_of_rank
+from everstep.recover.opened import open_ranks
 from everstep.recover.rebuild import Played, Rebuilder
 from everstep.recover.scan import BaseFound
 from everstep.state.entries import Entry
@@ -127,7 +128,7 @@ def audit(
         raise
     except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
         return unchecked(f"{after} cannot be read: {_words(error)}")
-    marks = rebuilder.log.log.index.marks
+    marks = rebuilder.log.index.marks
     assert pair.before.manifest is not None
     updates = marks[chain.steps[-1]].lsn - pair.before.manifest.markers[0].lsn
     try:
@@ -152,7 +153,7 @@ def audit(
 
 def _compared(
     pair: Pair,
-    state: OfflineState,
+    state: OfflineState | JobState,
     expected: dict[str, tuple[str, Entry]],
     played: Played,
     updates: int,
@@ -196,23 +197,27 @@ def _compared(
 
 def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str, Entry]], bool]:
     """Digest and form of each entry; and whether the base was taken behind its step's mark."""
-    opened = OpenBase.open(rebuilder.filesystem, base, rank=0)
-    opened.close()
-    if opened.redo is not None:  # its entries are of several updates
+    with open_ranks(rebuilder.filesystem, base) as every:
+        pass
+    several = len(every) > 1
+    if any(one.redo is not None for one in every):  # its entries are of several updates
         state = rebuilder.load(base, Chain(base.id, (), ""))
+        assert isinstance(state, OfflineState), "of several ranks it cannot be read"
         objects = {name: Entry.whole(name, "U8", (len(d),)) for name, d in state.objects.items()}
         entries = {**state.entries, **objects}
         return {name: (hex_, entries[name]) for name, hex_ in state.digests().items()}, False
-    found = {
-        place.entry.name: (hex_, place.entry)
-        for _, _, header, _ in opened.shards
-        for place, hex_ in zip(header.placed, header.digests, strict=True)
-    }
-    return found, any(header.identity.behind_mark for _, _, header, _ in opened.shards)
+    headers = [(one.marker.rank, header) for one in every for _, _, header, _ in one.shards]
+    found: dict[str, tuple[str, Entry]] = {}
+    for rank, header in headers:
+        for place, hex_ in zip(header.placed, header.digests, strict=True):
+            name = place.entry.name
+            found[name_of_rank(name, rank) if several else name] = hex_, place.entry
+    return found, any(header.identity.behind_mark for _, header in headers)
 
 
 def _form(entry: Entry) -> tuple[object, ...]:
-    return entry.dtype, entry.shape, entry.logical_dtype
+    part = entry.global_shape, entry.global_offset, entry.placement
+    return entry.dtype, entry.shape, entry.logical_dtype, *part
 
 
 def _of_the_log(error: EverstepError) -> bool:

@@ -96,8 +96,10 @@ def _between(log: RunLog, pair: Pair) -> list[SegmentFound]:
 
 def _lack_of_memory(pair: Pair, segments: list[SegmentFound]) -> str:
     """Why there is not enough; "" if there is: all that it takes is half of what is left."""
-    largest = max((one.size_bytes for one in segments), default=0)
-    a_step = max((one.size_bytes // (one.last - one.after) for one in segments), default=0)
+    assert pair.before.manifest is not None
+    ranks = len(pair.before.manifest.markers)  # that are read and replayed side by side
+    largest = ranks * max((one.size_bytes for one in segments), default=0)
+    a_step = ranks * max((one.size_bytes // (one.last - one.after) for one in segments), default=0)
     need = _TORCH_BYTES + _STATES * max(pair.before.size_bytes, pair.after.size_bytes)
     need += _SEGMENTS * largest + _STEPS * a_step
     left = memory_available_bytes()

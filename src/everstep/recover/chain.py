@@ -8,13 +8,14 @@ and at a fork it goes on only with what the younger timeline has written.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
+from everstep.state.shapes import shape_of_all
 
-__all__ = ["Chain", "LogIndex", "chains", "path_of"]
+__all__ = ["Chain", "LogIndex", "chains", "common_heads", "path_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,26 @@ class LogIndex:
         if missing or mark.lsn < lsn:
             return f"update {missing[0] if missing else lsn} of step {step} is missing"
         return ""
+
+
+def common_heads(logs: Sequence[Iterable[RecordHead]]) -> list[RecordHead]:
+    """What the logs of several ranks, of one timeline, have all: the heads of one log. It goes on
+    where each of theirs does, with the same updates (I4); its shape is that of all of their states.
+
+    Args:
+        logs: by rank.
+    """
+    if len(logs) == 1:
+        return list(logs[0])
+    by_key = [{(h.kind, h.timeline, h.step, h.lsn): h for h in log} for log in logs]
+    found: list[RecordHead] = []
+    for key, first in by_key[0].items() if by_key else ():
+        heads = [heads[key] for heads in by_key if key in heads]
+        if len(heads) == len(by_key):
+            shape, exact = shape_of_all([head.shape for head in heads]), all(h.exact for h in heads)
+            declared = next((head.declared for head in heads if head.declared), "")
+            found.append(replace(first, shape=shape, exact=exact, declared=declared))
+    return found
 
 
 def path_of(

@@ -1,20 +1,30 @@
-"""What base and log on disk give together: which steps, from which base, by which segments."""
+"""What base and log on disk give together: which steps, from which base, by which segments.
+
+Of several ranks a step is there if every one of them has it (I4, ``adr/042``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain as chained
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import DamageError, FormatError
-from everstep.recover.chain import Chain, path_of
+from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.format.log import LogRecord, RecordHead
+from everstep.format.writer import ChunkRing
+from everstep.recover.chain import Chain, LogIndex, common_heads, path_of
 from everstep.recover.load import contents
 from everstep.recover.logs import LogFound
-from everstep.recover.opened import OpenBase
+from everstep.recover.offline_job import JobStep
+from everstep.recover.old_layout import OldLayout
+from everstep.recover.opened import OpenBase, open_ranks
+from everstep.recover.reshard import SavedRanks
 from everstep.recover.scan import BaseFound, Inventory
-from everstep.recover.segments import SegmentFound, scan_log, vetted
+from everstep.recover.segments import SegmentFound, scan_logs, vetted
 from everstep.recover.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
+from everstep.state.shapes import shape_of_all
 
 __all__ = ["Reach", "RunLog", "spans"]
 
@@ -48,34 +58,51 @@ class Reach:
 class RunLog:
     """The log of a run on disk; reads records and headers, and of bases their objects.
 
+    Args:
+        segments: by timeline, and by rank.
+
     Attributes:
         segments: all of them; those that cannot be used have a ``problem``.
-        log: the records of those that can.
+        index: of the records of those that can, as far as all ranks have them.
     """
 
     def __init__(
-        self, filesystem: FileSystem, inventory: Inventory, segments: Sequence[SegmentFound]
+        self,
+        filesystem: FileSystem,
+        inventory: Inventory,
+        segments: Mapping[int, Mapping[int, Sequence[SegmentFound]]],
     ) -> None:
         self._filesystem = filesystem
         self.inventory = inventory
-        self.segments = [vetted(segment, inventory.run) for segment in segments]
-        self.log = LogFound((), self.segments)
+        self.segments: list[SegmentFound] = []
+        by_rank: dict[int, list[SegmentFound]] = {}
+        heads: list[list[RecordHead]] = []
+        for timeline, of_ranks in segments.items():
+            record = inventory.timelines.get(timeline)
+            good = {r: [vetted(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
+            for rank, mine in good.items():
+                by_rank.setdefault(rank, []).extend(mine)
+                self.segments += mine
+            world = 1 if record is None else record.world
+            logs = [good.get(rank, []) for rank in range(world)]
+            heads.append(common_heads([[h for s in log for h in s.heads] for log in logs]))
+        self.segments.sort(key=lambda one: (one.lossy, one.timeline, one.after))
+        self.index = LogIndex(chained.from_iterable(heads))
+        self._logs = {rank: LogFound((), mine) for rank, mine in by_rank.items()}
         self._shapes: dict[BaseId, str] = {}
         self._unreadable: dict[BaseId, str] = {}
 
     @classmethod
     def of(cls, filesystem: FileSystem, inventory: Inventory) -> RunLog:
-        """Looks at all segments; not at those of several ranks, whose log is for them to replay.
+        """Looks at all segments.
 
         Raises:
             NewerFormatError: one was written by a newer everstep.
             OSError: a directory cannot be read.
         """
-        worlds = {n: 1 if r is None else r.world for n, r in inventory.timelines.items()}
-        timelines = sorted(number for number, world in worlds.items() if world == 1)
         for left in reversed(range(_ATTEMPTS)):
             try:
-                found = scan_log(filesystem, inventory.path, timelines)
+                found = scan_logs(filesystem, inventory.path, inventory.timelines)
                 return cls(filesystem, inventory, found)
             except FileNotFoundError:  # a process at work deletes segments meanwhile
                 if not left:
@@ -105,15 +132,45 @@ class RunLog:
         """
         assert base.manifest is not None
         lsn = base.manifest.markers[0].lsn
-        chain = self.log.index.follow(base.id, lsn, None, path)
+        chain = self.index.follow(base.id, lsn, None, path)
         if look and chain.steps:
             shape = self.shape(base)
             if shape == _UNKNOWN:
                 return Chain(base.id, (), f"{base.id} cannot be read: {self._unreadable[base.id]}")
-            if shape != self.log.index.marks[chain.steps[0]].shape:
+            if shape != self.index.marks[chain.steps[0]].shape:
                 return Chain(base.id, (), "the log behind it is of a state of another shape")
         damaged = self.damage_at(chain.end[1] + 1, {timeline for timeline, _ in path})
         return chain if damaged is None else replace(chain, stopped=damaged)
+
+    def steps(
+        self, chain: Chain, lsn: int, world: int, ring: ChunkRing, timeout_s: float
+    ) -> Generator[JobStep | EverstepError, None, None]:
+        """What the ranks have recorded of each step of a chain, in order; an error instead, and the
+        end, where a record cannot be read. To be used as :meth:`.LogFound.steps`.
+
+        Args:
+            lsn: of the base.
+            world: number of ranks that saved it, and wrote the log.
+        """
+        if not chain.steps:  # perhaps there is no log at all
+            return
+        about = self._filesystem, ring, timeout_s
+        if world == 1:
+            for updates, mark in self._logs[0].steps(chain, lsn, *about):
+                yield mark if isinstance(mark, EverstepError) else {0: (updates, mark)}
+            return
+        logs = [self._logs[rank] for rank in range(world)]
+        try:
+            for at in chain.steps:
+                try:
+                    found = [log.step_of(at[0], at[1], *about) for log in logs]
+                except EverstepError as error:
+                    yield error
+                    return
+                yield {rank: _told_apart(records) for rank, records in enumerate(found)}
+        finally:
+            for log in logs:
+                log.close()
 
     def damage_at(self, step: int, timelines: Collection[int]) -> str | None:
         """What is wrong with a segment that should hold a step; None: there is no such one."""
@@ -130,7 +187,7 @@ class RunLog:
         if damaged := self.damage_at(step, chosen):
             return damaged
         for number in sorted(chosen, reverse=True):
-            if (number, step) not in self.log.index.marks:
+            if (number, step) not in self.index.marks:
                 continue
             path = path_of(number, self.inventory.timelines)
             before = [key for key in _on(path, usable) if key.step < step]
@@ -194,7 +251,7 @@ class RunLog:
     def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
         """Chains along the history of each timeline, by its number; older bases first."""
         branches, usable = self.inventory.branches, self.usable
-        for number in sorted(branches) if self.log.index.marks else ():
+        for number in sorted(branches) if self.index.marks else ():
             path = path_of(number, self.inventory.timelines)
             after: tuple[BaseFound, Chain] | None = None
             found = []
@@ -218,26 +275,46 @@ class RunLog:
         chain = self.chain(base, _until(path, later.id.step))
         if chain.end != (later.id.timeline, later.id.step):
             return self.chain(base, path)
-        mark = self.log.index.marks[chain.end]
+        mark = self.index.marks[chain.end]
         assert later.manifest is not None
         if (mark.lsn, mark.shape) != (later.manifest.markers[0].lsn, self.shape(later)):
             return self.chain(base, path)
         return Chain(base.id, (*chain.steps, *rest.steps), rest.stopped, rest.lost)
 
     def _shape(self, base: BaseFound) -> str:
+        assert base.manifest is not None
         try:
-            opened = OpenBase.open(self._filesystem, base, rank=0)
-            try:
-                trees, _ = contents(opened)
-                aliases = {k: v for _, _, h, _ in opened.shards for k, v in h.aliases.items()}
-                return shape_of_base(opened.placed(), aliases, trees)
-            finally:
-                opened.close()
+            with open_ranks(self._filesystem, base) as opened:
+                if len(opened) > 1:
+                    return shape_of_all(_shapes_of_ranks(opened))
+                trees, _ = contents(opened[0])
+                aliases = {k: v for _, _, h, _ in opened[0].shards for k, v in h.aliases.items()}
+                return shape_of_base(opened[0].placed(), aliases, trees)
         except (DamageError, FormatError) as error:
             self._unreadable[base.id] = error.message
         except OSError as error:
             self._unreadable[base.id] = error.strerror or str(error)
         return _UNKNOWN
+
+
+def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
+    """What the state of each rank consisted of that saved a base, as its log has it.
+
+    Raises:
+        DamageError, FormatError: objects cannot be read.
+    """
+    saved = SavedRanks(opened)
+    sections = {section for rank in saved.ranks for section in saved.sections_of(rank)}
+    layout = OldLayout.of(saved, opened, sections)
+    assert layout is not None
+    return [layout.shapes[rank] for rank in saved.ranks]
+
+
+def _told_apart(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecord]:
+    """The updates of a step in order, and its mark."""
+    (mark,) = (one for one in records if one.head.kind == "mark")
+    updates = sorted((one for one in records if one is not mark), key=lambda one: one.head.lsn)
+    return updates, mark
 
 
 def spans(steps: Iterable[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,5 @@
-"""A state without the program that trained it: a base in host memory, brought forward by the log.
+"""A state without the program that trained it: a base in host memory, brought forward by the log;
+or of several ranks' base what one of them writes, by its own log (``adr/043``).
 
 What :class:`~everstep.recover.redo.Redo` does to live objects is done here to plain tensors on
 the CPU. The object trees of a base say all that is needed: which parameters an optimizer has, by
@@ -8,7 +9,7 @@ replays comes from the last step mark, which holds all of it (I8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +24,22 @@ from everstep.errors import (
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
 from everstep.format.records import Marker
+from everstep.recover.owned import owned_entries, parameter_names
+from everstep.recover.parts import own_part
 from everstep.recover.redo import compare, tensor_of, update_of
 from everstep.replay.engine import Replayer
-from everstep.replay.exactness import Exactness, replay_kind
+from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.updates import Update
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
-from everstep.state.log import SAMPLE, UPDATE_OBJECT
+from everstep.state.log import PART_OBJECT, SAMPLE, UPDATE_OBJECT
 from everstep.state.objects import TensorRef, decode, encode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
 
-__all__ = ["OfflineState", "parameter_names"]
+__all__ = ["OfflineState"]
 
 _BATCH = 8  # updates of one optimizer that are replayed in one go
 
@@ -47,10 +50,12 @@ class _Replayed:
 
     Attributes:
         kind: name of its class, as the log has it.
+        names: of the parameters that it updates here.
         waiting: updates that have been accepted and not yet applied.
     """
 
     kind: str
+    names: Collection[str]
     replayer: Replayer
     waiting: list[Update] = field(default_factory=list)
     last: Update | None = None
@@ -111,15 +116,15 @@ class OfflineState:
         self._threads, self._training_threads = threads, training_threads
         self._optimizers: dict[str, _Replayed] = {}
         self._last: LogRecord | None = None
+        self._held: list[tuple[LogRecord, Placed]] = []  # by the last step's marks
         self._comparison = Comparison()
         self._parameters = parameter_names(self._trees, self._canonical)
-        self._owned = self._owned_entries()
+        self._owned = owned_entries(self._trees, self._canonical)
 
     @property
     def from_mark(self) -> set[str]:
         """What is as the last mark has it: entries that it holds in full, and all objects."""
-        placed = () if self._last is None else self._last.layout.placed
-        return {place.entry.name for place in placed} | set(self.objects)
+        return {place.entry.name for _, place in self._held} | set(self.objects)
 
     @property
     def exactness(self) -> Exactness:
@@ -141,11 +146,29 @@ class OfflineState:
         tensors = sum(entry.size_bytes for entry in self.entries.values())
         return tensors + sum(map(len, self.objects.values()))
 
-    def advance(self, updates: Sequence[LogRecord], mark: LogRecord) -> None:
+    def take(
+        self, step: Mapping[int, tuple[Sequence[LogRecord], LogRecord]], *, drop: bool = False
+    ) -> None:
+        """Takes one step as :meth:`advance` does.
+
+        Args:
+            step: updates and mark, of the one rank that there is.
+            drop: leave the updates out.
+        """
+        updates, mark = step[0]
+        self.advance(() if drop else updates, mark)
+
+    def advance(
+        self,
+        updates: Sequence[LogRecord],
+        mark: LogRecord,
+        others: Sequence[tuple[LogRecord, Placed]] = (),
+    ) -> None:
         """Takes one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
         Args:
             updates: in order; without those that are to be left out.
+            others: what marks of other ranks, which are verified, hold of this state.
 
         Raises:
             DamageError: a record is damaged; nothing of the step was applied.
@@ -158,16 +181,23 @@ class OfflineState:
             raise ReplayError(
                 f"{mark.head} is of a state that consists of something else", step=mark.head.step
             )
-        found = [(update_of(record), record) for record in updates]
+        several = self.marker.world > 1
+        found = [(update_of(record, own=several), record) for record in updates]
         optimizers = [self._optimizer(update.optimizer, record) for update, record in found]
-        doubtful = [p for p in mark.layout.placed if p.entry.name in self._owned]
+        if several:
+            names = [optimizer.names for optimizer in optimizers]
+            found = [(own_part(u, r, mine), r) for (u, r), mine in zip(found, names, strict=True)]
+        own = ((mark, p) for p in mark.layout.placed if not p.entry.name.startswith(SAMPLE))
+        held = [*own, *others]
+        doubtful = [(one, place) for one, place in held if place.entry.name in self._owned]
         for (update, _), optimizer in zip(found, optimizers, strict=True):
             optimizer.waiting.append(update)
             if doubtful or len(optimizer.waiting) >= _BATCH:
                 optimizer.work_off()
-        for place in doubtful:  # what two optimizers, or views, may have changed in turn
-            self._put(mark, place)
+        for one, place in doubtful:  # what two optimizers, or views, may have changed in turn
+            self._put(one, place)
         self._last, self.step, self.lsn = mark, mark.head.step, mark.head.lsn
+        self._held = held
 
     def work_off(self) -> None:
         """Applies what is waiting: from now on no record of the steps taken so far is read.
@@ -192,20 +222,19 @@ class OfflineState:
         mark = self._last
         if mark is None:
             return
-        for place in mark.layout.placed:
-            if not place.entry.name.startswith(SAMPLE):
-                self._put(mark, place)
-        logged = {place.entry.name for place in mark.layout.placed}
+        for one, place in self._held:
+            self._put(one, place)
+        logged = {place.entry.name for _, place in self._held}
         trees = {
             name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
         }
         for section, tree in trees.items():
             for name in references(tree):
-                if self._canonical(name) not in self.tensors:
+                if self._canonical(name) not in self.tensors and self.marker.world == 1:
                     raise FormatError(f"{mark.head} refers to {name!r}, which is not there")
             optimizer = self._optimizers.get(section)
             if optimizer is not None:
-                self._settle(section, tree, optimizer.replayer, logged, counterfactual)
+                self._settle(section, tree, optimizer, logged, counterfactual)
             if OptimizerProvider.groups_of(tree) is not None:
                 self._take_options(tree, None if optimizer is None else optimizer.last, logged)
         self._trees, self.objects = trees, dict(mark.objects)
@@ -255,7 +284,8 @@ class OfflineState:
         Raises:
             UnsupportedStateError: it cannot be replayed without the program that trained it.
         """
-        about: Any = decode(record.objects[UPDATE_OBJECT])
+        in_parts = PART_OBJECT in record.objects
+        about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
         kind = about.get("kind")
         if not isinstance(kind, str):
             raise UnsupportedStateError(
@@ -266,12 +296,12 @@ class OfflineState:
             )
         known = self._optimizers.get(key)
         if known is None:
-            known = self._optimizers[key] = _Replayed(kind, self._replayer(key, kind, record))
+            known = self._optimizers[key] = self._replayed(key, kind, record)
         if known.kind != kind:
             raise ReplayError(f"{record.head}: {key!r} was a {known.kind}, now it is a {kind}")
         return known
 
-    def _replayer(self, key: str, kind: str, record: LogRecord) -> Replayer:
+    def _replayed(self, key: str, kind: str, record: LogRecord) -> _Replayed:
         found = replay_kind(kind)
         if found is None:
             raise UnsupportedStateError(
@@ -287,11 +317,20 @@ class OfflineState:
             raise FormatError(f"{record.head} is of {key!r}, which is no optimizer in the base")
         assert isinstance(tree, dict)
         names = {name: self._entry_of(key, name) for group in groups for name in group}
+        values = tree["state"]
+        if self.marker.world > 1:
+            names, values = self._mine(key, names, values)
         for group in tree["param_groups"]:
-            for name, shape in group["params"]:
-                if tuple(shape) != tuple(self.tensors[names[name]].shape):
+            for name, shape in ((n, shape) for n, shape in group["params"] if n in names):
+                entry = self.entries[names[name]]  # perhaps of a part of it
+                if tuple(shape) != entry.global_shape[: self.tensors[entry.name].dim()]:
                     raise FormatError(f"{key}: {name!r} has another shape than its entry")
-        states = {self._canonical(name) for name in references(tree["state"])}
+                if entry.shape != entry.global_shape and not is_elementwise(found):
+                    raise ReplayError(
+                        f"{key} is a {kind}, which does not act element by element, and {name!r} "
+                        "is spread over ranks"
+                    )
+        states = {self._canonical(name) for name in references(values)}
         mine = {*names.values(), *states}
         for name in mine - self.replayed:
             self._as_it_lay(name)
@@ -301,16 +340,33 @@ class OfflineState:
             {k: join(v, lookup) for k, v in group.items() if k != "params"}
             for group in tree["param_groups"]
         ]
-        state: Any = join(tree["state"], lookup)
-        return Replayer(
+        state: Any = join(values, lookup)
+        replayer = Replayer(
             found,
-            groups,
+            [[name for name in group if name in names] for group in groups],
             {name: self.tensors[entry] for name, entry in names.items()},
             state,
             options,
             threads=self._threads,
             training_threads=self._training_threads,
         )
+        return _Replayed(kind, frozenset(names), replayer)
+
+    def _mine(
+        self, key: str, names: Mapping[str, str], values: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, Any]]:
+        """Of an optimizer's parameters and their state, what this rank writes.
+
+        Raises:
+            FormatError: of the two it has only one.
+        """
+        mine = {name: entry for name, entry in names.items() if entry in self.tensors}
+        for name, value in values.items():
+            entries = {self._canonical(other) for other in references(value)}
+            there = entries & self.tensors.keys()
+            if there != (entries if name in mine else set()):
+                raise FormatError(f"{key}: another rank writes a part of the state of {name!r}")
+        return mine, {n: v for n, v in values.items() if n in mine or n not in names}
 
     def _entry_of(self, key: str, name: str) -> str:
         """The entry that holds a parameter."""
@@ -335,30 +391,21 @@ class OfflineState:
             strided = torch.empty_strided(tuple(tensor.shape), entry.stride, dtype=tensor.dtype)
             self.tensors[name] = strided.copy_(tensor)
 
-    def _owned_entries(self) -> set[str]:
-        """Entries that are a parameter or state of any optimizer."""
-        found: set[str] = set()
-        for tree in self._trees.values():
-            groups = OptimizerProvider.groups_of(tree)
-            if groups is not None:
-                for group in groups:
-                    for name in group:
-                        found |= self._parameters.get(name, set())
-                found |= {self._canonical(name) for name in references(tree["state"])}
-        return found
-
     def _settle(
         self,
         section: str,
         tree: Any,
-        replayer: Replayer,
+        optimizer: _Replayed,
         logged: set[str],
         counterfactual: bool,
     ) -> None:
         """Brings together what replay gave for an optimizer's state and what the mark says."""
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
             raise FormatError(f"the mark of step {self.step} has no state of {section!r}")
+        replayer = optimizer.replayer
         for name, values in tree["state"].items():
+            if self.marker.world > 1 and name not in optimizer.names:
+                continue
             mine = replayer.state.get(name, {})
             if not isinstance(values, dict) or not (counterfactual or mine.keys() == values.keys()):
                 raise ReplayError(f"replay gives other state of {name!r} than {section!r} had")
@@ -440,22 +487,3 @@ def _same(one: Any, other: Any) -> bool:
         return encode(one) == encode(other)
     except UnsupportedStateError:
         return False
-
-
-def parameter_names(
-    trees: Mapping[str, Any], canonical: Callable[[str], str]
-) -> dict[str, set[str]]:
-    """Entries by the names under which optimizers know parameters: ``"section.key"``.
-
-    Args:
-        trees: of modules and optimizers, by section.
-        canonical: the entry that has a name.
-    """
-    found: dict[str, set[str]] = {}
-    for section, tree in trees.items():
-        if not isinstance(tree, dict) or OptimizerProvider.groups_of(tree) is not None:
-            continue
-        for key, value in tree.items():
-            if isinstance(key, str) and isinstance(value, TensorRef):
-                found.setdefault(f"{section}.{key}", set()).add(canonical(value.name))
-    return found

@@ -30,6 +30,7 @@ from everstep.state.objects import decode, join_path
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.placing import Box, Placement, box_on_mesh
 from everstep.state.providers import ModuleProvider
+from everstep.state.zero import ZeroProvider, acting
 
 __all__ = ["OldGradients", "giver_of"]
 
@@ -135,6 +136,7 @@ class OldGradients:
         self.giver = giver_of(state.ranks.rank, layout)
         self.inexact = ""
         self._wanted: dict[str, dict[str, _Wanted]] = {}
+        self._elsewhere: dict[str, set[str]] = {}  # parameters that another rank updates for us
         asked = {self.giver}
         names: dict[int, str] = {}
         for section, provider in state.providers.items():
@@ -146,8 +148,12 @@ class OldGradients:
             assert isinstance(provider, OptimizerProvider)
             if [list(group) for group in layout.groups.get(key, ())] != provider.groups():
                 raise ReplayError(f"{key} has other groups of parameters than it had")
-            self._wanted[key] = {}
+            self._wanted[key], self._elsewhere[key] = {}, set()
+            mine = provider.owned() if isinstance(provider, ZeroProvider) else None
             for name, parameter in provider.named():
+                if mine is not None and name not in mine:
+                    self._elsewhere[key].add(name)
+                    continue
                 if id(parameter) not in names:
                     raise ReplayError(f"{name!r}, which {key} trains, is in no module of the state")
                 ranks, wanted = self._find(names[id(parameter)], parameter)
@@ -178,7 +184,8 @@ class OldGradients:
             for rank in {rank for one in wanted.values() for rank in one.boxes} - {self.giver}:
                 parts[rank], poor = _own(records[rank], found.optimizer)
                 lossy = lossy or poor
-            if strange := found.gradients.keys() - wanted.keys():
+            known = wanted.keys() | self._elsewhere[found.optimizer]
+            if strange := found.gradients.keys() - known:
                 raise ValueError(f"gradients of {min(strange)!r}, which nobody trains here")
             gradients = dict(_taken(wanted, parts, self.giver))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -212,7 +219,7 @@ class OldGradients:
         """Raises:
         ReplayError: what is in other parts now cannot be replayed.
         """
-        kind, local = type(optimizer), local_of(parameter)
+        kind, local = type(acting(optimizer)), local_of(parameter)
         if not is_elementwise(kind):
             raise ReplayError(
                 f"{key} is a {kind_name(kind)}, which does not act element by element, and "

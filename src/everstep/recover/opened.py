@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -17,7 +19,7 @@ from everstep.state.entries import Entry
 from everstep.state.layout import Placed
 from everstep.state.placing import Placement
 
-__all__ = ["OpenBase", "Opened", "check_identity"]
+__all__ = ["OpenBase", "Opened", "check_identity", "open_ranks"]
 
 Opened = tuple[ReadFile, FileRecord, ShardHeader, PurePath]
 """A file, its record, its header and its path."""
@@ -112,6 +114,18 @@ class OpenBase:
     def close(self) -> None:
         for file, _, _, _ in self.files:
             file.close()
+
+
+@contextlib.contextmanager
+def open_ranks(filesystem: FileSystem, base: BaseFound) -> Iterator[list[OpenBase]]:
+    """The files of all ranks that saved a base, in order; errors as of :meth:`OpenBase.open`."""
+    assert base.manifest is not None
+    with contextlib.ExitStack() as stack:
+        opened: list[OpenBase] = []
+        for marker in base.manifest.markers:
+            opened.append(OpenBase.open(filesystem, base, marker.rank))
+            stack.callback(opened[-1].close)
+        yield opened
 
 
 def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None:

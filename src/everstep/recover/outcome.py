@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.commit.agreement import Go
+from everstep.commit.agreement import Go, Restored
+from everstep.commit.lineage import BaseId
+from everstep.format.records import AuditRecord
+from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.decide import Skipped
 from everstep.recover.load import LoadedBase
 from everstep.recover.nonfinite import nonfinite_parameter
@@ -21,7 +24,11 @@ __all__ = ["Outcome", "resumed_of", "told_back", "with_ranks"]
 
 @dataclass(slots=True)
 class Outcome:
-    """What has become of the live state."""
+    """What has become of the live state.
+
+    Attributes:
+        audit: what it rests on (see :func:`.audits.audit_of`).
+    """
 
     loaded: LoadedBase | None = None
     source: str = "fresh"
@@ -30,6 +37,24 @@ class Outcome:
     inventory: Inventory | None = None
     reads: tuple[RankRead, ...] = ()
     redone: Redone = field(default_factory=Redone)
+    audit: AuditRecord | None = None
+
+    def audited(self, restored: Restored, end: BaseId | None) -> Restored:
+        """What was restored, not exact where it rests on a base that audits have found different
+        (I9), which is noted.
+
+        Args:
+            end: timeline and step that were restored.
+        """
+        if self.inventory is not None and end is not None:
+            self.audit = audit_of(self.inventory, end)
+            self.exact = self.exact and not self.is_doubted
+        return replace(restored, exact=restored.exact and self.exact)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether an audit has found a difference."""
+        return self.audit is not None and self.audit.verdict == "different"
 
 
 def resumed_of(
@@ -52,6 +77,8 @@ def resumed_of(
     if loaded is not None and redone.notes:
         loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
     inexact = redone.inexact
+    if outcome.audit is not None and outcome.is_doubted:
+        inexact = inexact or audit_in_words(outcome.audit)
     if outcome.exact and not go.exact:
         inexact = "what another rank has restored is not exact"
     inventory = outcome.inventory
@@ -73,6 +100,7 @@ def resumed_of(
         lsn=lsn,
         replayed=0 if choice.reach is None else choice.reach.count,
         inexact=inexact,
+        audit=outcome.audit,
         load_s=outcome.load_s,
         replay_s=redone.replay_s,
         forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everstep.errors import FormatError
 from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradient_of
 from everstep.recover.tensors import tensor_of
 from everstep.replay.packed import Gradient
+from everstep.replay.updates import Update
 from everstep.state.log import PART_OBJECT
 from everstep.state.log_parts import digest_of_names
 from everstep.state.objects import decode
 
-__all__ = ["OfOthers", "gradients_of_others"]
+__all__ = ["OfOthers", "gradients_of_others", "own_part"]
 
 
 @dataclass(slots=True)
@@ -55,6 +57,24 @@ def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> OfOthers
         if len(names) != len(set(names)) or digest_of_names(names) != wanted:
             raise ValueError(f"gradients that rank(s) {ranks} consumed alike are missing")
     return found
+
+
+def own_part(update: Update, record: LogRecord, names: Collection[str]) -> Update:
+    """The gradients of some parameters, out of what this rank alone has recorded of an update.
+
+    Args:
+        names: of the parameters.
+
+    Raises:
+        FormatError: one of them is in another rank's log.
+    """
+    if PART_OBJECT in record.objects:
+        about: Any = decode(record.objects[PART_OBJECT])
+        there = {*update.gradients, *about.get("resting", ())}
+        if lost := sorted(set(names) - there):
+            raise FormatError(f"{record.head}: another rank has the gradient of {lost[0]!r}")
+    mine = {name: gradient for name, gradient in update.gradients.items() if name in names}
+    return replace(update, gradients=mine)
 
 
 def _of_rank(

@@ -40,7 +40,7 @@ from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.sources import Place, RankRead
 from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
-from everstep.state.log_parts import log_parts, others_of
+from everstep.state.log_parts import others_of
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
 
@@ -331,7 +331,7 @@ class RankLog:
     def _in_reach(self, chain: Chain, restored: Restored, post: LogPost) -> Iterator[Chain]:
         """The chain, piece by piece: where each rank has recorded a part of what all consumed
         alike, as many steps as memory for the others' parts allows (``adr/029``)."""
-        ranks = others_of(log_parts(self._loader.state), self._rank)
+        ranks = others_of(self._loader.state)
         if not ranks:
             yield from (chain,) if chain.steps else ()
             return

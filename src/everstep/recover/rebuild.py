@@ -35,6 +35,8 @@ from everstep.recover.decide import Skipped
 from everstep.recover.logged import RunLog, spans
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_base import load_offline
+from everstep.recover.offline_job import JobState
+from everstep.recover.offline_job_load import load_job
 from everstep.recover.scan import BaseFound
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import progress
@@ -63,6 +65,7 @@ class Rebuilt:
         exact: bit for bit the state that training had (I9).
         why: why not; ``""`` if it is.
         skipped: bases that were tried first, and why they would not do.
+        notes: what of several ranks is not in it, in words.
     """
 
     state: OfflineState
@@ -72,6 +75,7 @@ class Rebuilt:
     exact: bool
     why: str
     skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -175,11 +179,12 @@ class Rebuilder:
         assert other is not None
         return logged, other
 
-    def load(self, base: BaseFound, chain: Chain) -> OfflineState:
+    def load(self, base: BaseFound, chain: Chain) -> OfflineState | JobState:
         """A base, ready for the updates of a chain."""
         records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
+        several = base.manifest is not None and len(base.manifest.markers) > 1
         with progress(f"read {base.id}", base.size_bytes) as bar:
-            return load_offline(
+            return (load_job if several else load_offline)(
                 self.filesystem,
                 base,
                 self.log.inventory.run,
@@ -194,8 +199,8 @@ class Rebuilder:
     def play(
         self,
         chain: Chain,
-        logged: OfflineState,
-        other: OfflineState | None = None,
+        logged: OfflineState | JobState,
+        other: OfflineState | JobState | None = None,
         drop: Collection[int] = (),
         on_step: Callable[[int], None] = lambda step: None,
     ) -> Played:
@@ -212,21 +217,22 @@ class Rebuilder:
         """
         updates_seen = 0
         lineage = "" if logged.marker.exact else "the base is not exact"
-        found = self.log.log.steps(chain, logged.lsn, self.filesystem, self.ring, self.timeout_s)
+        world = logged.marker.world
+        found = self.log.steps(chain, logged.lsn, world, self.ring, self.timeout_s)
         with (
             progress("replay", len(chain.steps), "items") as bar,
             Ahead(found, count=1) as steps,  # as much again as is being replayed: a segment
         ):
-            for updates, mark in steps:
-                if isinstance(mark, EverstepError):
-                    raise mark
-                logged.advance(updates, mark)
+            for step in steps:
+                if isinstance(step, EverstepError):
+                    raise step
+                logged.take(step)
                 if other is not None:
-                    other.advance([] if mark.head.step in drop else updates, mark)
-                if not mark.head.exact:
+                    other.take(step, drop=logged.step in drop)
+                if not all(mark.head.exact for _, mark in step.values()):
                     lineage = lineage or "the log is of a state that was not exact"
-                updates_seen += len(updates)
-                on_step(mark.head.step)
+                updates_seen += sum(len(updates) for updates, _ in step.values())
+                on_step(logged.step)
                 bar.advance(1)
         logged.finish()
         if other is not None:
@@ -300,12 +306,15 @@ class Rebuilder:
                 skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
                 continue
             timeline, count, tried = chain.end[0], len(chain.steps), tuple(skipped)
-            found = Rebuilt(logged, base.id, timeline, count, not why, why, tried)
+            state, notes = _of_one(logged)
+            why = why or next(iter(notes), "")  # as where fewer ranks go on from it (I9)
+            found = Rebuilt(state, base.id, timeline, count, not why, why, tried, notes)
             if other is None:
                 return found, None
             listed = ", ".join(map(str, sorted(drop)[:5])) + (", ..." if len(drop) > 5 else "")
             left = f"the updates of step {listed} were left out" if drop else "a counterfactual"
-            return found, Rebuilt(other, base.id, timeline, count, False, left, tried)
+            state, _ = _of_one(other)
+            return found, Rebuilt(state, base.id, timeline, count, False, left, tried, notes)
         reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
         raise RecoveryError(
             f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
@@ -313,6 +322,14 @@ class Rebuilder:
             path=self.log.inventory.path,
             hint="everstep verify names what is damaged",
         )
+
+
+def _of_one(state: OfflineState | JobState) -> tuple[OfflineState, tuple[str, ...]]:
+    """The state of one process, and what of several ranks is not in it, in words."""
+    if isinstance(state, OfflineState):
+        return state, ()
+    whole, notes = state.whole()
+    return whole, tuple(notes)
 
 
 def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:

@@ -27,7 +27,7 @@ from everstep.replay.updates import Update
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes import available_cores
-from everstep.state.dtensors import local_of
+from everstep.state.dtensors import like, local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.log import HYPER, PART_OBJECT, SPOT, UPDATE_OBJECT
@@ -37,6 +37,7 @@ from everstep.state.providers import RestorePlan
 from everstep.state.survey import same_objects
 from everstep.state.tensors import stored_form
 from everstep.state.tree import join, references, split
+from everstep.state.zero import acting
 
 __all__ = [
     "STEPS_AT_ONCE",
@@ -233,6 +234,10 @@ class Redo:
             raise MismatchError(
                 f"{mark.head} does not fit the state:\n{listed}", mismatches=mismatches
             )
+        for plan in plans.values():
+            for name, template in plan.like.items():
+                if name in logged:
+                    logged[name] = like(template, entries[name], logged[name])
         return put_back(state, plans, logged, live)
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
@@ -298,7 +303,7 @@ class Redo:
             # Training stands still: its second core is free, whatever torch was told to use.
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
             replayer = self._replayers[key] = replayer_of(
-                optimizer, known, threads=threads, fast=self._state.replays_fast
+                acting(optimizer), known, threads=threads, fast=self._state.replays_fast
             )
         return replayer
 
@@ -385,6 +390,7 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
 
 
 def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    optimizer = acting(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
@@ -397,8 +403,11 @@ def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
     return bool(address) and any(begin <= address < end for begin, end in spans)
 
 
-def update_of(record: LogRecord) -> Update:
+def update_of(record: LogRecord, *, own: bool = False) -> Update:
     """An update as replay takes it, put together from all ranks' parts where there are such.
+
+    Args:
+        own: without what other ranks have recorded.
 
     Raises:
         FormatError: it is none, or a part is missing.
@@ -411,7 +420,9 @@ def update_of(record: LogRecord) -> Update:
             name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
         }
         gradients, lossy = gradients_of(about, tensors), bool(about.get("lossy", False))
-        if in_parts:
+        # What each rank updates by itself takes nothing else; in other parts it does (adr/033).
+        own = own or (bool(about.get("spread", False)) and not record.parts)
+        if in_parts and not own:
             others = gradients_of_others(record, about)
             gradients |= others.gradients
             lossy = lossy or others.lossy

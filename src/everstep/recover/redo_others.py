@@ -23,6 +23,7 @@ from everstep.recover.redo import Redo, Step, other_conditions, other_than_train
 from everstep.replay.updates import Update
 from everstep.seams.progress import progress
 from everstep.state.image import State
+from everstep.state.log_parts import updated_elsewhere
 
 __all__ = ["Fetch", "redo_of_others"]
 
@@ -89,7 +90,10 @@ class _Redo(Redo):
     def _compare(self) -> None:
         mark, done = self._last, self._compared
         if mark is not None and mark is not done and self.compares and self.exactness.exact:
-            name = self._samples.other(self.marks, live_tensors(self._state))
+            elsewhere = updated_elsewhere(self._state)
+            live = live_tensors(self._state)
+            mine = {name: tensor for name, tensor in live.items() if name not in elsewhere}
+            name = self._samples.other(self.marks, mine)
             if name is not None:
                 raise other_than_trained(name, mark.head.step)
         self._compared = mark

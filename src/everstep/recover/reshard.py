@@ -106,6 +106,10 @@ def read_object(file: ReadFile, header: ShardHeader, index: int, path: PurePath)
         DamageError: naming the entry.
         FormatError: for bytes that are no objects.
     """
+    return decode(_object_bytes(file, header, index, path))
+
+
+def _object_bytes(file: ReadFile, header: ShardHeader, index: int, path: PurePath) -> bytes:
     place, expected = header.placed[index], header.digests[index]
     name = place.entry.name
     if place.end - place.begin > OBJECT_BYTES_MAX:
@@ -120,7 +124,7 @@ def read_object(file: ReadFile, header: ShardHeader, index: int, path: PurePath)
             step=header.identity.step,
             rank=header.identity.rank,
         )
-    return decode(bytes(data))
+    return bytes(data)
 
 
 class SavedRanks:
@@ -215,6 +219,18 @@ class SavedRanks:
                 if hex_ not in known:
                     known[hex_] = self._tree(rank, section)
                 found[section] = known[hex_]
+        return found
+
+    def objects_of(self, rank: int) -> dict[str, bytes]:
+        """The encoded objects of a rank, by section.
+
+        Raises:
+            DamageError, FormatError: they cannot be read.
+        """
+        found: dict[str, bytes] = {}
+        for section, (number, index, _) in self._objects[rank].items():
+            file, _, header, path = self.files[number]
+            found[section] = _object_bytes(file, header, index, path)
         return found
 
     def sections_of(self, rank: int) -> Collection[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -25,12 +25,13 @@ from everstep.format.names import (
     LOG_DIR,
     LOSSY_DIR,
     marker_name,
+    parse_marker,
     parse_segment,
     segment_dir,
     timeline_dir,
 )
 from everstep.format.reader import read_body, read_header, read_record_bytes
-from everstep.format.records import FileRecord, Marker
+from everstep.format.records import FileRecord, Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
@@ -43,6 +44,7 @@ __all__ = [
     "read_records",
     "read_segment",
     "scan_log",
+    "scan_logs",
     "vetted",
 ]
 
@@ -117,6 +119,64 @@ def scan_log(
         with ThreadPoolExecutor(threads, "everstep-segments") as pool:
             found = list(pool.map(look, places))
     return [segment for segment in found if segment is not None]
+
+
+def scan_logs(
+    filesystem: FileSystem,
+    run: PurePath,
+    timelines: Mapping[int, TimelineRecord | None],
+    known: dict[tuple[PurePath, int], SegmentFound] | None = None,
+) -> dict[int, dict[int, list[SegmentFound]]]:
+    """All segments of these timelines, as of :func:`scan_log`, by timeline and rank; of ranks that
+    have none there is no list.
+
+    Args:
+        known: what was found before, by path and rank, which has not changed if it is there; what
+            is found now takes its place.
+
+    Raises:
+        NewerFormatError, OSError: as :func:`scan_log`.
+    """
+    found: dict[int, dict[int, list[SegmentFound]]] = {}
+    before = known or {}
+    for timeline, record in timelines.items():
+        of_one = record is not None and record.world == 1
+        by_rank = found.setdefault(timeline, {})
+        for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
+            directory = timeline_dir(run, timeline) / kind
+            for after, last in _segments_in(filesystem, directory):
+                path = segment_dir(run, timeline, after, last, lossy=poor)
+                for rank in (0,) if of_one else _ranks_in(filesystem, path):
+                    one = before.get((path, rank)) or _scan(
+                        filesystem, run, timeline, after, last, rank, lossy=poor
+                    )
+                    if one is not None:
+                        by_rank.setdefault(rank, []).append(one)
+    if known is not None:
+        every = ((rank, s) for ranks in found.values() for rank, log in ranks.items() for s in log)
+        good = {(s.path, rank): s for rank, s in every if s.problem is None}
+        known.clear()
+        known.update(good)
+    return found
+
+
+def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int]]:
+    """The steps of the segments in a directory of them, in order."""
+    try:
+        entries = filesystem.scan(directory)
+    except FileNotFoundError:
+        return []
+    named = ((parse_segment(entry.name), entry.kind) for entry in entries)
+    return sorted(steps for steps, kind in named if steps is not None and kind == "dir")
+
+
+def _ranks_in(filesystem: FileSystem, path: PurePath) -> list[int]:
+    """Ranks that have finished a segment."""
+    try:
+        names = [entry.name for entry in filesystem.scan(path)]
+    except FileNotFoundError:  # a process at work deletes it
+        return []
+    return sorted(rank for name in names if (rank := parse_marker(name)) is not None)
 
 
 def read_segment(

@@ -182,7 +182,8 @@ class _Start:
                 todo += self._agreement.done(InventorySeen(offer))
             elif isinstance(out, Restore):
                 self._others.begin(f"restores {out.choice.base or 'nothing'}")
-                todo += self._agreement.done(self._restore(out.choice))
+                found = self._restore(out.choice)
+                todo += self._agreement.done(self.outcome.audited(found, out.choice.end))
             elif isinstance(out, OpenTimeline):
                 self._others.begin(f"opens timeline {out.record.timeline}")
                 self.ready()
@@ -289,6 +290,8 @@ class _Start:
         if damaged or loaded is None or choice.reach is None or self._log is None:
             return Restored(damaged, exact=self.outcome.exact, relaid=self._log_is_there(choice))
         redone = self._log.redo(choice, loaded, together=True, post=self._post)
+        if redone.touched:
+            self._stands = None
         if redone.spoilt is not None and not redone.sure:
             # Which step it is shows when they are redone one by one, on the base once more.
             damaged = self._load_base(choice)
@@ -296,15 +299,14 @@ class _Start:
             if damaged or loaded is None:
                 return Restored(damaged, exact=self.outcome.exact)
             redone = self._log.redo(choice, loaded, together=False, post=self._post)
-        if redone.touched:
-            self._stands = None
+            if redone.touched:
+                self._stands = None
         if redone.relaid:
             return Restored(exact=self.outcome.exact, relaid=True)
         self.outcome.redone = redone
         self.skipped += [one for one in redone.skipped if one not in self.skipped]
-        exact = self.outcome.exact and not redone.inexact and not redone.notes
-        self.outcome.exact = exact
-        return Restored((), redone.spoilt, exact)
+        self.outcome.exact &= not redone.inexact and not redone.notes
+        return Restored((), redone.spoilt, self.outcome.exact)
 
     def _log_is_there(self, choice: Choice) -> bool:
         """Whether this rank's log may be where its files came from: on another one's disk."""
@@ -315,8 +317,7 @@ class _Start:
 
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Loads what was chosen, unless that stands; returns which files are damaged, and where."""
-        stands, self._stands = self._stands, None
-        inventory = self.outcome.inventory
+        stands, self._stands, inventory = self._stands, None, self.outcome.inventory
         self.outcome = Outcome(inventory=inventory)
         self.ahead.only(choice.base)
         if choice.base is None or choice.manifest is None:
@@ -383,8 +384,7 @@ class _Start:
         self, loaded: LoadedBase, manifest: Manifest, picked: Mapping[int, Place], start_s: float
     ) -> None:
         """Notes what was restored, and from where."""
-        exact = not loaded.mismatches and not loaded.notes
-        exact = exact and all(marker.exact for marker in manifest.markers)
+        exact = manifest.exact and not loaded.mismatches and not loaded.notes
         read_bytes: dict[Source, int] = {}
         for rank, size_bytes in loaded.rank_bytes.items():
             source = picked[rank].source

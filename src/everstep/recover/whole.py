@@ -15,8 +15,9 @@ from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.load import LoadedBase, contents
-from everstep.recover.offline import OfflineState, parameter_names
+from everstep.recover.offline import OfflineState
 from everstep.recover.opened import OpenBase
+from everstep.recover.owned import parameter_names
 from everstep.recover.redo import Redo, Step, other_conditions, update_of
 from everstep.recover.redo_file import RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink

@@ -265,7 +265,13 @@ def _refusals(optimizer: Optimizer, parts: bool) -> Iterator[str]:
         if why := options_refusal(kind, group, group["params"]):
             yield why
         for position, parameter in enumerate(group["params"]):
-            if why := tensor_refusal(local_of(parameter) if parts else parameter):
+            own = local_of(parameter) if parts else parameter
+            if own.shape != parameter.shape and not is_elementwise(kind):
+                yield (
+                    f"parameter {position} is spread over ranks, and a {kind.__name__} does not "
+                    "act element by element: no rank can replay its part of it"
+                )
+            if why := tensor_refusal(own):
                 yield f"parameter {position}: {why}"
 
 

@@ -17,7 +17,7 @@ from everstep.state.entries import Entry
 from everstep.state.placing import Box, Cut, Placement, box_on_mesh
 from everstep.state.tensors import stored_form
 
-__all__ = ["LocalPart", "box_of", "is_dtensor", "like", "local_of", "sharded_form"]
+__all__ = ["LocalPart", "box_of", "is_dtensor", "like", "local_of", "sharded_form", "spread_as"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MODULE = "torch.distributed.tensor"
@@ -108,6 +108,13 @@ def like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Ten
     Args:
         entry: of the whole; of the template's shape.
     """
+    shape = tuple(template.shape)
+    assert entry.global_shape[: len(shape)] == shape
+    return spread_as(template, local)
+
+
+def spread_as(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor over the memory of ``local``, this rank's part, spread as ``template`` is."""
     dtensor: Any = sys.modules[_MODULE].DTensor
     shape = tuple(template.shape)
     made: torch.Tensor = dtensor.from_local(
@@ -118,7 +125,6 @@ def like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Ten
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-    assert entry.global_shape[: len(shape)] == shape
     return made
 
 

@@ -34,6 +34,7 @@ from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.state.refusals import snapshot
 from everstep.state.rng import collect_rng, restore_rng
 from everstep.state.share import OwnShare
+from everstep.state.sharing import Sharing
 from everstep.state.survey import (
     OBJECT_BYTES_MAX,
     OBJECT_PREFIX,
@@ -214,6 +215,11 @@ class State:
             hint="close it and make a new one for the new state",
         )
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """Who writes what, of the state as it was surveyed last; None: this rank is alone."""
+        return self._share.sharing
+
     def is_shared(self) -> bool:
         """Whether other ranks have, or write, any of what this rank holds."""
         return self._share.is_shared(self._survey())
@@ -222,6 +228,13 @@ class State:
         """Which ranks have a parameter in common, by the name of its entry, or of one of an
         optimizer's state for it; None for all other entries."""
         return self._share.holders(self._survey())
+
+    def gather(self) -> None:
+        """Replay has brought each rank's own parameters to a step: hands them to those that train
+        them as copies. To be called by all ranks."""
+        for provider in self.providers.values():
+            if isinstance(provider, ZeroProvider):
+                provider.gather()
 
     def restore_order(self) -> list[str]:
         """Sections in the order of restoring: modules, optimizers, the rest, RNG last, so that

@@ -6,9 +6,11 @@ part. Each computes by itself which: a function of the parameters, their sizes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 import xxhash
 
 from everstep.state.common import common_of
@@ -16,7 +18,8 @@ from everstep.state.dtensors import LocalPart, is_dtensor
 from everstep.state.image import State
 from everstep.state.objects import join_path
 from everstep.state.optimizers import OptimizerProvider
-from everstep.state.sharing import spread
+from everstep.state.sharing import Sharing, spread
+from everstep.state.zero import ZeroProvider
 
 __all__ = [
     "Part",
@@ -25,6 +28,7 @@ __all__ = [
     "log_parts",
     "others_of",
     "recorded_by_several",
+    "updated_elsewhere",
 ]
 
 
@@ -33,7 +37,7 @@ class Part:
     """Of a parameter that several ranks train alike.
 
     Attributes:
-        ranks: these ranks.
+        ranks: these ranks, or those of them that share a disk.
         owner: the one of them whose log holds its gradients.
         size_bytes: of a gradient; 0 for a parameter that is frozen now.
     """
@@ -44,29 +48,88 @@ class Part:
 
 
 def log_parts(state: State) -> dict[str, dict[str, Part]]:
-    """By optimizer: of its parameters, by name, those that several ranks train alike."""
-    if state.ranks.world == 1:
-        return {}
-    common = common_of(state.providers.values(), {})
-    optimizers = {k: p for k, p in state.providers.items() if isinstance(p, OptimizerProvider)}
+    """By optimizer: of its parameters, by name, those that several ranks train alike, and of which
+    each of these records a part. Where a keeper follows the log (``adr/043``), who writes a
+    parameter in a base has its gradients, too: on each disk all are recorded."""
     units: dict[tuple[int, ...], dict[str, int]] = {}
     taught: set[str] = set()
     shared: dict[str, dict[str, str]] = {}
-    for key, provider in optimizers.items():
-        for name, parameter in provider.named():
-            entry = common.states.get(join_path(join_path(key, "state"), name), "")
-            ranks = common.parameters.get(entry, ())
-            if len(ranks) < 2 or is_dtensor(parameter):
-                continue
-            units.setdefault(ranks, {})[entry] = parameter.numel() * parameter.element_size()
-            taught |= {entry} if parameter.requires_grad else set()
-            shared.setdefault(key, {})[name] = entry
+    by_rank: dict[str, dict[str, Part]] = {}
+    for alike in _alike(state):
+        entry, parameter = alike.entry, alike.parameter
+        if alike.owner is not None:
+            size_bytes = parameter.numel() * parameter.element_size()
+            part = Part(alike.ranks, alike.owner, size_bytes if parameter.requires_grad else 0)
+            by_rank.setdefault(alike.key, {})[alike.name] = part
+            continue
+        units.setdefault(alike.ranks, {})[entry] = parameter.numel() * parameter.element_size()
+        taught |= {entry} if parameter.requires_grad else set()
+        shared.setdefault(alike.key, {})[alike.name] = entry
+    if state.ranks.followed and state.sharing is not None:
+        return by_rank | _as_bases(state.sharing, units, taught, shared)
     parts = {
         entry: Part(ranks, owner, sizes[entry] if entry in taught else 0)
         for ranks, sizes in units.items()
         for entry, owner in spread([(-size, e) for e, size in sizes.items()], ranks).items()
     }
-    return {key: {name: parts[e] for name, e in named.items()} for key, named in shared.items()}
+    found = {key: {name: parts[e] for name, e in named.items()} for key, named in shared.items()}
+    return by_rank | found
+
+
+def _as_bases(
+    sharing: Sharing,
+    units: Mapping[tuple[int, ...], Mapping[str, int]],
+    taught: Collection[str],
+    shared: Mapping[str, Mapping[str, str]],
+) -> dict[str, dict[str, Part]]:
+    """As bases are split."""
+    parts = {
+        entry: Part(*sharing.split_of(entry), size if entry in taught else 0)
+        for sizes in units.values()
+        for entry, size in sizes.items()
+    }
+    found = {
+        key: {name: parts[entry] for name, entry in named.items() if len(parts[entry].ranks) > 1}
+        for key, named in shared.items()
+    }
+    return {key: named for key, named in found.items() if named}
+
+
+class _Alike(NamedTuple):
+    """A parameter that several ranks train alike.
+
+    Attributes:
+        key, name: its optimizer, and its name there.
+        entry: its name in the state.
+        owner: of these ranks, the one that updates it for all (ZeRO); None: each of them does.
+    """
+
+    key: str
+    name: str
+    entry: str
+    parameter: torch.Tensor
+    ranks: tuple[int, ...]
+    owner: int | None = None
+
+
+def _alike(state: State) -> Iterator[_Alike]:
+    if state.ranks.world == 1:
+        return
+    sharing = state.sharing if state.ranks.followed else None
+    common = common_of(state.providers.values(), {}) if sharing is None else sharing.common
+    for key, provider in state.providers.items():
+        if not isinstance(provider, OptimizerProvider):
+            continue
+        zero = provider if isinstance(provider, ZeroProvider) else None
+        owners = {} if zero is None else zero.owners()
+        for name, parameter in provider.named():
+            entry = common.states.get(join_path(join_path(key, "state"), name), "")
+            if zero is not None:
+                yield _Alike(key, name, entry, parameter, zero.ranks, owners[name])
+                continue
+            ranks = common.parameters.get(entry, ())
+            if len(ranks) > 1 and not is_dtensor(parameter):
+                yield _Alike(key, name, entry, parameter, ranks)
 
 
 def left_to_others_bytes(state: State) -> int:
@@ -75,18 +138,28 @@ def left_to_others_bytes(state: State) -> int:
     return sum(part.size_bytes for part in found if part.owner != state.ranks.rank)
 
 
-def others_of(parts: Mapping[str, Mapping[str, Part]], rank: int) -> Sequence[int]:
-    """Ranks whose logs this one needs, beside its own."""
-    named: Iterable[Part] = (part for found in parts.values() for part in found.values())
-    return sorted({other for part in named for other in part.ranks} - {rank})
+def others_of(state: State) -> Sequence[int]:
+    """Ranks whose logs this one may need, beside its own, however they were split."""
+    split = (one for one in _alike(state) if one.owner is None)
+    return sorted({other for one in split for other in one.ranks} - {state.ranks.rank})
+
+
+def updated_elsewhere(state: State) -> frozenset[str]:
+    """Entries that another rank updates for this one, which gets them from there (ZeRO)."""
+    mine = state.ranks.rank
+    return frozenset(one.entry for one in _alike(state) if one.owner not in (None, mine))
 
 
 def recorded_by_several(state: State) -> str:
     """A parameter of which several ranks train the same elements, and each records them; "" if
-    there is none: a DTensor that is replicated along a dimension of its mesh, or what is none
-    beside DTensors."""
+    there is none: a DTensor that is replicated along a dimension of its mesh, what is none
+    beside DTensors, or what is recorded once for each disk."""
     plain: list[str] = []
     sharded, split = False, log_parts(state)
+    for one in _alike(state):
+        part = split.get(one.key, {}).get(one.name)
+        if part is None or part.ranks != one.ranks:  # those of each disk
+            return join_path(one.key, one.name)
     for key, provider in state.providers.items():
         if not isinstance(provider, OptimizerProvider):
             continue

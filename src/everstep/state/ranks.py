@@ -18,6 +18,10 @@ class RankInfo:
             have in common is written once to each disk. None: all of them do.
         here: how many ranks share the memory of this machine, itself included.
         nodes: by rank: what its node is called; empty where no rank sends its bases to a peer.
+        followed: what this rank writes in a base its keeper can compute by its log alone, or by the
+            gradients that it copies: all are split alike (``adr/040``, ``adr/043``).
+        logged: there is a gradient log: what its marks hold each rank restores of its own, so each
+            writes it.
     """
 
     rank: int = 0
@@ -25,6 +29,8 @@ class RankInfo:
     near: tuple[int, ...] | None = None
     here: int = 1
     nodes: tuple[str, ...] = ()
+    followed: bool = False
+    logged: bool = False
 
 
 ONE_RANK = RankInfo()

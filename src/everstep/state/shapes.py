@@ -9,7 +9,7 @@ import xxhash
 
 from everstep.state.entries import Entry
 
-__all__ = ["shape_digest"]
+__all__ = ["shape_digest", "shape_of_all"]
 
 
 def shape_digest(
@@ -35,6 +35,15 @@ def shape_digest(
     ]
     text = json.dumps(plain, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def shape_of_all(shapes: Sequence[str]) -> str:
+    """What the states of several ranks consist of, together.
+
+    Args:
+        shapes: by rank.
+    """
+    return shapes[0] if len(shapes) == 1 else xxhash.xxh3_128_hexdigest("\n".join(shapes).encode())
 
 
 def _place(entry: Entry) -> list[list[int]]:

@@ -25,6 +25,9 @@ class OwnShare:
 
     Args:
         providers: by section; may get more until it is asked.
+
+    Attributes:
+        sharing: who writes what, of what was surveyed last; None: this rank is alone.
     """
 
     def __init__(self, ranks: RankInfo, providers: Mapping[str, Provider]) -> None:
@@ -32,6 +35,7 @@ class OwnShare:
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        self.sharing: Sharing | None = None
 
     def of(self, survey: Survey) -> Survey:
         """This rank's share; its shape and tensors are the same objects as last time where
@@ -57,14 +61,12 @@ class OwnShare:
         """Whether other ranks have, or write, anything of what was surveyed."""
         if self._ranks.world == 1:
             return False
-        common = common_of(self._providers.values(), survey.shape.aliases)
-        return Sharing(self._ranks, survey.shape.entries, common).is_shared()
+        return self._sharing(survey.shape).is_shared()
 
     def holders(self, survey: Survey) -> Callable[[str], frozenset[int] | None]:
         """See :meth:`everstep.state.image.State.holders`."""
         aliases, providers = survey.shape.aliases, self._providers
-        common = common_of(providers.values(), aliases)
-        sharing = Sharing(self._ranks, survey.shape.entries, common)
+        sharing = self._sharing(survey.shape)
         modules = [p for p in providers.values() if isinstance(p, ModuleProvider)]
         keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
         parameters = {aliases.get(key, key) for key in keys}
@@ -83,14 +85,22 @@ class OwnShare:
         self._refuse(shape)
         if self._ranks.world == 1:
             return shape
-        common = common_of(self._providers.values(), shape.aliases)
-        mine = Sharing(self._ranks, shape.entries, common).mine()
+        self.sharing = self._sharing(shape)
+        mine = self.sharing.mine()
         return Shape(
             tuple(mine[entry.name] for entry in shape.entries if entry.name in mine),
             MappingProxyType({o: name for o, name in shape.aliases.items() if name in mine}),
             MappingProxyType({n: owner for n, owner in shape.owners.items() if n in mine}),
             shape.objects_bytes,
         )
+
+    def _sharing(self, shape: Shape) -> Sharing:
+        """Who writes what: with a log each rank all that its marks hold, as it restores no other
+        rank's (frozen parameters inside of DDP that follow others, say)."""
+        common = common_of(self._providers.values(), shape.aliases)
+        marked = (name for name, owner in shape.owners.items() if owner.in_marks)
+        alone = frozenset(marked if self._ranks.logged else ())
+        return Sharing(self._ranks, shape.entries, common, alone)
 
     def _refuse(self, shape: Shape) -> None:
         world = self._ranks.world

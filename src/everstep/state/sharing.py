@@ -8,7 +8,7 @@ parameter's optimizer state goes with it, whatever of it is there yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -58,11 +58,21 @@ class Sharing:
 
     Args:
         entries: of everything that this rank holds.
+        alone: names of those that each rank writes which has them.
+
+    Attributes:
+        common: what ranks have in common.
     """
 
-    def __init__(self, ranks: RankInfo, entries: Iterable[Entry], common: Common) -> None:
-        self._ranks = ranks
-        self._common = common
+    def __init__(
+        self,
+        ranks: RankInfo,
+        entries: Iterable[Entry],
+        common: Common,
+        alone: Collection[str] = (),
+    ) -> None:
+        self._ranks, self._alone = ranks, alone
+        self.common = common
         self._entries = {entry.name: entry for entry in entries}
         self._everyone = tuple(range(ranks.world))
         self._shares = {entry.name: self._share(entry) for entry in self._entries.values()}
@@ -77,18 +87,23 @@ class Sharing:
                 found[name] = replace(self._entries[name], placement=text)
         return found
 
+    def split_of(self, parameter: str) -> tuple[_Ranks, int]:
+        """Ranks that could write a parameter's entry, and the one of them that does."""
+        share = self._shares[parameter]
+        return share.replicas, self._writer(share)
+
     def is_shared(self) -> bool:
         """Whether any entry is more than this rank's own."""
         own = (self._ranks.rank,)
-        return bool(self._common.owned) or any(
+        return bool(self.common.owned) or any(
             share.placement.ranks != own for share in self._shares.values()
         )
 
     def unit_of(self, name: str) -> str:
         """The parameter that an entry goes with; other entries go alone."""
-        if name in self._common.parameters:
+        if name in self.common.parameters:
             return name
-        return self._common.states.get(_front(name), name)
+        return self.common.states.get(_front(name), name)
 
     def ranks_of(self, name: str) -> frozenset[int]:
         """Ranks that have an entry in common; this one alone, where it is none of its own."""
@@ -102,14 +117,21 @@ class Sharing:
         name, me = entry.name, self._ranks.rank
         unit, front = self.unit_of(name), _front(name)
         placement = Placement.parse(entry.placement)
+        if name in self._alone:
+            own = placement if placement.ranks is not None else self._held_by((me,))
+            return Share(unit, (me,), own)
         if placement.ranks is not None:
             return Share(unit, self._near(replicas_on_mesh(placement, me)), placement)
-        if front in self._common.owned:
-            return Share(unit, (me,), self._held_by(self._common.owned[front]))
-        together = self._common.parameters.get(unit)
+        if front in self.common.owned:
+            return Share(unit, (me,), self._held_by(self.common.owned[front]))
+        together = self.common.parameters.get(unit)
         counts = name.endswith("/step") and entry.size_bytes <= _COUNTER_BYTES
         if together is None and unit != name and counts:
             together = self._on_the_mesh_of(unit)
+            if together is not None and self._ranks.followed:  # beside what it counts updates of
+                part = Placement.parse(self._entries[unit].placement)
+                near = self._near(replicas_on_mesh(part, me))
+                return Share(unit, near, self._held_by(together))
         together = together or (me,)
         return Share(unit, self._near(together), self._held_by(together))
 
@@ -131,7 +153,7 @@ class Sharing:
         """The writer of each parameter, by the ranks that have the same part of it: the largest
         first, each to the rank that has least so far."""
         units: dict[_Ranks, list[tuple[int, str]]] = {}
-        parameters = {*self._common.parameters, *self._common.states.values()}
+        parameters = {*self.common.parameters, *self.common.states.values()}
         for name in parameters & self._shares.keys():
             replicas = self._shares[name].replicas
             units.setdefault(replicas, []).append((-self._entries[name].size_bytes, name))

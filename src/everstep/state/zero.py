@@ -19,7 +19,7 @@ from everstep.state.owners import Holding, holding_of
 from everstep.state.placing import Placement
 from everstep.state.providers import ParameterNames, RestorePlan, Saved
 
-__all__ = ["PARTITIONED", "ZeroProvider", "is_zero"]
+__all__ = ["PARTITIONED", "ZeroProvider", "acting", "is_zero"]
 
 PARTITIONED = "everstep/partitioned"
 """Key of an optimizer's tree: ranks over which its state is spread, as text."""
@@ -29,6 +29,15 @@ def is_zero(optimizer: Optimizer) -> bool:
     """Whether it is torch's ZeroRedundancyOptimizer, which is not loaded here for the question."""
     loaded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return loaded is not None and isinstance(optimizer, loaded.ZeroRedundancyOptimizer)
+
+
+def acting(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that updates parameters on this rank: itself, but for a
+    ZeroRedundancyOptimizer, which has one for the parameters that are this rank's."""
+    if not is_zero(optimizer):
+        return optimizer
+    inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
+    return inner
 
 
 class ZeroProvider(OptimizerProvider):
@@ -61,6 +70,16 @@ class ZeroProvider(OptimizerProvider):
         """Names of the parameters that this rank keeps the state of."""
         held = {id(p) for group in self._zero.optim.param_groups for p in group["params"]}
         return {name for name, parameter in self.named() if id(parameter) in held}
+
+    def owners(self) -> dict[str, int]:
+        """By name of each parameter: the rank that updates it, and hands it to the others."""
+        ranks, found = self.ranks, self._zero._param_to_rank
+        return {name: ranks[found[parameter]] for name, parameter in self.named()}
+
+    def gather(self) -> None:
+        """Hands each rank what others have updated, as the end of each ``step()`` does. To be
+        called by all of them."""
+        self._zero._sync_params()
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         plan = super().plan(saved, live)

@@ -73,6 +73,7 @@ _ON = {
     "skewed_clock": ("scan", "walk"),
 }
 _DAY_S = 86_400.0
+_LASTING = 16  # operations in which credentials expire twice at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +125,20 @@ class FaultyTier:
         operations: int = 2000,
     ) -> FaultyTier:
         """Faults on about ``share`` of the first operations, drawn from ``seed``; never more
-        than two of them in a row."""
+        than two of them in a row. Behind two new credentials others last for a while: of several
+        threads each would find those expired that another has refreshed."""
         drawn = random.Random(seed)
-        faults, row = [], 0
+        faults, row, expired = [], 0, [-_LASTING] * 2
         for number in range(1, operations + 1):
             row = row + 1 if row < 2 and drawn.random() < share else 0
-            if row:
-                faults.append(TierFault(drawn.choice(list(kinds)), at=number))
+            if not row:
+                continue
+            kind = drawn.choice(list(kinds))
+            if kind == "expired":
+                if number - expired[0] < _LASTING:
+                    continue
+                expired = [expired[1], number]
+            faults.append(TierFault(kind, at=number))
         return cls(inner, faults, later=False)
 
     @property

@@ -1,0 +1,45 @@
+"""Which entries of a base belong to optimizers, as its object trees tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.state.objects import TensorRef
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.tree import references
+
+__all__ = ["owned_entries", "parameter_names"]
+
+
+def owned_entries(trees: Mapping[str, Any], canonical: Callable[[str], str]) -> set[str]:
+    """Entries that are a parameter or state of any optimizer; arguments as of
+    :func:`parameter_names`."""
+    parameters, found = parameter_names(trees, canonical), set[str]()
+    for tree in trees.values():
+        groups = OptimizerProvider.groups_of(tree)
+        if groups is not None:
+            for group in groups:
+                for name in group:
+                    found |= parameters.get(name, set())
+            found |= {canonical(name) for name in references(tree["state"])}
+    return found
+
+
+def parameter_names(
+    trees: Mapping[str, Any], canonical: Callable[[str], str]
+) -> dict[str, set[str]]:
+    """Entries by the names under which optimizers know parameters: ``"section.key"``.
+
+    Args:
+        trees: of modules and optimizers, by section.
+        canonical: the entry that has a name.
+    """
+    found: dict[str, set[str]] = {}
+    for section, tree in trees.items():
+        if not isinstance(tree, dict) or OptimizerProvider.groups_of(tree) is not None:
+            continue
+        for key, value in tree.items():
+            if isinstance(key, str) and isinstance(value, TensorRef):
+                found.setdefault(f"{section}.{key}", set()).add(canonical(value.name))
+    return found
