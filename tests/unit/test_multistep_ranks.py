@@ -92,7 +92,7 @@ def check_resumed(job: Job, layout: str, step: int, wanted: list[dict[int, Any]]
     [
         ("ddp", True),
         pytest.param("ddp", False, marks=pytest.mark.slow),
-        ("fsdp", False),
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
         pytest.param("fsdp", True, marks=pytest.mark.slow),
         pytest.param("fsdp_low", True, marks=pytest.mark.slow),
         pytest.param("tp", True, marks=pytest.mark.slow),
@@ -195,7 +195,7 @@ def test_a_rank_whose_window_is_void_takes_its_part_in_one_step(
     ("last", "draws", "step"),
     [
         pytest.param(6, True, 4, marks=pytest.mark.slow),
-        (6, False, 6),
+        pytest.param(6, False, 6, marks=pytest.mark.slow),
         pytest.param(8, False, 8, marks=pytest.mark.slow),
     ],
 )
@@ -238,6 +238,7 @@ def test_all_ranks_go_back_within_a_base(job: Job, undisturbed: Any) -> None:
     check_resumed(job, "ddp", 7, before)
 
 
+@pytest.mark.slow
 def test_an_error_within_a_base_leaves_nobody_waiting(job: Job) -> None:
     """Not for what the others would say, nor for a base that they do not take."""
     ranks = job.start("ddp", 2, STEPS, over(), {}, {"DOES": json.dumps({3: "raise"})})
