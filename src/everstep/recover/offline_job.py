@@ -278,7 +278,9 @@ class JobState:
             if others is not None:
                 unclear[name] = f"rank(s) {_text(taken.get(name))} and {others}"
         if unclear:
-            leaves = tuple((name, f"{who} had different ones") for name, who in unclear.items())
+            leaves = tuple(
+                (name, f"{who} had different ones") for name, who in sorted(unclear.items())
+            )
             listed = "\n".join(f"  {name}: {why}" for name, why in leaves[:_LISTED])
             raise UnsupportedStateError(
                 f"ranks had different parameters of one name, which a state of one process cannot "
