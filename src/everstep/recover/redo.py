@@ -236,7 +236,7 @@ class Redo:
             )
         for plan in plans.values():
             for name, template in plan.like.items():
-                if name in logged:
+                if name in logged and name not in plan.in_place:
                     logged[name] = like(template, entries[name], logged[name])
         return put_back(state, plans, logged, live)
 
