@@ -19,11 +19,13 @@ from everstep.format.log import record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.recover import log_post
+from everstep.recover.redo import Redo, Step, update_of
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
+from everstep.state.image import State
 from everstep.state.ranks import RankInfo
 from tests.unit.relogged import Logs, logged, redone, train
-from tests.unit.sharding import STEP, Values, as_rank, build, locals_of
+from tests.unit.sharding import STEP, Values, as_rank, build, load, locals_of
 from tests.unit.test_log_parts import (
     Replica,
     alike,
@@ -468,3 +470,20 @@ def _back(ranks: list[Replica], step: int) -> list[Any]:
     from tests.unit.together import on_all
 
     return on_all(*(partial(one.ckpt.resume, step) for one in ranks))
+
+
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_as_many_ranks_replay_their_own_parts(world: int, tmp_path: Path, ring: ChunkRing) -> None:
+    """Some of which are empty: what an optimizer keeps of these is in marks, and is there."""
+    base, logs = logged(tmp_path, "fsdp", world, ring, STEPS)
+    for rank in range(world):
+        with as_rank(rank, world) as info:
+            values, wanted = build("fsdp", info, 9), trained_on("fsdp", info)
+            state = State(values, ranks=info)
+            load(base, state, ring)
+            redo = Redo(state)
+            for step in range(STEP + 1, STEP + 1 + STEPS):
+                update, mark = logs[rank, step]
+                redo.step(Step(((update, update_of(update)),), mark))
+            assert redo.finish() == []
+            assert same(values, wanted) == [], rank
