@@ -108,10 +108,7 @@ RELAID = ("plain", "scaler", "behind the mean", "shards", "shards, lossy", "loss
 QUICK = (
     *RELAID,
     "no error feedback",
-    "accumulated",
-    "used by one rank first",
     "changed behind the exchange",
-    "a dense log",
 )
 """Cases that are played often."""
 
