@@ -218,7 +218,8 @@ def scan_of(flat: torch.Tensor, form: FloatFormat) -> DeviceScan:
 
 
 def sample_positions(numel: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Up to ``SAMPLE_NUMEL`` positions (int64, ascending), one from each of as many strides.
+    """Up to ``SAMPLE_NUMEL`` positions (int64, ascending), one from each of as many strides. Not
+    to be written to.
 
     Where in its stride an element is taken from follows from its number and ``seed`` alone. A
     fixed offset would look at the same column of every row wherever the stride is a multiple
@@ -226,10 +227,21 @@ def sample_positions(numel: int, seed: int, device: torch.device) -> torch.Tenso
     """
     if numel <= SAMPLE_NUMEL:
         return torch.arange(numel, device=device)
-    number = torch.arange(SAMPLE_NUMEL, device=device)
-    mixed = ((number + SAMPLE_NUMEL * seed + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
+    if device.type == "cpu":
+        return _kept_strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, seed)
+    # Not kept: one stream of a device would have to wait for another that has made them.
+    return _strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, seed, device)
+
+
+@functools.lru_cache(maxsize=32)  # of as many sizes: models have few, and each takes a while
+def _kept_strides(stride: int, count: int, seed: int) -> torch.Tensor:
+    return _strides(stride, count, seed, torch.device("cpu"))
+
+
+def _strides(stride: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
+    number = torch.arange(count, device=device)
+    mixed = ((number + count * seed + 1) * 0x9E3779B1) & 0xFFFFFFFF  # golden ratio
     mixed = (((mixed >> 15) ^ mixed) * 0x85EBCA6B) & 0xFFFFFFFF  # as in MurmurHash3
-    stride = numel // SAMPLE_NUMEL
     return number * stride + (mixed >> 8) % stride
 
 

@@ -99,10 +99,7 @@ def _kept(
         optimizer = build(kind, [[stand_in]], [options])
         with torch.no_grad():
             own_step(kind)(optimizer)
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # it looks at values (ASGD, Adafactor), or wants a closure (LBFGS)
-        return None
+    except (RuntimeError, TypeError):
+        return None  # it looks at values (ASGD, Adafactor), or wants a closure (LBFGS)
     kept = optimizer.state.get(stand_in, {})
     return {key: value for key, value in kept.items() if isinstance(value, torch.Tensor)}

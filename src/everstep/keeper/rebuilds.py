@@ -94,7 +94,8 @@ class Rebuilds:
         capture.assembling = True
         if keeper.is_one_of_several:  # the others go by the order of bases
             keeper.expect(capture)
-        self._thread.submit(self._rebuild, trainer, capture, objects, assembly, keeper)
+        rebuild = self._thread.submit(self._rebuild, trainer, capture, objects, assembly, keeper)
+        rebuild.add_done_callback(lambda _: capture.made.set())  # whatever comes of it
 
     def forget(self, number: int) -> None:
         """The rest of a base will never come."""
@@ -119,19 +120,6 @@ class Rebuilds:
         keeper: LocalKeeper,
     ) -> None:
         """In the thread."""
-        try:
-            self._make(trainer, capture, objects, assembly, keeper)
-        finally:
-            capture.made.set()
-
-    def _make(
-        self,
-        trainer: Attached,
-        capture: Capture,
-        objects: Mapping[str, bytes],
-        assembly: Assembly,
-        keeper: LocalKeeper,
-    ) -> None:
         error: EverstepError | None = None
         try:
             failpoint("rebuild.before")
