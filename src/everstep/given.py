@@ -118,9 +118,13 @@ def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
         parameters = [one for name, one in signature.parameters.items() if name != "self"]
         known = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
         by_name = [f"{one.name}=" for one in parameters if one.kind is one.KEYWORD_ONLY]
+        needed = [one for one in parameters if one.default is one.empty]
+        may_be_bare = "self" in signature.parameters and not needed
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
+            if may_be_bare and len(args) == 1 and not options:
+                return function(*args)  # mostly, and at each save: there is nothing to look at
             args = tuple(map(plain, args))
             options = {name: plain(value) for name, value in options.items()}
             refuse_unknown(who, options, known)

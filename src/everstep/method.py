@@ -66,7 +66,8 @@ class Method:
         rebuild: of ``base="multistep"``: who brings its parts to one step. ``"keeper"``: the keeper
             process, before it writes them, with the CPU's arithmetic. ``"recovery"``: parts and
             gradients are written as they were captured, and whoever restores the base runs the
-            optimizers over them, on the device and with the kernels of training: one rank's only.
+            optimizers over them: one rank on the device and with the kernels of training, several
+            ranks on the CPU.
     """
 
     base: str = "lazy"

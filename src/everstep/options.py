@@ -35,6 +35,7 @@ _TIMEOUT_S_MAX = 365 * 86400.0
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _GRACE_S_MAX = 86400.0
 _RATIO = 0.01
+_BATCH_STEPS, _BATCH_STEPS_MAX = 10, 100_000
 
 
 @checked
@@ -117,7 +118,9 @@ class LogOptions:
             comes back to its last step. ``"disk"``: in segments, too, so that a lost machine or
             keeper does not lose it, and every step that was logged can be gone back to. A dense
             log writes as much each step as there are gradients: mind what the disk endures.
-        batch_steps: steps of one segment.
+        batch_steps: steps of one segment; fewer where they fill a quarter of the log's memory.
+            ``"auto"``: as few as the disk carries with ease, by what it takes; 10 until that is
+            known. None: 10, or ``"auto"`` with ``every="auto"``.
         history: which steps can be gone back to: ``"last"``: those behind the oldest base that
             is kept. ``"all"``, those of the last ``"2h"``, or of the last ``"50GB"`` of the log:
             then the bases that they are replayed from stay, too, beyond ``keep``.
@@ -139,7 +142,7 @@ class LogOptions:
     """
 
     to: str = "memory"
-    batch_steps: int = 10
+    batch_steps: int | str | None = None
     history: str = "last"
     watch: bool = False
     lag_steps: int | None = None
@@ -156,9 +159,11 @@ class LogOptions:
                 "to the newest base",
                 hint=f'LogOptions(to="disk", history={self.history!r})',
             )
-        if not is_int(self.batch_steps) or not 1 <= self.batch_steps <= 100_000:
+        steps = self.batch_steps
+        number = steps if isinstance(steps, int) and is_int(steps) else 0
+        if steps not in (None, "auto") and not 1 <= number <= _BATCH_STEPS_MAX:
             raise OptionError(
-                f"LogOptions.batch_steps must be 1 to 100000, not {self.batch_steps!r}"
+                f'LogOptions.batch_steps must be 1 to {_BATCH_STEPS_MAX}, or "auto", not {steps!r}'
             )
         if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise OptionError(f"LogOptions.ratio must be in (0, 1], not {self.ratio!r}")
@@ -167,12 +172,20 @@ class LogOptions:
                 raise OptionError(
                     f"LogOptions.lag_steps={self.lag_steps!r} is for a log to disk, and from 0"
                 )
-            if self.batch_steps > self.lag_steps + 1:
+            if self.batch_first > self.lag_steps + 1:
                 raise OptionError(
                     f"a log that may be {self.lag_steps} step(s) behind cannot be written "
-                    f"{self.batch_steps} steps at a time",
-                    hint=f"LogOptions(batch_steps={self.lag_steps + 1})",
+                    f"{self.batch_first} steps at a time",
+                    hint=f'LogOptions(batch_steps={self.lag_steps + 1}), or "auto"',
                 )
+
+    @property
+    def batch_first(self) -> int:
+        """Steps of the first segment; of each, where that is not chosen while training runs."""
+        if isinstance(self.batch_steps, int):
+            return self.batch_steps
+        lag_steps = self.lag_steps if self.batch_steps == "auto" else None
+        return _BATCH_STEPS if lag_steps is None else min(_BATCH_STEPS, lag_steps + 1)
 
     @property
     def on_disk(self) -> bool:
@@ -284,6 +297,12 @@ class Options:
     def log_on_disk(self) -> bool:
         """Whether there is a gradient log that is written to disk."""
         return self.logs and self.log.on_disk
+
+    @property
+    def batch_auto(self) -> bool:
+        """Whether the steps of a segment on disk are chosen while training runs."""
+        steps = self.log.batch_steps
+        return steps == "auto" or (steps is None and self.every.auto)
 
     @property
     def audits(self) -> bool:

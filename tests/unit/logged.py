@@ -33,7 +33,7 @@ from everstep.recover.offline_base import load_offline
 from everstep.recover.rebuild import Rebuilder
 from everstep.recover.scan import scan_run
 from everstep.recover.segments import SegmentFound, read_segment, scan_log
-from everstep.seams import PosixFileSystem
+from everstep.seams import PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.tiers.slots import SlotStore
 from tests.unit.world import TIMEOUT_S, forget
@@ -216,9 +216,7 @@ def write_segment(
 ) -> None:
     """Writes a segment of steps ``(after, ...]``."""
     identity = ShardIdentity(run_id, timeline, 0, 0, 0, 1, True)
-    SegmentWriter(
-        PosixFileSystem(), PurePath(run), identity, ring, batch_steps=2, timeout_s=TIMEOUT_S
-    ).write(records, after)
+    SegmentWriter(Seams(), PurePath(run), identity, ring, timeout_s=TIMEOUT_S).write(records, after)
 
 
 def record(old: LogRecord, **head: Any) -> LogRecord:

@@ -226,6 +226,16 @@ def _hsdp(rank: int, world: int) -> Training:
     return _finish(fully_shard(Net(), mesh=mesh), rank)
 
 
+def _hsdp_topk(rank: int, world: int) -> Training:
+    """Residuals are sharded and replicated as parameters are."""
+    from everstep.compress import Compressor
+
+    training = _hsdp(rank, world)
+    optimizer = training.values["optimizer"]
+    training.values["compressor"] = Compressor(optimizer, ratio=0.2, dense_below=8)
+    return training
+
+
 def _tp(rank: int, world: int) -> Training:
     net = Net()
     _tensor_parallel(net, init_device_mesh("cpu", (world,)))
@@ -356,7 +366,11 @@ LAYOUTS = {
 }
 """The rows of the matrix."""
 
-MORE = {**LAYOUTS, "follows": Layout("DDP, with parameters that no optimizer trains", 2, _follows)}
+MORE = {
+    **LAYOUTS,
+    "follows": Layout("DDP, with parameters that no optimizer trains", 2, _follows),
+    "hsdp_topk": Layout("FSDP2, replicated, on compressed gradients", 4, _hsdp_topk),
+}
 """With what is tried for one thing alone."""
 
 
@@ -402,6 +416,7 @@ def main() -> None:
     options of the Checkpointer as JSON (null: train without one)."""
     run, meet, layout, *numbers, about = sys.argv[1:]
     rank, world, last = map(int, numbers)
+    run += os.environ.get("DISK", "")
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True)
     options = json.loads(about)
@@ -411,7 +426,7 @@ def main() -> None:
             "gloo", init_method=store, rank=rank, world_size=world, timeout=limit
         )
     torch.manual_seed(1)
-    training = LAYOUTS[layout].build(rank, world)
+    training = MORE[layout].build(rank, world)
     torch.manual_seed(100 + training.draws)
     random.seed(rank)
     np.random.seed(rank)

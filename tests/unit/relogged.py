@@ -3,10 +3,10 @@ another number of ranks, or another layout (see :mod:`tests.unit.sharding`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -16,7 +16,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.consumed import Consumption
+from everstep.keeper.consumed import Consumed, Consumption
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.recordable import Layouts, digest_of
 from everstep.recover.forward import Restored
@@ -28,19 +28,28 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.state.dtensors import box_of, is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
+from everstep.state.log_parts import updated_elsewhere
 from everstep.state.objects import encode
 from everstep.state.placing import Box
 from everstep.state.ranks import RankInfo
 from everstep.state.tensors import host_bytes
 from tests.unit.sharding import STEP, Values, as_rank, build, found, load, open_all, write
 
-__all__ = ["Logs", "gradient", "logged", "redone", "train"]
+__all__ = ["Logs", "Looks", "gradient", "logged", "record_of", "records_of", "redone", "train"]
 
 Logs = dict[tuple[int, int], list[LogRecord]]
 """Updates and mark, by rank and step."""
 
 Compress = Callable[[Any], Any]
 Change = Callable[[Values, RankInfo], None]
+
+
+class Looks(Protocol):
+    """As :class:`everstep.keeper.log_part.LogPart`."""
+
+    def look(self, consumption: Consumption, key: str) -> tuple[Consumed, str, Mapping[str, Any]]:
+        """What is recorded of an update."""
+        ...
 
 
 def gradient(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
@@ -93,16 +102,35 @@ def logged(
             values = _values(layout, info, seed, optimizer, compress)
             state = State(values, ranks=info)
             markers.append(write(run, state, ring))
-            consumption, part, layouts = Consumption(state), LogPart(state), Layouts()
-            for step in range(STEP + 1, STEP + 1 + steps):
-                train(values, step)
-                shape = digest_of(state.survey().shape, consumption.regroup())
-                head = RecordHead("update", 1, step, step, shape)
-                update = _update(values["optimizer"], consumption, part, head)
-                values["own"]["n"] = step
-                change(values, info)
-                logs[rank, step] = [update, _mark(state, layouts, step, shape)]
+            for step, records in records_of(values, state, steps, change):
+                logs[rank, step] = records
     return found(run, markers), logs
+
+
+def records_of(
+    values: Values,
+    state: State,
+    steps: int,
+    change: Change = lambda values, info: None,
+    *,
+    part: Looks | None = None,
+) -> Iterator[tuple[int, list[LogRecord]]]:
+    """Trains a rank, and gives what it logs of each step: update and mark.
+
+    Args:
+        change: as for :func:`logged`.
+        part: says what is recorded of an update; None: this rank's part.
+    """
+    consumption, layouts = Consumption(state), Layouts()
+    part = part or LogPart(state)
+    for step in range(STEP + 1, STEP + 1 + steps):
+        train(values, step)
+        shape = digest_of(state.survey().shape, consumption.regroup())
+        head = RecordHead("update", 1, step, step, shape)
+        update = _update(values["optimizer"], consumption, part, head)
+        values["own"]["n"] = step
+        change(values, state.ranks)
+        yield step, [update, _mark(state, layouts, step, shape)]
 
 
 def redone(
@@ -168,7 +196,7 @@ def _values(
 
 
 def _update(
-    optimizer: torch.optim.Optimizer, consumption: Consumption, part: LogPart, head: RecordHead
+    optimizer: torch.optim.Optimizer, consumption: Consumption, part: Looks, head: RecordHead
 ) -> LogRecord:
     """Makes a step; returns the record of what it consumes."""
     records: list[LogRecord] = []
@@ -176,7 +204,7 @@ def _update(
     def record(*_: Any) -> None:
         consumed, name, about = part.look(consumption, "optimizer")
         objects = {name: encode(about, checked=True)}
-        records.append(_record(head, consumed.layout, objects, consumed.tensors))
+        records.append(record_of(head, consumed.layout, objects, consumed.tensors))
 
     handle = optimizer.register_step_pre_hook(record)
     optimizer.step()
@@ -189,20 +217,26 @@ def _mark(state: State, layouts: Layouts, step: int, shape: str) -> LogRecord:
     survey = state.survey()
     owners = survey.shape.owners
     named = {e.name: survey.tensors[e.name] for e in survey.shape.entries}
-    replayed = {name: t for name, t in named.items() if owners[name].kind == "replayed"}
+    elsewhere = updated_elsewhere(state)
+    replayed = {
+        name: tensor
+        for name, tensor in named.items()
+        if owners[name].kind == "replayed" and name not in elsewhere
+    }
     spots = Spots(replayed)
     named = {name: t for name, t in named.items() if owners[name].in_marks}
     named |= marked(spots, which_of(spots, sorted(survey.tensors)), step)
     head = RecordHead("mark", 1, step, step, shape)
-    return _record(head, layouts.of(named), survey.objects(), named)
+    return record_of(head, layouts.of(named), survey.objects(), named)
 
 
-def _record(
+def record_of(
     head: RecordHead,
     layout: ShardLayout,
     objects: Mapping[str, bytes],
     tensors: Mapping[str, torch.Tensor],
 ) -> LogRecord:
+    """A record of these tensors, of DTensors this rank's parts."""
     data = bytearray(layout.size_bytes)
     for place in layout.placed:
         tensor = local_of(tensors[place.entry.name]).detach().contiguous()

@@ -817,4 +817,5 @@ def test_the_start_says_what_each_base_and_step_writes(
         "for two bases and 4.0 MB of gradients for each step since",
     ):
         assert words in said
-    assert said.endswith("per base, 4.0 MB of gradients per step (budget of 1.0 TB a day)")
+    segments = "per base, 4.0 MB of gradients per step, in segments of batch_steps=auto"
+    assert said.endswith(f"{segments} (budget of 1.0 TB a day)")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.errors import DeadlineError, OutOfSpaceError, StorageError
+from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError, StorageError
+from everstep.keeper.save import Save, telling
 from everstep.seams import Seams
 from tests.unit.world import (
     TIMEOUT_S,
@@ -348,3 +349,16 @@ def test_every_base_verifies(run_folder: Path) -> None:
     bases = inventory_of(run_folder).bases
     assert [base.id.step for base in bases] == [5, 6, 7]
     assert all(not verdict_of(base).damages for base in bases)
+
+
+def test_whoever_waits_for_a_save_hears_what_became_of_it() -> None:
+    told: list[EverstepError] = []
+    failed, interrupted, error = Save(1, 1), Save(2, 1), StorageError("no more")
+    with telling(failed, told.append):
+        raise error
+    with pytest.raises(KeyboardInterrupt), telling(interrupted, told.append):
+        raise KeyboardInterrupt
+    assert told == [error]
+    assert failed.staged.exception() is failed.durable.exception() is error
+    assert interrupted.staged.cancelled()
+    assert interrupted.durable.cancelled()

@@ -44,7 +44,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "KeeperOptions.threads": (5,),
     "KeeperOptions.linger_s": (5, 0, 0.5),
     "LogOptions.to": (),
-    "LogOptions.batch_steps": (5,),
+    "LogOptions.batch_steps": (None, 5),
     "LogOptions.history": (),
     "LogOptions.watch": (True, False),
     "LogOptions.lag_steps": (None,),

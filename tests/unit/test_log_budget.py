@@ -176,12 +176,15 @@ def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> N
             run.train(2)
             run.ckpt.save()
             run.ckpt.wait()
-            assert {kept.step for kept in recorder.rooms.kept} == {1, 2, 3, 4, 5}
+            rooms = recorder.rooms
+            assert {kept.step for kept in rooms.kept} == {1, 2, 3, 4, 5}
+            assert rooms.kept_bytes == sum(kept.room.size_bytes for kept in rooms.kept)
         finally:
             gate.open()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
         assert recorder.rooms.kept == [], "a base is durable, and nothing is on its way"
+        assert recorder.rooms.kept_bytes == 0
     assert spans(run_folder) == [(0, 3)]
 
 

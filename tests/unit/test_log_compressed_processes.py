@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.keepers import end_keepers
 from tests.unit.test_log_together_processes import came_back, undisturbed
+from tests.unit.test_parallel import Run, at, compare, steps_of
 from tests.unit.test_replica_ranks_processes import (
     Made,
     change,
@@ -39,3 +41,19 @@ def test_keepers_that_apply_compressed_gradients_write_the_bases(
     job.until_all_die(5)
     assert came_back(job, expected) == 5
     assert STEPS in committed(job)
+
+
+def test_replicas_of_shards_train_on_compressed_gradients(tmp_path: Path) -> None:
+    """Replicas stay alike, and all of them come back to the last step, residuals and all."""
+    layout, options = "hsdp_topk", {"method": "lowdiff"}
+    (tmp_path / "alike").mkdir()
+    said = Run(tmp_path / "alike").to_the_end(layout, None, world=4, last=4, whole=True)
+    assert at(said, 4), "torch puts the same tensors together in each replica"
+    run = Run(tmp_path)
+    wanted = steps_of(run.to_the_end(layout, None, world=4))
+    try:
+        dies = {"DIES": "1 5 after_step"}
+        assert compare(run.until_killed(layout, options, 1, dies, world=4), wanted) == 0
+        assert compare(run.to_the_end(layout, options, world=4), wanted) in (4, 5)
+    finally:
+        end_keepers(tmp_path)

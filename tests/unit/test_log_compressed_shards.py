@@ -38,6 +38,9 @@ JOBS: list[tuple[Job, Job]] = [
     (("fsdp", 2), ("one", 1)),
     (("one", 1), ("fsdp", 2)),
     (("ddp", 2), ("ddp", 3)),
+    (("hsdp", 4), ("hsdp", 4)),
+    (("hsdp", 4), ("fsdp", 3)),
+    (("fsdp", 2), ("hsdp", 4)),
 ]
 
 
@@ -151,12 +154,22 @@ def test_a_gradient_is_compressed_on_all_ranks_or_on_none() -> None:
                     assert (form is not None) == (local_of(parameter).numel() > 0)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "tp", "fsdp_tp"])
-def test_parts_that_several_ranks_hold_alike_are_refused(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["tp", "fsdp_tp"])
+def test_some_parts_that_several_ranks_hold_alike_are_refused(layout: str) -> None:
     with as_rank(0, 4) as info:
         values = build(layout, info, 3)
         with pytest.raises(OptionError, match="several ranks hold the same part"):
             Compressor(values["optimizer"])
+
+
+def test_replicas_of_some_parameters_only_are_refused() -> None:
+    """Ranks of one replica of these have different parts of the others."""
+    with as_rank(0, 4) as info:
+        models = [build(layout, info, 3)["model"] for layout in ("hsdp", "fsdp")]
+        both = [parameter for model in models for parameter in model.parameters()]
+        with pytest.raises(OptionError, match="and not of all"):
+            Compressor(torch.optim.AdamW(both))
+        Compressor(torch.optim.AdamW([p for p in both if len(p.placements) == 2]))
 
 
 def test_sharded_parameters_beside_others_are_refused() -> None:

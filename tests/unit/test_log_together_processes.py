@@ -45,7 +45,12 @@ if kind.startswith("fsdp"):
     fully_shard(model)
 else:
     model = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+trained = [p for p in model.parameters() if p.requires_grad]
+if kind == "zero":
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    optimizer = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=0.01)
+else:
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 hook = None
 if kind == "ddp, exchange":
@@ -58,7 +63,8 @@ torch.manual_seed(100 + rank)  # each rank has data and noise of its own
 
 def parts():
     for p in model.parameters():
-        for t in (p.detach(), *optimizer.state.get(p, {}).values()):
+        moments = getattr(optimizer, "optim", optimizer).state.get(p, {})  # of ZeRO, this rank's
+        for t in (p.detach(), *moments.values()):
             yield t.to_local() if hasattr(t, "to_local") else t
 
 def digest(*others):

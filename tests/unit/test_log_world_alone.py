@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import everstep
-from everstep.commit.lineage import BaseId
 from everstep.errors import NewerFormatError, RecoveryError
 from everstep.format.names import base_dir, shard_name
 from everstep.format.records import Manifest
@@ -157,11 +155,8 @@ def test_a_base_of_several_is_one_wherever_it_is(tmp_path: Path) -> None:
         assert not begins_with_several(found, step=0)
 
 
-def test_a_base_over_several_updates_is_for_one_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its tensors are of different updates until somebody makes it whole, which several ranks do
-    not: they take none of it."""
+def test_a_base_over_several_updates_is_for_several_ranks_too(tmp_path: Path) -> None:
+    """Its tensors are of different updates until somebody makes it whole, which each rank does."""
     path = tmp_path / "run"
     options: dict[str, Any] = {"method": left(2), "log": None, "keeper": None}
     with replicas(path, seams=[Seams()], **options) as (one,):
@@ -169,12 +164,9 @@ def test_a_base_over_several_updates_is_for_one_process(
         one.train(5)
         one.ckpt.wait(20)
     assert set(lsns_on_disk(path, 5).values()) == {4, 5}
-    caplog.set_level(logging.WARNING)
-    with replicas(path, path) as ranks, pytest.raises(RecoveryError) as raised:
-        resume(ranks)
-    assert "only a process that trains alone makes it whole" in str(raised.value)
-    with alone(path) as (one,):
-        found = one.ckpt.resume()
-        assert (found.step, found.exact) == (5, True)
-        assert all(map(torch.equal, one.weights, trained(5)))
-    assert BaseId(1, 5) in [base.id for base in scan_run(PosixFileSystem(), path).bases]
+    with replicas(path, path) as ranks:
+        for one, found in zip(ranks, resume(ranks), strict=True):
+            assert (found.step, found.skipped) == (5, ())
+            assert not any("brought to one step" in note for note in found.notes)
+            assert all(map(torch.equal, one.weights, trained(5)))
+        die(ranks)

@@ -4,19 +4,30 @@ that; in other parts, what all of them have recorded together."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from everstep.errors import FormatError
+from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
-from everstep.recover.redo import update_of
+from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.untold import Untold
+from everstep.recover.redo import Redo, Step, update_of
+from everstep.recover.scan import BaseFound
+from everstep.seams.clock import ManualClock
+from everstep.state import share
+from everstep.state.common import common_of
 from everstep.state.image import State
+from everstep.state.log import SPOT
 from everstep.state.log_parts import left_to_others_bytes, updated_elsewhere
 from everstep.state.ranks import RankInfo
+from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
 from tests.unit.relogged import Logs, logged, redone, train
-from tests.unit.sharding import STEP, Values, as_rank, build, locals_of
+from tests.unit.sharding import STEP, Values, as_rank, build, load, locals_of
 
 STEPS = 3
 
@@ -108,3 +119,133 @@ def test_a_part_that_is_missing_is_noticed(tmp_path: Path, ring: ChunkRing) -> N
         logs[2, step] = logs[1, step]
     with as_rank(0, 1) as info, pytest.raises(FormatError):
         redone(base, logs, "one", info, ring, STEPS, together=False)
+
+
+# --- Who updates a parameter writes it, and has samples of it ---------------------------------
+
+WORLD = 5
+"""So many ranks would share them out otherwise: of two that are of one size each writes what the
+other one updates."""
+
+
+def owned_by(state: State) -> set[str]:
+    """Entries of the parameters that this rank updates."""
+    provider = state.providers["optimizer"]
+    assert isinstance(provider, ZeroProvider)
+    return {"model/" + name.removeprefix("model.") for name in provider.owned()}
+
+
+def in_samples(state: State) -> set[str]:
+    """Parameters of which marks of this rank's log hold some elements."""
+    survey = state.survey()
+    channel = BackgroundChannel("raise", ManualClock(), progress_timeout_s=9.0)
+    untold = Untold(channel, lambda: updated_elsewhere(state))
+    untold.start(survey, STEP)
+    which = untold.samples(STEP + 1)[f"{SPOT}which"].numpy()
+    bits = np.unpackbits(which)[: len(survey.tensors)]
+    names = [name for name, bit in zip(sorted(survey.tensors), bits, strict=True) if bit]
+    return {name for name in names if name.startswith("model/")}
+
+
+@pytest.mark.parametrize(
+    "disks",
+    [((0, 1, 2, 3, 4),), ((0,), (1,), (2,), (3,), (4,)), ((0, 3), (1, 2, 4))],
+    ids=["one disk", "disks of their own", "two disks"],
+)
+def test_each_rank_writes_and_samples_what_it_updates(disks: tuple[tuple[int, ...], ...]) -> None:
+    every = {f"model/{name}" for name, _ in build_names()}
+    sampled = list[str]()
+    for disk in disks:
+        on_disk = list[str]()
+        for rank in disk:
+            near = None if len(disks) == 1 else disk
+            with as_rank(rank, WORLD) as info:
+                state = State(build("zero", info, 3), ranks=replace(info, near=near))
+                own = owned_by(state)
+                written = state.survey().tensors.keys() & every
+                assert own
+                assert written >= own
+                assert near is not None or written == own
+                assert in_samples(state) == own
+                sampled += own
+                on_disk += written
+        assert sorted(on_disk) == sorted(every), "once on each disk"
+    assert sorted(sampled) == sorted(every)
+
+
+def replayed(base: BaseFound, logs: Logs, info: RankInfo, ring: ChunkRing) -> Values:
+    """A rank that was there, behind its own log."""
+    values = build("zero", info, 9)
+    state = State(values, ranks=info)
+    load(base, state, ring)
+    redo = Redo(state)
+    redo.compares = True
+    for step in range(STEP + 1, STEP + 1 + STEPS):
+        update, mark = logs[info.rank, step]
+        redo.step(Step(((update, update_of(update)),), mark))
+    redo.finish()
+    return values
+
+
+def test_each_rank_replays_its_own_log_bit_for_bit(tmp_path: Path, ring: ChunkRing) -> None:
+    base, logs = logged(tmp_path, "zero", 3, ring, STEPS)
+    for rank in range(3):
+        with as_rank(rank, 3) as info:
+            wanted = trained_on("zero", info)
+            elsewhere = updated_elsewhere(State(wanted, ranks=info))
+            assert differing(replayed(base, logs, info, ring), wanted, elsewhere) == []
+
+
+@pytest.mark.parametrize("of", ["weight", "bias"])
+@pytest.mark.parametrize("layer", ["up", "norm", "down"])
+def test_what_is_written_past_the_optimizer_is_found(
+    layer: str, of: str, tmp_path: Path, ring: ChunkRing
+) -> None:
+    """To any parameter, by the rank that updates it, where no version counter tells."""
+    name, writers = f"{layer}.{of}", set[int]()
+
+    def change(values: Values, info: RankInfo) -> None:
+        own = values["optimizer"].optim.param_groups
+        parameter = dict(values["model"].named_parameters())["module." + name]
+        if any(parameter is one for group in own for one in group["params"]):
+            writers.add(info.rank)
+            if values["own"]["n"] == STEP + 2:
+                parameter.data.add_(1.0)
+
+    base, logs = logged(tmp_path, "zero", WORLD, ring, STEPS, change=change)
+    (writer,) = writers
+    for rank in range(WORLD):
+        with as_rank(rank, WORLD) as info:
+            if rank != writer:
+                replayed(base, logs, info, ring)
+                continue
+            with pytest.raises(AuditError, match=f"'model/{name}'"):
+                replayed(base, logs, info, ring)
+    with as_rank(0, 1) as info, pytest.raises(AuditError, match=f"'model/{name}'"):
+        redone(base, logs, "one", info, ring, STEPS)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_where_others_have_written_what_a_rank_updates_its_log_leads_on(
+    world: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bases were split once: to those who replay it, that is another layout."""
+
+    def by_the_next(*about: Any) -> Common:
+        found = common_of(*about)
+        next_to = {name: ((r + 1) % world, ranks) for name, (r, ranks) in found.updaters.items()}
+        return replace(found, updaters=next_to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(share, "common_of", by_the_next)
+        base, logs = logged(tmp_path, "zero", world, ring, STEPS)
+        with as_rank(0, world) as info:
+            state = State(build("zero", info, 3), ranks=info)
+            assert owned_by(state).isdisjoint(state.survey().tensors)
+    for rank in range(world):
+        with as_rank(rank, world) as info:
+            wanted = trained_on("zero", info)
+            elsewhere = updated_elsewhere(State(wanted, ranks=info))
+            values, restored = redone(base, logs, "zero", info, ring, STEPS)
+            assert (restored.replayed, restored.inexact, restored.skipped) == (STEPS, "", [])
+            assert differing(values, wanted, elsewhere) == []

@@ -95,6 +95,8 @@ def check_resumed(job: Job, layout: str, step: int, wanted: list[dict[int, Any]]
         pytest.param("fsdp", False, marks=pytest.mark.slow),
         pytest.param("fsdp", True, marks=pytest.mark.slow),
         pytest.param("fsdp_low", True, marks=pytest.mark.slow),
+        pytest.param("zero", False, marks=pytest.mark.slow),
+        pytest.param("zero", True, marks=pytest.mark.slow),
         pytest.param("tp", True, marks=pytest.mark.slow),
         pytest.param("pp", True, marks=pytest.mark.slow),
     ],
@@ -117,9 +119,8 @@ def test_killed_within_a_base_and_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one", "zero")])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_a_training_of_every_row_is_resumed(job: Job, layout: str) -> None:
-    """Of ZeRO's, nobody but its own program could repeat the updates."""
     nothing = [{"DOES": "{}"}] * LAYOUTS[layout].ranks
     before = steps_of(job.ended(layout, None, STEPS + 2, *nothing))
     said = job.ended(layout, over(overlap=True), STEPS + 1, *nothing)
@@ -131,9 +132,33 @@ def test_a_training_of_every_row_is_resumed(job: Job, layout: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rebuild", ["keeper", "recovery"])
+def test_what_others_update_is_captured_at_the_last_step(job: Job, rebuild: str) -> None:
+    """On disks of their own ranks write it, too."""
+    disks = [{"DISK": f"-{rank}", "DOES": "{}"} for rank in range(2)]
+    before = steps_of(job.ended("zero", None, STEPS + 2, *disks))
+    options = over(overlap=True)
+    options["method"]["rebuild"] = rebuild
+    said = job.ended("zero", options, STEPS + 1, *disks)
+    assert [(one["parts"], one["windows"], one["abandoned"]) for one in report(said)] == [
+        (3, 2, 0)
+    ] * 2
+    end_keepers(job.path.parent)
+    said = job.ended("zero", {"method": "lazy"}, STEPS + 2, *disks)
+    assert compare(said, before) == 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "world", "other", "others"),
-    [("fsdp", 2, "fsdp", 3), ("fsdp", 2, "one", 1), ("ddp", 2, "ddp", 3), ("hsdp", 4, "fsdp", 2)],
+    [
+        ("fsdp", 2, "fsdp", 3),
+        ("fsdp", 2, "one", 1),
+        ("ddp", 2, "ddp", 3),
+        ("hsdp", 4, "fsdp", 2),
+        ("zero", 2, "zero", 3),
+        ("zero", 3, "ddp", 2),
+    ],
 )
 def test_another_number_of_ranks_goes_on(
     job: Job, layout: str, world: int, other: str, others: int
@@ -149,7 +174,7 @@ def test_another_number_of_ranks_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero"])
 @pytest.mark.parametrize("place", ["window.after_assemble", "capture.after_captured"])
 def test_killed_behind_the_last_mark_of_a_base(
     job: Job, undisturbed: Any, layout: str, place: str
@@ -226,16 +251,17 @@ def test_all_ranks_end_a_base_where_they_call_for_it(job: Job, undisturbed: Any,
 
 
 @pytest.mark.slow
-def test_all_ranks_go_back_within_a_base(job: Job, undisturbed: Any) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "zero"])
+def test_all_ranks_go_back_within_a_base(job: Job, undisturbed: Any, layout: str) -> None:
     """From step 7 to 4; what they train on is steps 5 to 7 once more, and a base is due at 6."""
     both: Does = {5: "wait", 7: "rewind 4"}
-    before = undisturbed("ddp")
-    said = job.train("ddp", over(on_failure="raise"), both, both, last=10)
+    before = undisturbed(layout)
+    said = job.train(layout, over(on_failure="raise"), both, both, last=10)
     for rank, steps in enumerate(steps_of(said)):
         assert [steps[at] for at in (8, 9, 10)] == [before[rank][at] for at in (5, 6, 7)]
     assert [one["windows"] for one in report(said)] == [3, 3]
     assert [one["abandoned"] for one in report(said)] == [1, 1]
-    check_resumed(job, "ddp", 7, before)
+    check_resumed(job, layout, 7, before)
 
 
 @pytest.mark.slow

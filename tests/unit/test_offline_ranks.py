@@ -38,7 +38,7 @@ from everstep.recover.audit_newest import audit_newest
 from everstep.recover.opened import OpenBase
 from everstep.recover.scan import scan_run
 from everstep.recover.segments import read_segment, scan_log
-from everstep.seams import ManualClock, PosixFileSystem
+from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.log import GRADIENT
@@ -333,7 +333,7 @@ def rewrite(
         records = change(read_segment(FS, one, ring, timeout_s=60.0))
         marker = one.marker
         identity = ShardIdentity(marker.run, 1, marker.step, marker.lsn, rank, 2, marker.exact)
-        writer = SegmentWriter(FS, run, identity, ring, batch_steps=2, timeout_s=60.0)
+        writer = SegmentWriter(Seams(), run, identity, ring, timeout_s=60.0)
         segment(run, after, last, rank).unlink()
         writer.write(records, after)
     finally:
@@ -412,7 +412,7 @@ def test_keepers_audit_what_all_ranks_save(tmp_path: Path, monkeypatch: pytest.M
 
 # --- Other ways to spread it --------------------------------------------------------------
 
-OTHERS = [name for name in LAYOUTS if name not in ("one", "zero", "ddp", "fsdp")]
+OTHERS = [name for name in LAYOUTS if name not in ("one", "ddp", "fsdp")]
 
 
 @pytest.mark.slow
@@ -437,8 +437,27 @@ def test_a_job_that_is_spread_in_any_way(tmp_path: Path, layout: str) -> None:
     assert training.whole() == whole_of(said, step)
 
 
+@pytest.mark.slow
+def test_a_log_of_another_number_of_ranks_leads_on_from_their_own_base(tmp_path: Path) -> None:
+    """Of ZeRO's ranks each has updated other parameters since: without that base, it is said."""
+    run, last = tmp_path / "run", LAST + 2
+    trained(run, "zero", 2)
+    said = trained(run, "zero", 3, last)
+    assert [min(lines) for lines in said] == [LAST] * 3
+    document("restore", run, "--step", last, "--out", tmp_path / "new")
+    training, recovery = alone(tmp_path / "new", "zero")
+    assert recovery.step == last
+    assert training.whole() == whole_of(said, last)
+    for base in (run / "timeline-00002" / "base").iterdir():
+        shutil.rmtree(base)
+    refused = document("restore", run, "--step", last, "--out", tmp_path / "none", status=1)
+    assert "the state consists of something else" in refused["message"]
+    assert not (tmp_path / "none").exists()
+    document("restore", run, "--step", LAST, "--out", tmp_path / "before")
+
+
 def test_parts_of_an_optimizer_come_together(tmp_path: Path) -> None:
-    """ZeRO has no log, but what its bases have is restored."""
+    """Of bases alone."""
     run = tmp_path / "run"
     said = trained(run, "zero", 2, method="lazy")
     document("restore", run, "--step", 6, "--out", tmp_path / "new")

@@ -81,6 +81,19 @@ def test_without_peers_a_durable_base_relieves_the_log() -> None:
     assert log.keeper.forgotten == 3
 
 
+def test_what_is_held_is_what_lies_there() -> None:
+    log = Rooms(steps_max=100, peers=False)
+    log.train(5)
+    assert log.rooms._held_bytes() == 5 * SIZE
+    log.rooms.base_durable(3)
+    assert log.rooms._held_bytes() == 2 * SIZE
+    pool: Any = _Pool()
+    keeper: Any = log.keeper
+    log.rooms.start(Into(keeper, pool, torch.empty(0), 2))
+    assert log.held == [], "they are gone with their memory"
+    assert log.rooms._held_bytes() == 0
+
+
 def test_with_peers_it_waits_until_the_base_is_whole_with_all_of_them() -> None:
     """A node that is lost before goes back to the base before, and the others must go with it."""
     log = Rooms(steps_max=100, peers=True)

@@ -230,6 +230,40 @@ def test_what_is_common_is_written_once_to_each_disk() -> None:
         assert sorted(name for rank in pair for name in written[rank]) == sorted(names)
 
 
+def test_who_updates_a_parameter_for_all_writes_it() -> None:
+    everyone, names = (0, 1, 2), [f"model/p{number}" for number in range(6)]
+    updaters = {name: (number % 2, everyone) for number, name in enumerate(names[:4])}
+    common = Common(dict.fromkeys(names, everyone), {}, {}, updaters)
+    entries = [entry(name, 10) for name in names]
+    written = shares(3, entries, common)
+    for name, (rank, _) in updaters.items():
+        assert [name in mine for mine in written] == [rank == other for other in everyone]
+    assert sorted(name for mine in written for name in mine) == sorted(names)
+    assert [len(mine) for mine in written] == [2, 2, 2], "the others, to whoever has least"
+    apart = {0: (0, 2), 1: (1,), 2: (0, 2)}
+    zero, one, two = shares(3, entries, common, apart)
+    assert set(one) == set(names)
+    assert {names[0], names[2]} <= set(zero)
+    assert sorted([*zero, *two]) == sorted(names), "once on each disk"
+
+
+def test_ranks_that_do_not_know_who_updates_what_split_as_ever() -> None:
+    """Each half of the ranks has an optimizer of its own, and knows of no other."""
+    everyone, names = (0, 1, 2, 3), [f"model/p{number}" for number in range(5)]
+    entries, alike = [entry(name, 10) for name in names], dict.fromkeys(names, everyone)
+    halves = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    commons = [
+        Common(alike, {}, {}, {name: (half[n % 2], half) for n, name in enumerate(names)})
+        for half in halves
+    ]
+    about = list(enumerate(zip(commons, halves, strict=True)))
+    together = [Sharing(RankInfo(rank, 4), entries, c).mine() for rank, (c, _) in about]
+    assert sorted(name for mine in together for name in mine) == sorted(names)
+    apart = [Sharing(RankInfo(rank, 4, half), entries, c).mine() for rank, (c, half) in about]
+    for rank, mine in enumerate(apart):
+        assert sorted(mine) == names[rank % 2 :: 2]
+
+
 def test_what_is_nobody_elses_says_whose_it_is() -> None:
     (zero, one) = shares(2, [entry("loader/x", 3)], Common({}, {}, {}))
     assert zero["loader/x"].placement == "whole@0"

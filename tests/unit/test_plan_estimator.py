@@ -17,7 +17,7 @@ from everstep.plan.costs import Costs, waste
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import best_choice, interval_steps_min
 
-COSTS = Costs(14e9, 3e9, 0.2, 4 * 3600.0, 1.1, batch_write_s=0.05)
+COSTS = Costs(14e9, 3e9, 0.2, 4 * 3600.0, 1.1)
 """14 GB to 3 GB/s, a failure every 4 hours, steps of 1.1 s that are redone in 0.2 s."""
 
 
@@ -36,8 +36,6 @@ def any_costs(draw: st.DrawFn) -> Costs:
         mtbf_s=draw(log_uniform(60, 1e7)),
         step_s=step_s,
         load_bytes_per_s=draw(st.none() | log_uniform(1e7, 1e11)),
-        merge_s=draw(st.just(0.0) | log_uniform(1e-4, 10)),
-        batch_write_s=draw(st.just(0.0) | log_uniform(1e-4, 10)),
         base_cost_s=draw(st.none() | log_uniform(1e-3, 100)),
     )
 
@@ -49,7 +47,6 @@ def fed(estimator: Estimator, costs: Costs = COSTS, rounds: int = 3) -> Estimato
         estimator.observe_replay(10, 10 * costs.replay_s)
         estimator.observe_base(costs.state_bytes, costs.write_s, costs.base_cost_s)
         estimator.observe_load(costs.state_bytes, costs.load_s)
-        estimator.observe_batch(costs.batch_write_s)
     return estimator
 
 
@@ -76,10 +73,10 @@ def test_estimator_waits_for_a_step_a_base_and_a_replay() -> None:
 def test_estimator_finds_what_the_costs_give() -> None:
     prior = FailurePrior(seconds=COSTS.mtbf_s)
     costs = replace(COSTS, load_bytes_per_s=2e9, base_cost_s=1.0, accelerators=8)
-    estimator = fed(Estimator(prior=prior, batch_max=20, accelerators=8), costs)
+    estimator = fed(Estimator(prior=prior, accelerators=8), costs)
     found = recommended(estimator)
-    best = best_choice(costs, batch_max=20)
-    assert (found.interval_steps, found.batch_steps) == (best.interval_steps, best.batch_steps)
+    best = best_choice(costs)
+    assert (found.interval_steps, best.batch_steps) == (best.interval_steps, 1)
     assert found.waste.total == pytest.approx(best.waste.total)
     assert found.costs.accelerators == 8
     assert found.costs.load_s == pytest.approx(7.0)
@@ -198,7 +195,7 @@ def test_without_a_margin_the_same_noise_makes_it_flap() -> None:
 @given(any_costs(), any_costs())
 def test_what_stays_in_force_is_allowed_and_within_the_margin(first: Costs, then: Costs) -> None:
     margin = 0.1
-    estimator = Estimator(window=4, half_life=1, margin=margin, batch_max=50)
+    estimator = Estimator(window=4, half_life=1, margin=margin)
     for costs in (first, then):
         fed(estimator, costs, rounds=4)
         measured = estimator.costs()
@@ -207,18 +204,14 @@ def test_what_stays_in_force_is_allowed_and_within_the_margin(first: Costs, then
             found = recommended(estimator)
         except InfeasibleError:
             with pytest.raises(InfeasibleError):
-                best_choice(measured, batch_max=50)
+                best_choice(measured)
             continue
-        best = best_choice(measured, batch_max=50)
+        best = best_choice(measured)
         assert found.waste.total * (1 - margin) <= best.waste.total * (1 + 1e-12)
-        assert 1 <= found.batch_steps <= min(50, found.interval_steps)
         assert found.interval_steps >= interval_steps_min(measured)
-        again = waste(
-            measured,
-            found.interval_steps * measured.step_s,
-            found.batch_steps * measured.step_s,
+        assert found.waste == waste(
+            measured, found.interval_steps * measured.step_s, measured.step_s
         )
-        assert found.waste == again
 
 
 def test_a_choice_that_is_no_longer_allowed_is_given_up() -> None:
@@ -242,12 +235,12 @@ def test_infeasible_measurements_are_said_and_change_nothing() -> None:
         estimator.recommend()
     fed(estimator, rounds=4)
     after = recommended(estimator)
-    assert (after.interval_steps, after.batch_steps) == (before.interval_steps, before.batch_steps)
+    assert after.interval_steps == before.interval_steps
     assert not after.changed
 
 
 events = st.lists(
-    st.tuples(st.sampled_from(["step", "base", "load", "replay", "batch", "fail", "go"]),
+    st.tuples(st.sampled_from(["step", "base", "load", "replay", "fail", "go"]),
               st.floats(0.01, 50), st.floats(0.01, 50)),
     max_size=30,
 )  # fmt: skip
@@ -263,8 +256,6 @@ def happen(estimator: Estimator, what: list[tuple[str, float, float]]) -> None:
             estimator.observe_load(one * 1e9, other)
         elif kind == "replay":
             estimator.observe_replay(math.ceil(one), other / 100)
-        elif kind == "batch":
-            estimator.observe_batch(one / 100)
         elif kind == "fail":
             estimator.observe_failure(estimator.trained_s + one * 1e4)
         else:
@@ -316,7 +307,9 @@ def test_a_saved_state_is_no_window_into_the_estimator() -> None:
         {"trained_s": -1.0},
         {"trained_s": None},
         {"failures": math.inf},
-        {"held": [1, 2]},
+        {"held": 0},
+        {"held": 1.5},
+        {"held": True},
         {"held": [3]},
         {"held": "x"},
         {"state_bytes": 0},
@@ -344,7 +337,6 @@ def test_states_that_are_none_are_refused_whole(wrong: dict[str, Any]) -> None:
         {"margin": 1.0},
         {"margin": -0.1},
         {"failure_half_life_s": 0.0},
-        {"batch_max": 0},
         {"accelerators": 0},
     ],
 )
@@ -365,7 +357,6 @@ def test_samples_and_priors_that_are_none(wrong: Any) -> None:
         lambda: estimator.observe_replay(wrong, 1.0),
         lambda: estimator.observe_replay(1, wrong),
         lambda: estimator.observe_base(1e9, 1.0, -1.0),
-        lambda: estimator.observe_batch(-1.0),
         lambda: estimator.observe_failure(-1.0),
         lambda: FailurePrior(failures=wrong),
         lambda: FailurePrior(seconds=wrong),

@@ -657,6 +657,7 @@ def test_a_cap_below_one_object_for_each_rank_is_refused(tmp_path: Path) -> None
     refused = pytest.raises(OptionError, match="less than one for each")
     with refused, trainings(tmp_path / "a", tmp_path / "b", tiers=[tier]):
         pass
+    assert not (tmp_path / "a").exists()
 
 
 def test_histories_that_went_apart_are_refused(

@@ -403,13 +403,15 @@ def test_what_descends_from_an_inexact_state_is_inexact(run_folder: Path) -> Non
 def test_generators_that_are_not_here_make_it_inexact(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from everstep.state import image, rng
+    from everstep.state.rng import RngStates
 
-    def with_cuda() -> Any:
-        return {**rng.collect_rng(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    now = RngStates.now
+
+    def with_cuda() -> RngStates:
+        return now()._replace(cuda=[torch.zeros(16, dtype=torch.uint8)] * 2)
 
     with monkeypatch.context() as patched:
-        patched.setattr(image, "collect_rng", with_cuda)
+        patched.setattr(RngStates, "now", with_cuda)
         with opened(run_folder, {"n": 1}) as ckpt:
             ckpt.save()
     if torch.cuda.device_count():

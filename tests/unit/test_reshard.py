@@ -4,11 +4,13 @@ cannot be restored is said."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typer.testing import CliRunner
 
@@ -22,10 +24,17 @@ from everstep.errors import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.recover.load import all_contents
+from everstep.recover.offline_job_load import load_job
 from everstep.recover.reshard import needs_of
+from everstep.seams import PosixFileSystem
+from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.ranks import RankInfo
+from tests.unit import sharding
+from tests.unit.relogged import logged, train
 from tests.unit.sharding import (
+    STEP,
+    TIMEOUT_S,
     Values,
     as_rank,
     build,
@@ -95,6 +104,49 @@ def test_a_job_takes_over_from_another(
     saved: Job, loaded: Job, tmp_path: Path, ring: ChunkRing
 ) -> None:
     check_restored(save(tmp_path, *saved, SEED, ring), loaded, ring)
+
+
+class _Tied(sharding.Net):
+    """One matrix in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.parametrize("loaded", [("fsdp", 3), ("fsdp", 4), ("ddp", 3), ("ddp", 5)], ids=str)
+@pytest.mark.parametrize("saved", [("fsdp", 3), ("hsdp", 6), ("tp", 2)], ids=str)
+def test_what_is_tied_is_where_a_rank_had_no_part_of_it(
+    saved: Job, loaded: Job, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts without elements have no memory by which to tell that they are of one matrix."""
+    monkeypatch.setattr(sharding, "Net", _Tied)
+    check_restored(save(tmp_path, *saved, SEED, ring), loaded, ring)
+
+
+@pytest.mark.parametrize("job", [("fsdp", 3), ("hsdp", 6)], ids=str)
+def test_the_log_of_what_is_tied_is_replayed_without_the_program(
+    job: Job, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "Net", _Tied)
+    base, logs = logged(tmp_path, *job, ring, 2, seed=SEED)
+    filesystem = PosixFileSystem()
+    base = replace(base, files=tuple(filesystem.scan(base.path)))
+    whole = load_job(filesystem, base, "run", ring, timeout_s=TIMEOUT_S, progress=silent)
+    for step in (STEP + 1, STEP + 2):
+        of_ranks = {rank: logs[rank, step] for rank in range(job[1])}
+        whole.take({rank: (records[:-1], records[-1]) for rank, records in of_ranks.items()})
+    whole.finish()
+    whole.compare()
+    with as_rank(0, 1) as info:
+        values = build("one", info, SEED)
+        for step in (STEP + 1, STEP + 2):
+            train(values, step)
+            values["optimizer"].step()
+        got = whole.whole()[0].tensors
+        for name, tensor in values["model"].named_parameters():
+            assert torch.equal(got[f"model/{name}"], tensor), name
 
 
 @pytest.mark.slow

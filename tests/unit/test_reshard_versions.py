@@ -159,6 +159,35 @@ def test_copies_that_are_equal_are_one(tmp_path: Path, ring: ChunkRing) -> None:
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam])
+def test_a_rank_on_its_own_disk_takes_what_goes_with_its_part(
+    kind: Any, tmp_path: Path, ring: ChunkRing
+) -> None:
+    """Beside the moments of its part of a parameter, an optimizer has numbers that each rank
+    writes: they are of that part, and no other rank's files are needed to know it."""
+
+    def built(info: RankInfo, seed: int) -> Values:
+        model = LAYOUTS["fsdp"](plain(seed), info.world)
+        optimizer = kind(model.parameters(), lr=0.1 * seed)
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0.5
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    markers = []
+    for rank in range(2):
+        with as_rank(rank, 2) as info:
+            state = State(built(info, SEED), ranks=RankInfo(rank, 2, (rank,)))
+            markers.append(write(tmp_path, state, ring))
+    base = found(tmp_path, markers)
+    for rank in range(2):
+        with as_rank(rank, 2) as info:
+            values, want = built(info, OTHER), locals_of(built(info, SEED))
+            load(base, State(values, ranks=RankInfo(rank, 2, (rank,))), ring, ranks=[rank])
+            got = locals_of(values)
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
 class Local(torch.optim.Optimizer):
     """Keeps what is a rank's own: as those that send a part of the momentum only."""
 

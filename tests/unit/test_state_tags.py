@@ -86,6 +86,31 @@ def test_containers_that_were_changed_and_put_back_hold_again() -> None:
     assert not containers.hold()
 
 
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda module: module.register_parameter("a", nn.Parameter(torch.ones(2))),
+        lambda module: module.register_buffer("a", torch.ones(2)),
+        lambda module: module.add_module("a", nn.Linear(2, 2)),
+    ],
+    ids=["parameter", "buffer", "module"],
+)
+def test_what_was_empty_is_looked_at(
+    fill: Callable[[nn.Module], object], tagged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tagged:
+        monkeypatch.setattr(tags, "_tag", None)
+    empty = nn.Module()
+    values: Values = {"model": nn.Sequential(empty, nn.Linear(2, 2))}
+    state = State(values)
+    for _ in range(2):
+        assert len(state.survey().tensors) == 3  # with torch's generator
+    fill(empty)
+    assert len(state.survey().tensors) > 3
+    assert outcome(state.survey) == outcome(lambda: State(values).survey())
+
+
 @pytest.mark.parametrize("change", sorted(CHANGES)[::3])
 def test_without_tags_a_survey_finds_the_same(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other way round is what all tests of surveys look at."""

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from everstep.errors import (
     DeadlineError,
     FencedError,
     KeeperError,
-    OptionError,
     RecoveryError,
     StateError,
     StorageError,
@@ -373,6 +371,20 @@ def test_what_fails_here_is_not_hidden_by_others_who_do_not_come() -> None:
         raise KeeperError("no space is left")
 
 
+def test_a_rank_that_dies_while_what_was_replayed_is_handed_on_is_no_error_of_torch_alone() -> None:
+    class Torn(State):
+        def gather(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    class Alone:
+        rank, world, host = 1, 2, "127.0.0.1"
+
+    with pytest.raises(DeadlineError, match="closed by peer") as caught:
+        Job(Alone(), 1.0)._gather(Torn({"steps": 1}))
+    assert caught.value.rank == 1
+    assert "others" in str(caught.value)
+
+
 def test_the_last_answer_of_a_start_gets_to_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,31 +409,6 @@ def test_folders_of_different_runs_are_refused(tmp_path: Path) -> None:
         everstep.Checkpointer(path, {"data": 1}, method="sync").close()
     with pytest.raises(RecoveryError, match="different runs"), trainings(*paths):
         pass
-
-
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [
-        (
-            {"method": everstep.Method(base="multistep", rebuild="recovery")},
-            'rebuild="keeper"',
-        ),
-    ],
-    ids=str,
-)
-def test_what_several_ranks_cannot_do_is_refused(
-    tmp_path: Path, options: dict[str, object], hint: str
-) -> None:
-    options = {"every": 10, "keeper": None, **options}
-    with (
-        pytest.raises(OptionError, match="this job has 2 ranks") as caught,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        with trainings(tmp_path / "run", tmp_path / "run", **options):
-            pass
-    assert hint in str(caught.value.hint)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_that_does_not_know_the_others_is_refused(

@@ -54,8 +54,8 @@ class Compressor:
     Several processes may each have one after the gradients were averaged: equal gradients give
     equal forms and residuals. To compress what is sent, see :mod:`everstep.compress.ddp`. Of
     parameters that are sharded (FSDP2), each rank compresses its own part of each gradient, of
-    those that have ``dense_below`` elements together. Parts that several ranks hold alike are
-    refused: each rank decides by all that it has.
+    those that have ``dense_below`` elements together. Ranks may hold all of their parts alike
+    (HSDP), and not only some: each of them decides by all that it has.
 
     With a ``GradScaler`` call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``
     where the optimizer is fused: it would unscale after compression, and residuals of several
@@ -77,7 +77,7 @@ class Compressor:
 
     Raises:
         OptionError: for options that cannot work, an optimizer that has a Compressor, or one of
-            parameters of which several ranks hold the same parts.
+            parameters of which several ranks hold some of the same parts, and not all.
     """
 
     @named("Compressor", optimizer=Optimizer, kind=str, dense_below=int, error_feedback=bool)
@@ -308,14 +308,21 @@ def _why_not_apart(parameters: list[torch.Tensor]) -> str:
     """Why ranks cannot each compress what they hold of sharded parameters; "" if they can.
 
     What is not finite stops a rank's compression, so ranks that share some parts and not all would
-    part from each other.
+    part from each other. Those that share all (HSDP) see the same, as under DDP.
     """
     sharded = [(one, LocalPart.of(one).placement) for one in parameters if is_dtensor(one)]
     sharded = [(one, placement) for one, placement in sharded if math.prod(placement.mesh) > 1]
+    alike: dict[tuple[Any, ...], torch.Tensor] = {}
     for one, placement in sharded:
         sides = zip(placement.cuts, placement.mesh, strict=True)
-        if any(cut.dim is None and side > 1 for cut, side in sides):
-            return f"several ranks hold the same part of a parameter {list(one.shape)}"
+        copied = tuple(cut.dim is None and side > 1 for cut, side in sides)
+        alike.setdefault((placement.ranks, placement.mesh, copied), one)
+    if len(alike) > 1:
+        shared = (one for (*_, copied), one in alike.items() if any(copied))
+        for one in shared:
+            return (
+                f"several ranks hold the same part of a parameter {list(one.shape)}, and not of all"
+            )
     if sharded and len(sharded) < len(parameters):
         return "some of its parameters are sharded over ranks, and some are not"
     return ""
@@ -376,7 +383,8 @@ def _is_there(form: Form, flat: torch.Tensor) -> bool:
         return False
     if not isinstance(form, Sparse):
         return _same_bits(flat, form.dense())
-    kept = _same_bits(flat[form.positions()], form.values)
+    where = form.indices if len(form.counts) == 1 else form.positions()
+    kept = _same_bits(flat.index_select(0, where), form.values)
     return kept and nonzero_count(flat) == nonzero_count(form.values)
 
 

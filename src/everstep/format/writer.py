@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_futures
@@ -107,6 +107,7 @@ def write_shard(
     *,
     timeout_s: float,
     progress: ProgressSink,
+    on_body: Callable[[], None] = lambda: None,
 ) -> Written:
     """Writes a whole shard and makes its bytes (not its name) durable.
 
@@ -116,6 +117,7 @@ def write_shard(
     Args:
         file: an empty file, or a recycled one whose header has been invalidated.
         timeout_s: a single transfer that takes longer counts as hung.
+        on_body: called when the bytes of the body are durable, before the header.
 
     Raises:
         OSError: what the file system said.
@@ -148,6 +150,7 @@ def write_shard(
         wait_futures(transfers, timeout=timeout_s)
     file.truncate(shard.room_bytes + end)
     file.sync()  # the body is durable before any header vouches for it
+    on_body()
     failpoint("save.before_header")
     written = _written(shard, identity, placed, digester)
     _write_header(file, written.header)

@@ -77,7 +77,7 @@ def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, pee
     from peers a third, otherwise a half. Beside it captures need room.
 
     Args:
-        state_bytes: at the start; it grows when the optimizer's state is there.
+        state_bytes: with what optimizers will keep behind their first update.
         peers: other ranks' bases are held here, too.
 
     Raises:
@@ -298,7 +298,8 @@ def announcement(
     if options.leaves_bases_fuzzy:
         written += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
     if options.log_on_disk:
-        written += f", {log} per step"
+        batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
+        written += f", {log} per step, in segments of {batch}"
     return (
         f"everstep: {whose}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
         f"host memory {host}; disk up to {decimal(disk_bytes)}, written "

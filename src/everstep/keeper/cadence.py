@@ -22,7 +22,7 @@ from everstep.keeper.keepers import Keepers
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Saver
-from everstep.options import Options
+from everstep.options import Every, Options
 from everstep.plan.costs import Costs, waste
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log
@@ -128,9 +128,11 @@ class Cadence:
         self._base_step = 0
         self._meter = DayMeter()
         self._recorded = 0
+        self._batch_steps = options.log.batch_first
         self._told = False  # that bases alone exceed the budget
         self._wish: _Wish | None = None
         self.interval_steps = options.every.steps
+        self._foretells = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
 
     @property
@@ -224,14 +226,15 @@ class Cadence:
                 self._samples += 1
         self._last_s, self._last_stall_s = now_s, stall_s
         self._meter_day(now_s)
-        new = self._measure() and self.interval_steps is None
+        new = self._measure() and self.interval_steps is None and self._foretells
         long_ago = self._samples - self._looked >= _LOOK_AGAIN_STEPS
-        known = self._estimator.step_s is not None  # not while all were beside the first base
+        known = self._estimator.has_steps  # not while all were beside the first base
         if self._samples >= FIRST_STEPS and known and (new or long_ago or not self._looked):
             self._looked = self._samples
             if self._options.every.auto:
                 self._choose()
             self._look_ahead()
+            self._tell_of_batch()
 
     # --- What was measured --------------------------------------------------------------
 
@@ -438,7 +441,8 @@ class Cadence:
         stats = self._keepers.stats
         self._meter.reached(now_s, stats.written_bytes + stats.log_bytes)
         recorded, self._recorded = self._recorded, recorder.stats.record_bytes
-        batch = (self._options.log.batch_steps + 1) * (self._recorded - recorded)
+        steps = stats.log_batch_steps or self._options.log.batch_first
+        batch = (steps + 1) * (self._recorded - recorded)
         written = self._meter.last_day_bytes(now_s)
         if recorder.disk.on and written + batch > budget:
             self._hold_log(f"{decimal(written)} were written within a day")
@@ -450,6 +454,17 @@ class Cadence:
             f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); a "
             "lost machine costs all steps behind the newest base"
         )
+
+    def _tell_of_batch(self) -> None:
+        """How much of the log goes to disk at a time, if the keeper chooses that and it differs."""
+        if not self._options.batch_auto or not self._logs_to_disk:
+            return
+        steps, before = self._keepers.stats.log_batch_steps, self._batch_steps
+        if not steps or before / 2 < steps < before * 2:
+            return
+        self._batch_steps, step_s = steps, self._estimator.step_s or 0.0
+        took = f"{_steps(steps)} ({steps * step_s:.3g} s); before: {_steps(before)}"
+        self._say(f"the log goes to disk every {took}")
 
     def _say(self, text: str) -> None:
         print(f"everstep: {self._run}: {text}", file=sys.stderr)
@@ -468,7 +483,7 @@ def seldom(costs: Costs, best: Choice | Recommendation, *, log: bool) -> tuple[i
 
     def wasted(steps: int) -> float:
         interval_s = steps * costs.step_s
-        batch_s = best.batch_steps * costs.step_s if log else interval_s
+        batch_s = costs.step_s if log else interval_s
         return waste(costs, interval_s, batch_s).total
 
     allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)

@@ -12,6 +12,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ __all__ = ["BackgroundChannel", "Work"]
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
+_NOTHING_TO_TELL: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,14 +103,19 @@ class BackgroundChannel:
         for error in gone:
             _log.warning("undone by going back to step %d: %s", step, error)
 
+    @property
+    def _has_news(self) -> bool:
+        """Whether :meth:`check` may have anything to do; seen without the lock."""
+        return bool(self._notices or self._errors or self._under_way)
+
     def check(self) -> None:
         """Deals with what was reported, by the policy. Called from the training thread only.
 
         Raises:
             EverstepError: the oldest one, with the policy ``"raise"``; the others stay.
         """
-        if not (self._notices or self._errors or self._under_way):
-            return  # mostly: seen without the lock
+        if not self._has_news:
+            return  # mostly
         with self._lock:
             notices, self._notices = self._notices, []
         for notice in notices:
@@ -126,8 +133,7 @@ class BackgroundChannel:
             else:
                 raise error
 
-    @contextlib.contextmanager
-    def told_last(self) -> Iterator[None]:
+    def told_last(self) -> AbstractContextManager[None]:
         """What storage has failed at is raised at the end of the block: a step is over whatever
         could not be written behind it, and a log without it would lead no further.
 
@@ -135,6 +141,10 @@ class BackgroundChannel:
             EverstepError: as :meth:`check`; of anything else at once: what hangs would be waited
                 for again, and a state that is not finite be taken for a base.
         """
+        return self._told_last() if self._has_news else _NOTHING_TO_TELL
+
+    @contextlib.contextmanager
+    def _told_last(self) -> Iterator[None]:
         failed: list[EverstepError] = []
         try:
             while True:

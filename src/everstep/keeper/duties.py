@@ -72,7 +72,7 @@ class Duties:
         self.keeper: LocalKeeper | None = None
         self.channel: BackgroundChannel | None = None
         self.holding = Holding()
-        self.logs = Logs(seams.filesystem, run, ring)
+        self.logs = Logs(seams, run, ring)
         self.replicas = Replicas(seams.filesystem, run, self.holding)
         self.rebuilds = Rebuilds(seams.filesystem, run, self.holding)
         self.auditor: Auditor | AuditedElsewhere | None = None
@@ -349,7 +349,8 @@ class Duties:
         """What was done so far, as messages hold it."""
         assert self.keeper is not None
         stats = self.keeper.stats
-        stats.cpu_s, stats.log_bytes = time.process_time(), self.logs.written_bytes
+        stats.cpu_s = time.process_time()
+        self.logs.add_to(stats)
         if self.mirrors is not None:
             self.mirrors.add_to(stats)
         self.peers.add_to(stats)

@@ -311,7 +311,7 @@ class Job:
         try:
             state.gather()
         except RuntimeError as error:  # of torch's backends
-            text, hint = "ranks hand each other what they have restored", "look at what all print"
+            text, hint = "ranks hand each other what they replayed", "see what the others print"
             raise DeadlineError(f"{text}: {error}", rank=self.info.rank, hint=hint) from error
 
     def _open_mailbox(self) -> PeerMailbox:
@@ -487,7 +487,7 @@ def open_together(
         return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""
     run_id = job.open_run(seams, run, tiers, peers)
     refuse_unaudited(job.info, options)
-    computed = options.has_replica or (options.is_multistep and not options.leaves_bases_fuzzy)
+    computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
     return replace(job.info, followed=computed, logged=options.logs), lambda: run_id
 
 

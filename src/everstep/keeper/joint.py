@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from everstep.errors import DeadlineError, NonFiniteError
@@ -26,6 +27,8 @@ from everstep.keeper.parts import Parts
 from everstep.options import Options
 
 __all__ = ["ASK_EVERY", "Joint"]
+
+_NO_OTHERS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Joint:
@@ -52,9 +55,12 @@ class Joint:
         self._next_step = 0
         self._found.clear()
 
-    @contextlib.contextmanager
-    def answering(self, step: int) -> Iterator[None]:
+    def answering(self, step: int) -> AbstractContextManager[None]:
         """Around the end of ``step``: an error on this rank keeps no other from asking."""
+        return _NO_OTHERS if self._job is None else self._answering(step)
+
+    @contextlib.contextmanager
+    def _answering(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception:

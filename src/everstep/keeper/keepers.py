@@ -20,7 +20,8 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
-from everstep.keeper.log import LogStore, SegmentWriter
+from everstep.keeper.log import open_log
+from everstep.keeper.log_batch import batch_to_wire
 from everstep.keeper.messages import identity_to_wire
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
@@ -41,7 +42,8 @@ __all__ = ["Keepers", "let_go"]
 
 _log = logging.getLogger("everstep")
 _TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
-_COUNTS = [field.name for field in dataclasses.fields(KeeperStats) if field.name != "durable_step"]
+_NEWEST = ("durable_step", "log_batch_steps")
+_COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not in _NEWEST]
 
 
 class Keepers:
@@ -59,6 +61,7 @@ class Keepers:
         pool: None for ``sync``.
         restarts: how often a keeper process was lost and replaced.
         on_disk: told up to which number records of the log are on disk, in any thread.
+        log_bytes_max: host memory for the log.
         on_everywhere: told the step of each base that is whole with all peers, in any thread.
         peer_log_step: the newest step of this timeline whose log this rank's peer holds, as the
             keeper last said.
@@ -100,6 +103,7 @@ class Keepers:
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_everywhere: Callable[[int], None] = lambda step: None
         self.peer_log_step: int | None = None
+        self.log_bytes_max: int | None = None
         self._tiers: list[dict[str, Any]] = []
         self._peers: dict[str, Any] | None = None
         self.in_process = (
@@ -306,7 +310,7 @@ class Keepers:
                 timeline,
                 keep=self._options.keep,
                 verified=verified,
-                log=self._log_message(timeline),
+                log=self._log_message(),
                 history=self._options.log.history,
                 replica=self._replica_message(),
                 rebuild=self._rebuild_message(),
@@ -333,18 +337,16 @@ class Keepers:
         )
         keeper.sweep()
         if self._options.logs and self.pool is not None:
-            writer = None
-            if self._options.log.on_disk:
-                writer = SegmentWriter(
-                    self._seams.filesystem,
-                    self._run,
-                    self._identity(timeline),
-                    self._ring,
-                    batch_steps=self._options.log.batch_steps,
-                    timeout_s=self._options.progress_timeout_s,
-                )
-            keeper.records = LogStore(
-                self.pool.arena, writer, self._channel.post, lambda number: self.on_disk(number)
+            keeper.records = open_log(
+                self._seams,
+                self._run,
+                self._ring,
+                self.pool.arena,
+                self._log_message(),
+                self._identity(timeline),
+                self._channel.post,
+                lambda number: self.on_disk(number),
+                timeout_s=self._options.progress_timeout_s,
             )
         self.current = keeper
         return keeper
@@ -354,11 +356,11 @@ class Keepers:
         rank, world = self._info.rank, self._info.world
         return ShardIdentity(self._run_id, timeline, 0, 0, rank, world, True)
 
-    def _log_message(self, timeline: int) -> dict[str, Any] | None:
+    def _log_message(self) -> dict[str, Any] | None:
         if not self._options.logs or not self._options.log.on_disk:
             return None
         return {
-            "batch_steps": self._options.log.batch_steps,
+            **batch_to_wire(self._options, self.log_bytes_max),
             "audit": self._options.audits and self._info.near is None,
         }
 
@@ -493,4 +495,5 @@ def let_go(keeper: Keeper, *, stay: bool) -> None:
 def _sum(one: KeeperStats, other: KeeperStats) -> KeeperStats:
     both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
     both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
+    both.log_batch_steps = other.log_batch_steps or one.log_batch_steps
     return both

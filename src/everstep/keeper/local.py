@@ -58,7 +58,7 @@ class KeeperStats:
     Attributes:
         persist_s: seconds from the beginning of writing to the commit, all bases together.
         retain_s: seconds in retention, read-backs included.
-        log_bytes: of the segments of the log that were written.
+        log_bytes, log_batch_steps: of the segments of the log so far; steps of the next one.
         cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
         copied, copied_bytes: copies of bases in other tiers.
         copied_steps, copied_log_bytes, copy_missed: steps of the log that were copied there, as
@@ -75,6 +75,7 @@ class KeeperStats:
     persist_s: float = 0.0
     retain_s: float = 0.0
     log_bytes: int = 0
+    log_batch_steps: int = 0
     cpu_s: float = 0.0
     copied: int = 0
     copied_bytes: int = 0
@@ -143,8 +144,7 @@ class LocalKeeper:
         mailbox: Mailbox | None = None,
     ) -> None:
         self._filesystem = filesystem = seams.filesystem
-        self._clock = seams.clock
-        self._timeout_s = timeout_s
+        self._clock, self._timeout_s = seams.clock, timeout_s
         self._run = run
         self._channel = channel
         self._arena = arena
@@ -303,7 +303,7 @@ class LocalKeeper:
         """A record of the log lies whole in the arena."""
         assert self.records is not None
         self.records.add(number, head, layout, objects, offset)
-        self.stats.log_bytes = self.records.written_bytes
+        self.records.add_to(self.stats)
 
     def forget_log(self, upto: int) -> None:
         """The memory of records up to this number is going to be used again."""

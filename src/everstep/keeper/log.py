@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.peerlog import run_of
@@ -30,9 +30,10 @@ from everstep.format.log import (
 from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_dir
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
+from everstep.keeper.log_batch import Batch, SegmentTimes, batch_of
 from everstep.recover.scan import newest_timeline
+from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.seams.threads import IoThreads
 from everstep.state.layout import ShardLayout
@@ -44,7 +45,10 @@ from everstep.tiers.disk import (
     write_durably,
 )
 
-__all__ = ["LogStore", "LoggedStep", "SegmentWriter", "records_from_wire"]
+if TYPE_CHECKING:
+    from everstep.keeper.local import KeeperStats
+
+__all__ = ["LogStore", "LoggedStep", "SegmentWriter", "open_log", "records_from_wire"]
 
 
 _ALL = 1 << 62
@@ -58,6 +62,7 @@ class _Item:
     layout: ShardLayout
     objects: Mapping[str, bytes]
     offset: int
+    came_s: float
     record: LogRecord | None = None
     spoilt: bool = False  # there will be no record
 
@@ -79,30 +84,31 @@ class SegmentWriter:
     """Writes segments of one timeline.
 
     Args:
-        batch_steps: step marks of a segment.
         identity: of this rank; step and LSN are those of each segment.
+
+    Attributes:
+        now_s: the clock by which it says what a segment took.
     """
 
     def __init__(
         self,
-        filesystem: FileSystem,
+        seams: Seams,
         run: PurePath,
         identity: ShardIdentity,
         ring: ChunkRing,
         *,
-        batch_steps: int,
         timeout_s: float,
     ) -> None:
-        self._filesystem = filesystem
+        self._filesystem = seams.filesystem
+        self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity
         self._ring = ring
         self._timeout_s = timeout_s
         self._has_dir = False
-        self.batch_steps = batch_steps
         self.written_bytes = 0
 
-    def write(self, records: Sequence[LogRecord], after: int) -> None:
+    def write(self, records: Sequence[LogRecord], after: int) -> SegmentTimes:
         """Makes a segment durable.
 
         Args:
@@ -112,6 +118,7 @@ class SegmentWriter:
             FencedError: a newer timeline has begun.
             StorageError, DeadlineError: nothing half-made is left that anyone would read.
         """
+        began_s = self.now_s()
         last = records[-1].head
         identity = dataclasses.replace(
             self._identity, step=last.step, lsn=last.lsn, exact=last.exact
@@ -126,11 +133,13 @@ class SegmentWriter:
                     path=self._run,
                     hint="another process resumed this run; end this one, or use another folder",
                 )
-            self._write(directory, identity, records)
+            work_s = self._write(directory, identity, records)
+        return SegmentTimes(max(0.0, self.now_s() - began_s - work_s), work_s)
 
     def _write(
         self, directory: PurePath, identity: ShardIdentity, records: Sequence[LogRecord]
-    ) -> None:
+    ) -> float:
+        """Returns seconds until the bytes of its body were durable."""
         filesystem = self._filesystem
         plan, body = plan_segment(identity, records)
         if not self._has_dir:
@@ -140,11 +149,12 @@ class SegmentWriter:
         path = directory / plan.name
         remove_if_there(filesystem, temporary(path))
         file = filesystem.create(temporary(path), direct=True)
+        limits: dict[str, Any] = {"timeout_s": self._timeout_s, "progress": silent}
         try:
             file.reserve(plan.size_bytes)
-            written = write_shard(
-                file, plan, identity, body, self._ring, timeout_s=self._timeout_s, progress=silent
-            )
+            at_s = [self.now_s()]
+            limits["on_body"] = lambda: at_s.append(self.now_s())
+            written = write_shard(file, plan, identity, body, self._ring, **limits)
         finally:
             file.close()
         failpoint("log.before_rename")
@@ -154,6 +164,7 @@ class SegmentWriter:
         marker = Marker.of(identity, (written.record,))
         write_durably(filesystem, directory / marker_name(identity.rank), marker.encode())
         self.written_bytes += plan.size_bytes
+        return at_s[1] - at_s[0]
 
 
 class LogStore:
@@ -164,6 +175,7 @@ class LogStore:
         writer: puts them on disk, too, if given.
         post: told what fails in the background.
         on_disk: told the number up to which records are on disk.
+        batch: says what is a segment.
 
     Attributes:
         listeners: called when a step is whole; in the log's thread.
@@ -175,6 +187,7 @@ class LogStore:
         writer: SegmentWriter | None,
         post: Callable[[EverstepError], None],
         on_disk: Callable[[int], None] = lambda number: None,
+        batch: Batch | None = None,
     ) -> None:
         self.listeners: list[Callable[[], None]] = []
         self.arena = arena
@@ -183,7 +196,8 @@ class LogStore:
         self._on_disk = on_disk
         self._lock = threading.Lock()
         self._items: list[_Item] = []
-        self._pending: list[_Item] = []  # for the next segment
+        self._batch = batch or Batch(1)
+        self._gather()
         self._after: int | None = None
         self._threads = IoThreads(1, "everstep-log")
         self._failed = False
@@ -196,10 +210,10 @@ class LogStore:
             marks = [item.head.step for item in self._items if item.head.kind == "mark"]
         return (marks[0], marks[-1]) if marks else None
 
-    @property
-    def written_bytes(self) -> int:
-        """On disk, so far."""
-        return 0 if self._writer is None else self._writer.written_bytes
+    def add_to(self, stats: KeeperStats) -> None:
+        """Notes what is on disk so far, and how much goes there at a time."""
+        if self._writer is not None:
+            stats.log_bytes, stats.log_batch_steps = self._writer.written_bytes, self._batch.steps
 
     def add(
         self,
@@ -210,7 +224,7 @@ class LogStore:
         offset: int,
     ) -> None:
         """A record has arrived whole, at ``offset`` of the arena."""
-        item = _Item(number, head, layout, objects, offset)
+        item = _Item(number, head, layout, objects, offset, self._now_s())
         failpoint("keeper.log_arrived")
         with self._lock:
             self._items.append(item)
@@ -356,16 +370,21 @@ class LogStore:
         """Ends the thread. What is left of an unfinished batch is in memory only."""
         self._threads.close()
 
+    def _now_s(self) -> float:
+        return 0.0 if self._writer is None else self._writer.now_s()
+
     def _arrive(self, item: _Item) -> None:
+        began_s = self._now_s()
         try:
             data = self.arena.view[item.offset : item.offset + item.layout.size_bytes]
             found = record_digest(data, item.objects)
             item.record = LogRecord(item.head, item.layout, item.objects, data, found)
+            digest_s = self._now_s() - began_s
             if item.head.kind == "mark":
                 for told in tuple(self.listeners):
                     told()
             if self._writer is not None and not self._failed and not self._off:
-                self._collect(item)
+                self._collect(item, digest_s)
         except EverstepError as error:
             self._fail(error)
         except Exception as error:
@@ -381,13 +400,23 @@ class LogStore:
         self._post(error)
         self._on_disk(_ALL)
 
-    def _collect(self, item: _Item) -> None:
-        assert self._writer is not None
+    def _gather(self, items: Sequence[_Item] = ()) -> None:
+        """What begins the next segment: of a step that is not over."""
+        self._pending = list(items)
+        self._steps, self._bytes = 0, sum(item.layout.size_bytes for item in items)
+        self._digest_s = 0.0
+
+    def _collect(self, item: _Item, digest_s: float) -> None:
         if self._after is None:
             self._after = item.head.step - 1
         self._pending.append(item)
-        marks = sum(pending.head.kind == "mark" for pending in self._pending)
-        if item.head.kind == "mark" and marks >= self._writer.batch_steps:
+        self._bytes += item.layout.size_bytes
+        self._digest_s += digest_s
+        if item.head.kind != "mark":
+            return
+        self._steps += 1
+        self._batch.marked(item.head.step, item.came_s)
+        if self._batch.is_full(self._steps, self._bytes):
             self._write()
 
     def _write(self) -> None:
@@ -395,15 +424,17 @@ class LogStore:
         assert self._writer is not None
         assert self._after is not None
         records = [pending.record for pending in self._pending if pending.record is not None]
-        self._writer.write(records, self._after)
+        times = self._writer.write(records, self._after)
+        self._batch.written(self._steps, self._bytes, self._digest_s, times)
         last = self._pending[-1]
-        self._after, self._pending = last.head.step, []
+        self._after = last.head.step
+        self._gather()
         self._on_disk(last.number)
 
     def _turn(self, on: bool) -> None:
         last = self._pending[-1].number if self._pending else 0
         self._flush()
-        self._pending.clear()
+        self._gather()
         self._after, self._off = None, not on
         self._on_disk(last)
 
@@ -416,11 +447,35 @@ class LogStore:
         rest, self._pending = self._pending[whole:], self._pending[:whole]
         try:
             self._write()
-            self._pending = rest  # of a step that is not over: for the next segment
+            self._gather(rest)
         except EverstepError as error:
             self._fail(error)
         except Exception as error:
             self._fail(EverstepError(f"internal error in the log: {error!r}"))
+
+
+def open_log(
+    seams: Seams,
+    run: PurePath,
+    ring: ChunkRing,
+    arena: Arena,
+    to_disk: Mapping[str, Any] | None,
+    identity: ShardIdentity | None,
+    post: Callable[[EverstepError], None],
+    on_disk: Callable[[int], None],
+    *,
+    timeout_s: float,
+) -> LogStore:
+    """The log of a timeline.
+
+    Args:
+        to_disk: how it goes there, as of :func:`.log_batch.batch_of`; None: it does not.
+        identity: of this rank, if it does.
+    """
+    if to_disk is None or identity is None:
+        return LogStore(arena, None, post, on_disk)
+    writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s)
+    return LogStore(arena, writer, post, on_disk, batch_of(to_disk))
 
 
 def _is_run(records: Sequence[LogRecord]) -> bool:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -16,9 +16,12 @@ from everstep.format.log import RecordHead, layout_from_index
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attached import Attached
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.log import LogStore, SegmentWriter
+from everstep.keeper.log import LogStore, open_log
 from everstep.keeper.messages import identity_from_wire
-from everstep.seams.filesystem import FileSystem
+from everstep.seams import Seams
+
+if TYPE_CHECKING:
+    from everstep.keeper.local import KeeperStats
 
 __all__ = ["Logs"]
 
@@ -29,8 +32,8 @@ class Logs:
     """One log for each timeline that was served, until a newer base is whole: a process that is
     killed before its first one needs what those before it have left."""
 
-    def __init__(self, filesystem: FileSystem, run: PurePath, ring: ChunkRing) -> None:
-        self._filesystem = filesystem
+    def __init__(self, seams: Seams, run: PurePath, ring: ChunkRing) -> None:
+        self._seams = seams
         self._run = run
         self._ring = ring
         self._timeline = 0
@@ -52,22 +55,18 @@ class Logs:
             else:
                 with self._lock:
                     self._older.append((self._timeline, self._current))
-        writer = None
-        if message.get("log") is not None:
-            writer = SegmentWriter(
-                self._filesystem,
-                self._run,
-                identity_from_wire(message["identity"]),
-                self._ring,
-                batch_steps=message["log"]["batch_steps"],
-                timeout_s=timeout_s,
-            )
+        to_disk = message.get("log")
         self._timeline = message["timeline"]
-        self._current = LogStore(
+        self._current = open_log(
+            self._seams,
+            self._run,
+            self._ring,
             trainer.arena,
-            writer,
+            to_disk,
+            None if to_disk is None else identity_from_wire(message["identity"]),
             channel.post,
             lambda number: trainer.tell({"kind": "logged", "upto": number}),
+            timeout_s=timeout_s,
         )
 
     def on_message(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -89,10 +88,10 @@ class Logs:
         else:
             self._add(trainer, message)
 
-    @property
-    def written_bytes(self) -> int:
-        """Of the segments of the current timeline, so far."""
-        return 0 if self._current is None else self._current.written_bytes
+    def add_to(self, stats: KeeperStats) -> None:
+        """Notes what the log of the current timeline has on disk."""
+        if self._current is not None:
+            self._current.add_to(stats)
 
     @property
     def current(self) -> LogStore | None:

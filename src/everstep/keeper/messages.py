@@ -40,7 +40,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20

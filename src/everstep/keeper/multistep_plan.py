@@ -25,6 +25,7 @@ from everstep.keeper.untold import Owned
 from everstep.recover.owned import parameter_names
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
+from everstep.state.log_parts import updated_elsewhere
 from everstep.state.objects import TensorRef
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.owners import Owner
@@ -225,7 +226,7 @@ def units_of(state: State, shape: Shape) -> list[Unit]:
     for name, owner in owners.items():
         if owner.kind == "static":
             found.append((places[name], Unit("", "", (name,), sizes[name])))
-    taken: set[str] = set()
+    taken = set(updated_elsewhere(state))  # whoever updates it has its gradients, and its moments
     for key in state.optimizers:
         groups = OptimizerProvider.groups_of(trees[key]) or []
         names = [name for group in groups for name in group]

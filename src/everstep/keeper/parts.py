@@ -184,7 +184,7 @@ def assemble(
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
-        log_bytes = log_budget_bytes(arena_bytes, tensors_bytes)
+        log_bytes = keepers.log_bytes_max = log_budget_bytes(arena_bytes, tensors_bytes)
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
         keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.rooms.base_everywhere

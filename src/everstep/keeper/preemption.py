@@ -88,10 +88,12 @@ class Preempting:
         Raises:
             EverstepError: what ``save_last`` raises; :attr:`preempted` is true all the same.
         """
+        if self._watch is None:
+            return  # mostly
         if self._asked_at != step:
             self.ask(step)
         self._asked_at = None
-        if self._watch is None or self.preempted:
+        if self.preempted:
             return
         if not (self._is_last or (self._any_rank is None and self._watch.came is not None)):
             return

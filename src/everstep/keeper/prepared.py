@@ -18,9 +18,12 @@ from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.keeper.capture import shard_offsets
+from everstep.keeper.pool import Room
 from everstep.state.survey import Shape, Survey
 
-__all__ = ["Copies", "Prepared", "prepare"]
+__all__ = ["Blocks", "Copies", "Prepared", "prepare"]
+
+_VIEWS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,28 @@ class Copies:
         if isinstance(self.batches, Chunks):  # to look at the last would be to cut them all
             return self.batches.end
         return self.batches[-1].end if self.batches else 0
+
+
+class Blocks:
+    """Views of a pool's memory: of the same room the same one each time.
+
+    Args:
+        whole: all of that memory (flat ``uint8``).
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, room: Room) -> torch.Tensor:
+        """The memory of a room."""
+        key = room.offset, room.size_bytes
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            view = self._views[key] = self.whole[room.offset : room.offset + room.size_bytes]
+        return view
 
 
 @dataclass(slots=True)
@@ -73,6 +98,7 @@ class Prepared:
     _marked_batches: tuple[Batch, ...] = ()
     _check: SpotCheck | None = None
     _versions: Versions | None = None
+    _copies: Copies | None = None
 
     def plan(self, identity: ShardIdentity, *, behind_mark: bool = False) -> BasePlan:
         """The files of one base.
@@ -92,9 +118,11 @@ class Prepared:
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
         """Those, with all that belongs to them."""
         gated = self.gated_batches(tensors)
-        if not gated:
-            return Copies(gated, self.ends, None)
-        return Copies(gated, self.ends, self.spot_check(tensors), self.versions(tensors))
+        if self._copies is None or self._copies.batches is not gated:
+            check = self.spot_check(tensors) if gated else None
+            versions = self.versions(tensors) if gated else None
+            self._copies = Copies(gated, self.ends, check, versions)
+        return self._copies
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
         """Copies that must be made at the step mark."""

@@ -146,6 +146,7 @@ class Recorder:
         self.nonfinite = NonFinite(channel, watched=options.log.watch)
         self._retry = Retry()
         self._entries: Any = None
+        self._in_marks: list[str] = []  # of these, what each mark holds in full
         self._digest = ""
         self.base_due: str | None = "no base yet"
         self._leads_here = False  # a base that is whole, and what was recorded since
@@ -322,6 +323,7 @@ class Recorder:
         written = self.untold.at_mark(survey, step)
         regrouped = not self._consumption.grouped_as_before()
         if shape.entries is not self._entries or regrouped:
+            self._in_marks = [e.name for e in shape.entries if shape.owners[e.name].in_marks]
             changed, self._entries = self._entries is not None, shape.entries
             before, self._digest = self._digest, digest_of(shape, self._consumption.regroup())
             self._leads_here = self._leads_here and self._digest == before
@@ -334,11 +336,7 @@ class Recorder:
             self.unseen()
             self._hole(why)
             return
-        named = {
-            entry.name: survey.tensors[entry.name]
-            for entry in shape.entries
-            if shape.owners[entry.name].in_marks
-        }
+        named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
         samples |= self.untold.samples(step)
         head = self._head("mark", step, lsn)

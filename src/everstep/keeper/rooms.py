@@ -80,6 +80,7 @@ class LogRooms:
     held_bytes: int = 0
     half_full: bool = False
     kept: list[_Kept] = field(default_factory=list)
+    kept_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     durable_step: int = -1
     everywhere_step: int = -1
@@ -91,6 +92,7 @@ class LogRooms:
         with self.lock:
             if into is None or self.into is None or into.pool is not self.into.pool:
                 self.kept.clear()
+                self.kept_bytes = 0
             for kept in self.kept:
                 kept.to_disk = False  # by whom, now?
             self.into, self.durable_step, self.everywhere_step = into, -1, -1
@@ -127,6 +129,7 @@ class LogRooms:
                 return None
             self.number += 1
             self.kept.append(_Kept(self.number, into.timeline, head.step, room, self.disk.on))
+            self.kept_bytes += room.size_bytes
             return self.number
 
     def base_durable(self, step: int) -> None:
@@ -164,6 +167,7 @@ class LogRooms:
                 if unwritten or (needed and kept.number > relieved_to):
                     break
                 free.append(self.kept.pop(0))
+                self.kept_bytes -= kept.room.size_bytes
         if free and into is not None:
             into.keeper.forget_log(free[-1].number)
             for kept in free:
@@ -171,4 +175,4 @@ class LogRooms:
 
     def _held_bytes(self) -> int:
         with self.lock:
-            return sum(kept.room.size_bytes for kept in self.kept)
+            return self.kept_bytes

@@ -27,7 +27,7 @@ from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.prepared import Copies, Prepared, prepare
+from everstep.keeper.prepared import Blocks, Copies, Prepared, prepare
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.options import Options
@@ -131,7 +131,7 @@ class Saver:
         self._clock = clock
         self._keeper: Keeper | None = None
         self._pool: CapturePool | None = None
-        self._block: torch.Tensor | None = None
+        self._block: Blocks | None = None
         self._last: Save | None = None
         self._warm = self._at_once = False
         self._prepared: Prepared | None = None
@@ -158,7 +158,7 @@ class Saver:
             self._warm = False
             self._block = None
             if pool is not None:
-                self._block = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
+                self._block = Blocks(torch.frombuffer(pool.arena.view, dtype=torch.uint8))
             self._pool = pool
         self._keeper = keeper
 
@@ -174,7 +174,7 @@ class Saver:
         size_bytes = sum(entry.size_bytes for entry in survey.shape.entries)
         size_bytes *= self.copies_in_flight
         self._lane.run(lambda: pool.warm(size_bytes))
-        self._lane.warm(survey.tensors.values(), self._block[:size_bytes])
+        self._lane.warm(survey.tensors.values(), self._block.whole[:size_bytes])
 
     @property
     def last_is_in_memory(self) -> bool:
@@ -199,10 +199,9 @@ class Saver:
         Raises:
             EverstepError: what failed, now or in the background, by the policy.
         """
-        last = self._last
-        base = (identity.timeline, identity.step)
-        there = last is not None and (in_memory or not last.in_memory) and not last.is_lost
-        if last is not None and there and (last.timeline, last.step) == base:
+        last, base = self._last, (identity.timeline, identity.step)
+        there = last is not None and (last.timeline, last.step) == base
+        if last is not None and there and (in_memory or not last.in_memory) and not last.is_lost:
             return last
         save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1
@@ -276,7 +275,8 @@ class Saver:
         survey = survey or self._state.survey()
         prepared = self.prepare(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
-        check_disk_budget(self._options, self._run, plan.size_bytes)
+        if self._options.budget.disk_bytes is not None:
+            check_disk_budget(self._options, self._run, plan.size_bytes)
         self._last = None  # an interrupted one is not what the next may be answered with
         if self._options.method.base == "sync":
             self._persist_now(plan, survey, save, show=show)
@@ -366,7 +366,7 @@ class Saver:
             incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
             on_end=lambda ended: self._let_go(ended, room, keeper, pool),
         )
-        block = self._block[room.offset : room.offset + room.size_bytes]
+        block = self._block.of(room)
         flight = _Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
         try:
             if copies.versions is not None:  # first: the survey has just been there

@@ -171,7 +171,7 @@ class ScheduledSaver(Saver):
         assert keeper is not None
         assert pool is not None
         assert self._block is not None
-        block = self._block[room.offset : room.offset + room.size_bytes]
+        block = self._block.of(room)
         tensors = survey.tensors
         dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
         self._planned.next = functools.partial(self._begin, dispatch)

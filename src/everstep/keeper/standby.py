@@ -21,7 +21,9 @@ from everstep.keeper.saver import Saver
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.state.image import State
+from everstep.state.log_parts import written_apart
 from everstep.state.survey import Survey
+from everstep.state.zero import acting
 
 __all__ = ["Standby", "refuse_unfollowable", "refuse_unrepeatable", "why_inexact"]
 
@@ -53,7 +55,8 @@ class Standby:
         self._keeper: RemoteKeeper | None = None
         self._expected = False
         self._off = False
-        self._last: Save | None = None
+        self._last: Save | None = None  # that was asked for
+        self._taken: Save | None = None  # that was captured here
         self._exact: list[Save] = []  # asked for, of no later step
         self._prepared: Prepared | None = None
         self._live: tuple[torch.Tensor, ...] = ()
@@ -76,12 +79,13 @@ class Standby:
         """A keeper has come into service, or a new timeline: no replica yet."""
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
         self._expected, self._off, self._last, self.lost = False, False, None, None
+        self._taken = None
         if self._keeper is not None:
             self._keeper.on_replica_stopped = self._stopped
 
     def base_taken(self, save: Save) -> None:
         """A base was taken here; the replica begins with it when it is durable."""
-        self._expected, self.lost = True, None
+        self._expected, self.lost, self._taken = True, None, save
 
         def ended(_: object) -> None:
             if _failed(save):
@@ -97,9 +101,9 @@ class Standby:
         """
         keeper, last, exact = self._keeper, self._last, exact or self._several
         assert keeper is not None
-        base = (identity.timeline, identity.step)
-        known = last is not None and (last.timeline, last.step) == base and not _failed(last)
-        if last is not None and known and (last in self._exact or not exact):
+        if self._taken is not None and _is_of(self._taken, identity):
+            return self._taken  # which the replica is only about to begin with
+        if last is not None and _is_of(last, identity) and (last in self._exact or not exact):
             return last
         if self._several:
             self._hold_up()
@@ -183,10 +187,14 @@ class Standby:
 def refuse_unfollowable(state: State) -> None:
     """Raises:
     UnsupportedStateError: an optimizer that a keeper, which is without the program, cannot run;
-        or of which it would not give the same bits; or a function that is registered.
+        or of which it would not give the same bits; or a function that is registered; or what
+        another rank updates.
     """
     found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
     found += _unknown_to_keepers(state)
+    if name := written_apart(state):
+        why = "one rank updates it, and others write it, too: to disks of their own, or as it is "
+        found.append((name, f"{why}in no DistributedDataParallel of just the ranks that train it"))
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(
@@ -203,7 +211,7 @@ def refuse_unrepeatable(state: State) -> None:
     """
     parts = state.ranks.world > 1
     optimizers = state.optimizers.items()
-    refused = [(key, why) for key, o in optimizers if (why := why_not(o, parts=parts))]
+    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o), parts=parts))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
@@ -218,7 +226,7 @@ def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
     """Optimizers that a keeper does not have, or would not give the same bits of, and why."""
     found = []
     for key, optimizer in state.optimizers.items():
-        kind = type(optimizer)
+        kind = type(acting(optimizer))
         if exactness(kind, (), "cpu").why:
             found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
         elif not is_elementwise(kind):
@@ -238,6 +246,12 @@ def why_inexact(state: State) -> str:
     if not elsewhere:
         return ""
     return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"
+
+
+def _is_of(save: Save, identity: ShardIdentity) -> bool:
+    """Whether it is a base of that very step, and has not failed."""
+    same = (save.timeline, save.step) == (identity.timeline, identity.step)
+    return same and not _failed(save)
 
 
 def _failed(save: Save) -> bool:

@@ -52,6 +52,7 @@ class Stats:
         multistep: bases over several steps; None for methods without them.
         log_bytes: bytes that the gradient log has taken into host memory.
         log_written_bytes: bytes of the log that were written to disk.
+        log_batch_steps: steps of the segment of the log that is written next; None: none is.
         log_steps_in_memory: steps that should have gone to disk with the log, and stayed in
             memory for the daily write budget.
         log_holes: updates that could not be recorded; behind each a base is taken.
@@ -90,6 +91,7 @@ class Stats:
     multistep: MultistepReport | None = None
     log_bytes: int = 0
     log_written_bytes: int = 0
+    log_batch_steps: int | None = None
     log_steps_in_memory: int = 0
     log_holes: int = 0
     interval_steps: int | None = None
@@ -138,6 +140,7 @@ def stats_of(
         multistep=None if multistep is None else multistep.stats.report(),
         log_bytes=0 if recorder is None else recorder.stats.record_bytes,
         log_written_bytes=keeper.log_bytes,
+        log_batch_steps=keeper.log_batch_steps or None,
         log_steps_in_memory=0 if recorder is None else recorder.disk.steps_in_memory,
         log_holes=0 if recorder is None else recorder.stats.holes,
         interval_steps=cadence.interval_steps,

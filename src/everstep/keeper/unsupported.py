@@ -26,18 +26,12 @@ def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOpt
         )
     if info.world == 1:
         return
-    why, hint = "", ""
-    if options.leaves_bases_fuzzy:
-        why = "rebuild='recovery' is for one rank: a start of several takes each base as it is"
-        hint = 'method="gockpt_o", whose keepers make bases whole; or rebuild="keeper"'
-    elif any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
-        why = "TierOptions.objects_per_hour is shared by all ranks, and is less than one for each"
-        hint = f"TierOptions(objects_per_hour={info.world}) or more"
-    if why:
+    if any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
         raise OptionError(
-            f"this job has {info.world} ranks: {why}",
+            f"this job has {info.world} ranks: TierOptions.objects_per_hour is shared by all of "
+            "them, and is less than one for each",
             rank=info.rank,
-            hint=hint,
+            hint=f"TierOptions(objects_per_hour={info.world}) or more",
         )
 
 

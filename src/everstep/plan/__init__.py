@@ -2,7 +2,8 @@
 
 ``costs``      what a choice of intervals wastes: the model
 ``interval``   how often to take a base and to write the log, so that the least is wasted
-``estimator``  the same while training runs, from what is measured
+``estimator``  the first of these while training runs, from what is measured (``median``)
+``batch``      the second, by what the disk takes
 ``multistep``  in how many parts a base is copied
 ``trace``      what a step does: ``steps`` (the words), ``recorder`` (who sees it), ``parallel``
                (what ranks add), ``tracing`` (where it is traced), ``groundtruth`` (is it true)

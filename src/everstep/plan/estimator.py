@@ -26,12 +26,12 @@ from typing import Any
 from everstep.errors import OptionError
 from everstep.plan.costs import Costs, Waste, is_number, waste
 from everstep.plan.interval import best_choice, interval_steps_min, without_log
+from everstep.plan.median import weighted_median
 
 __all__ = ["Estimator", "FailurePrior", "Recommendation"]
 
 _VERSION = 1
-_SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_cost_s",
-           "batch_write_s")  # fmt: skip
+_SERIES = ("step_s", "write_bytes_per_s", "load_bytes_per_s", "replay_s", "base_cost_s")
 _SECONDS_LEAST = 1e-9
 
 
@@ -66,14 +66,13 @@ class Recommendation:
     """What to do from now on.
 
     Attributes:
-        interval_steps, batch_steps: steps from base to base, and in each write of the log.
+        interval_steps: steps from base to base.
         waste: what that wastes with the costs as they are now estimated.
         costs: those costs.
         changed: whether it differs from what was recommended before.
     """
 
     interval_steps: int
-    batch_steps: int
     waste: Waste
     costs: Costs
     changed: bool
@@ -95,7 +94,6 @@ class Estimator:
         failure_half_life_s: failures, and training without them, weigh half as much after so
             many seconds of training; None: they always count in full.
         margin: another choice is recommended once it saves this share of the waste.
-        batch_max: most steps that a batch may have.
         accelerators: as in :class:`~everstep.plan.costs.Costs`.
 
     Raises:
@@ -112,7 +110,6 @@ class Estimator:
         prior: FailurePrior | None = None,
         failure_half_life_s: float | None = 30 * 86_400.0,
         margin: float = 0.05,
-        batch_max: int | None = None,
         accelerators: int = 1,
     ) -> None:
         if replay_share is not None and (not is_number(replay_share) or not 0 < replay_share < 1):
@@ -124,8 +121,6 @@ class Estimator:
             _positive("failure_half_life_s", failure_half_life_s)
         if not is_number(margin) or not 0 <= margin < 1:
             raise OptionError(f"margin must be at least 0 and less than 1, not {margin!r}")
-        if batch_max is not None and (not isinstance(batch_max, int) or batch_max < 1):
-            raise OptionError(f"batch_max must be at least one step, not {batch_max!r}")
         if not isinstance(accelerators, int) or accelerators < 1:
             raise OptionError(f"accelerators must be 1 or more, not {accelerators!r}")
         self._log = log
@@ -134,20 +129,20 @@ class Estimator:
         self._prior = prior or FailurePrior()
         self._failure_half_life_s = failure_half_life_s
         self._margin = margin
-        self._batch_max = batch_max
         self._accelerators = accelerators
         self._series: dict[str, deque[float]] = {name: deque(maxlen=window) for name in _SERIES}
         self._state_bytes: float | None = None
         self._trained_s = 0.0
         self._seen_s = 0.0
         self._failures = 0.0
-        self._held: tuple[int, int] | None = None
+        self._held: int | None = None
 
     # --- What was seen ------------------------------------------------------------------
 
     def observe_step(self, step_s: float) -> None:
         """A training step took so long, without what a save added to it."""
-        self._add("step_s", step_s)
+        usual = type(step_s) is float and 0 < step_s < math.inf  # at each step: few calls
+        self._series["step_s"].append(step_s if usual else _positive("step_s", step_s))
 
     def observe_base(self, size_bytes: float, write_s: float, cost_s: float | None = None) -> None:
         """A base of ``size_bytes`` became durable in ``write_s``.
@@ -171,10 +166,6 @@ class Estimator:
     def observe_replay(self, steps: int, replay_s: float) -> None:
         """So many steps were redone from the log in ``replay_s``, reading them included."""
         self._add("replay_s", _positive("replay_s", replay_s) / _positive("steps", steps))
-
-    def observe_batch(self, cost_s: float) -> None:
-        """Writing a batch of the log cost so many seconds of training."""
-        self._series["batch_write_s"].append(_at_least_0("cost_s", cost_s))
 
     def observe_failure(self, at_s: float) -> None:
         """Something failed after ``at_s`` seconds of training."""
@@ -204,6 +195,11 @@ class Estimator:
     def trained_s(self) -> float:
         """Seconds of training seen so far; where a restarted process goes on counting."""
         return self._trained_s
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there was a step: :attr:`step_s` is known, which takes longer to work out."""
+        return bool(self._series["step_s"])
 
     @property
     def step_s(self) -> float | None:
@@ -244,7 +240,6 @@ class Estimator:
             mtbf_s=self.mtbf_s,
             step_s=step_s,
             load_bytes_per_s=self._median("load_bytes_per_s"),
-            batch_write_s=self._median("batch_write_s") or 0.0,
             base_cost_s=self._median("base_cost_s"),
             accelerators=self._accelerators,
         )
@@ -259,37 +254,21 @@ class Estimator:
         costs = self.costs()
         if costs is None:
             return None
-        best = best_choice(costs, batch_max=self._batch_max) if self._log else without_log(costs)
-        chosen, wasted = (best.interval_steps, best.batch_steps), best.waste
-        if self._held is not None and self._allows(costs, *self._held):
-            interval_s, batch_s = (steps * costs.step_s for steps in self._held)
-            held = waste(costs, interval_s, batch_s)
+        best = best_choice(costs) if self._log else without_log(costs)
+        chosen, wasted = best.interval_steps, best.waste
+        if self._held is not None and self._held >= interval_steps_min(costs):
+            interval_s = self._held * costs.step_s
+            held = waste(costs, interval_s, costs.step_s if self._log else interval_s)
             if wasted.total >= held.total * (1 - self._margin):
                 chosen, wasted = self._held, held
         changed, self._held = chosen != self._held, chosen
-        return Recommendation(*chosen, wasted, costs, changed)
-
-    def _allows(self, costs: Costs, interval_steps: int, batch_steps: int) -> bool:
-        fits = self._batch_max is None or batch_steps <= self._batch_max
-        return fits and interval_steps >= interval_steps_min(costs)
+        return Recommendation(chosen, wasted, costs, changed)
 
     def _add(self, name: str, value: float) -> None:
         self._series[name].append(_positive(name, value))
 
     def _median(self, name: str) -> float | None:
-        """The weighted median of a series; None of an empty one."""
-        values = self._series[name]
-        newest = len(values) - 1
-        weighted = sorted(
-            (value, 0.5 ** ((newest - place) / self._half_life))
-            for place, value in enumerate(values)
-        )
-        half = sum(weight for _, weight in weighted) / 2
-        for value, weight in weighted:
-            half -= weight
-            if half <= 0:
-                return value
-        return weighted[-1][0] if weighted else None
+        return weighted_median(self._series[name], self._half_life)
 
     # --- Saved with the run -------------------------------------------------------------
 
@@ -302,7 +281,7 @@ class Estimator:
             "trained_s": self._trained_s,
             "seen_s": self._seen_s,
             "failures": self._failures,
-            "held": None if self._held is None else list(self._held),
+            "held": self._held,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,16 +299,15 @@ class Estimator:
                 for name, own in self._series.items()
             }
             held = state["held"]
-            held = None if held is None else (int(held[0]), int(held[1]))
+            if held is not None and (type(held) is not int or held < 1):
+                raise ValueError(f"held {held!r}")
             size = state["state_bytes"]
             size = None if size is None else _positive("state_bytes", size)
             numbers = [_at_least_0(n, state[n]) for n in ("trained_s", "seen_s", "failures")]
             for name, values in series.items():
                 for value in values:
-                    (_at_least_0 if name == "batch_write_s" else _positive)(name, value)
-            if held is not None and not 1 <= held[1] <= held[0]:
-                raise ValueError(f"held {held!r}")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+                    _positive(name, value)
+        except (KeyError, TypeError, ValueError) as error:
             reason = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
             raise OptionError(
                 f"this is no state of an interval estimator: {reason}",

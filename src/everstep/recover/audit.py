@@ -202,10 +202,9 @@ def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str
     several = len(every) > 1
     if any(one.redo is not None for one in every):  # its entries are of several updates
         state = rebuilder.load(base, Chain(base.id, (), ""))
-        assert isinstance(state, OfflineState), "of several ranks it cannot be read"
-        objects = {name: Entry.whole(name, "U8", (len(d),)) for name, d in state.objects.items()}
-        entries = {**state.entries, **objects}
-        return {name: (hex_, entries[name]) for name, hex_ in state.digests().items()}, False
+        objects, entries = Entry.whole("objects", "U8", (0,)), state.entries
+        digests = state.digests().items()
+        return {name: (hex_, entries.get(name, objects)) for name, hex_ in digests}, False
     headers = [(one.marker.rank, header) for one in every for _, _, header, _ in one.shards]
     found: dict[str, tuple[str, Entry]] = {}
     for rank, header in headers:

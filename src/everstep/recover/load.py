@@ -23,11 +23,12 @@ from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.opened import OpenBase
-from everstep.recover.pieces import Fill, PieceReads, fills
+from everstep.recover.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
 from everstep.recover.targets import Looks, Targets
 from everstep.recover.versions import unclear
+from everstep.recover.whole_ranks import MakeWhole
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.dtensors import local_of
@@ -37,7 +38,14 @@ from everstep.state.placing import Box
 from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
 
-__all__ = ["LoadedBase", "all_contents", "contents", "load_base", "load_ranks"]
+__all__ = [
+    "LoadedBase",
+    "all_contents",
+    "contents",
+    "load_base",
+    "load_ranks",
+    "own_contents",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +84,19 @@ def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
     Raises:
         DamageError, FormatError: they do not, or cannot be read.
     """
-    trees, entries = _objects(opened), opened.entries()
+    trees, entries = own_contents(opened)
     for tree in trees.values():
         missing = [name for name in references(tree) if name not in entries]
         if missing:
             raise FormatError(f"entry {missing[0]!r} is referred to but not there")
     _refuse_unused(opened, trees, entries)
     return trees, entries
+
+
+def own_contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """The same of one rank's files of any base: several ranks' trees name what others have written,
+    too. Errors as of :func:`contents`."""
+    return _objects(opened), opened.entries()
 
 
 def all_contents(opened: Sequence[OpenBase]) -> None:
@@ -145,6 +159,7 @@ def load_ranks(
     progress: ProgressSink,
     on_touch: Any = lambda: None,
     partly: bool = False,
+    whole: MakeWhole | None = None,
 ) -> LoadedBase:
     """Restores this rank's part of ``state``, whatever ranks and layout saved the base.
 
@@ -157,17 +172,25 @@ def load_ranks(
         on_touch: called once, just before the first byte of live state is overwritten.
         partly: the files of other ranks are gone, this rank's own perhaps, too: what they had in
             common with those that are given counts.
+        whole: makes files whole that are of several updates; None: they stay as they are, for the
+            one rank that there is.
 
     Raises:
         MismatchError: listing every difference; nothing has been touched.
         RecoveryError: files of other ranks are needed; nothing has been touched.
+        FormatError: without ``whole``: files of several ranks are of several updates.
         DamageError: naming file and entry; live state may be partly overwritten. Listing entries
             of which a part is missing; nothing has been touched.
     """
     alone = opened[0].marker.world == 1
+    fuzzy = [one.shards[0][3].parent for one in opened if one.redo is not None]
+    if fuzzy and whole is None and not alone:
+        raise FormatError(f"{fuzzy[0]}: its tensors are of several updates", path=fuzzy[0])
     saved = SavedRanks(opened, contents(opened[0])[0] if alone else None, partly=partly)
-    with _read_ahead(opened, ring, timeout_s) as reads:  # while all is planned and compared
-        return _load(saved, opened, state, ring, strict, timeout_s, progress, on_touch, reads)
+    ahead = () if fuzzy and whole is not None else opened
+    with _read_ahead(ahead, ring, timeout_s) as reads:  # while all is planned and compared
+        about = ring, strict, timeout_s, progress, on_touch, reads, whole
+        return _load(saved, opened, state, *about)
 
 
 def _read_ahead(
@@ -175,7 +198,7 @@ def _read_ahead(
 ) -> contextlib.AbstractContextManager[ReadsAhead | None]:
     """The first file of a base of one rank, which is read as a whole in any case; nothing of one
     that claims more than this machine holds, before it has been looked at."""
-    if opened[0].marker.world != 1 or not opened[0].shards:
+    if not opened or opened[0].marker.world != 1 or not opened[0].shards:
         return contextlib.nullcontext()
     file, record, header, path = opened[0].shards[0]
     if record.length > memory_available_bytes():
@@ -195,11 +218,19 @@ def _load(
     progress: ProgressSink,
     on_touch: Any,
     reads: ReadsAhead | None,
+    whole: MakeWhole | None,
 ) -> LoadedBase:
     view = saved.view(state)
+    apart = unclear(saved, state, view)
+    fuzzy = [one for one in opened if one.redo is not None]
+    if apart and fuzzy and whole is not None:  # they may be of different updates, and alike
+        for one in fuzzy:
+            saved.settle(one.marker, whole(one).state.digests())
+        view = saved.view(state)
+        apart = unclear(saved, state, view)
     plans = state.plan_restore(view.trees, view.entries, view.left_out)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
-    mismatches = (*mismatches, *unclear(saved, state, view))
+    mismatches = (*mismatches, *apart)
     marker = next((o.marker for o in opened if o.marker.rank == state.ranks.rank), opened[0].marker)
     if mismatches and strict:
         listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
@@ -213,16 +244,21 @@ def _load(
         )
     targets = Targets.of(plans, view.entries)
     shared = _sharing_memory(view, targets)
-    wanted = _fills(saved, view, targets)
+    memory = targets.memory.items()
+    asked = ((name, view.pieces[name], box, host_bytes(tensor)) for name, (tensor, box) in memory)
+    wanted = fills_by_file(saved, asked)
     looks = Looks.of(state, targets, view)
     on_touch()
-    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads)
+    made = _Made()
+    if whole is not None:
+        made.read(saved, fuzzy, wanted, whole)
+    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
     tensors = targets.finish()
     for name, expected in shared.items():
         flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
             raise _untied(name)
-    notes: list[str] = list(view.notes)
+    notes: list[str] = [*view.notes, *made.doubts]
     for section in state.restore_order():
         plan = plans[section]
         if plan.tree is not None:
@@ -243,6 +279,7 @@ def _load(
         mismatches,
         tuple(notes),
         shape,
+        made.updates,
         rank_bytes=rank_bytes,
         finite=frozenset(looks.finite),
         layout=layout,
@@ -265,23 +302,45 @@ def _objects(opened: OpenBase) -> dict[str, Any]:
     return trees
 
 
-def _fills(saved: SavedRanks, view: View, targets: Targets) -> dict[int, list[Fill]]:
-    """What to read, by file.
+@dataclass(slots=True)
+class _Made:
+    """What was read of files that had to be made whole.
 
-    Raises:
-        DamageError: listing what nobody has written.
+    Attributes:
+        numbers: of these files.
+        rank_bytes: by rank that wrote them.
+        updates: that some of it had not seen.
+        doubts: why it is not bit for bit what training had, in words.
     """
-    wanted: dict[int, list[Fill]] = {}
-    holes: dict[str, str] = {}
-    for name, (memory, box) in targets.memory.items():
-        found, missing = fills(view.pieces[name], box, host_bytes(memory))
-        if missing:
-            holes[name] = f"{missing} of {box.size} elements at {list(box.offset)}"
-        for fill in found:
-            wanted.setdefault(fill.piece.file, []).append(fill)
-    if holes:
-        raise saved.hole(holes)
-    return wanted
+
+    numbers: set[int] = field(default_factory=set)
+    rank_bytes: dict[int, int] = field(default_factory=dict)
+    entries: int = 0
+    updates: int = 0
+    doubts: list[str] = field(default_factory=list)
+
+    def read(
+        self,
+        saved: SavedRanks,
+        fuzzy: Sequence[OpenBase],
+        wanted: Mapping[int, Sequence[Fill]],
+        whole: MakeWhole,
+    ) -> None:
+        """Reads the files of these ranks, one rank after the other, if anything of them is
+        wanted."""
+        for one in fuzzy:
+            rank = one.marker.rank
+            mine = saved.files_of(rank)
+            self.numbers.update(mine)
+            fills_of = [fill for number in mine for fill in wanted.get(number, ())]
+            if not fills_of:
+                continue
+            made = whole(one)
+            self.entries += len(made.fill(fills_of))
+            self.rank_bytes[rank] = one.size_bytes
+            self.updates = max(self.updates, made.updates)
+            doubt = f"its parts were brought to one step here, and that is not exact: {made.doubt}"
+            self.doubts += [doubt] if made.doubt and doubt not in self.doubts else []
 
 
 def _read(
@@ -292,11 +351,18 @@ def _read(
     progress: ProgressSink,
     looks: Looks,
     ahead: ReadsAhead | None,
+    made: _Made,
 ) -> tuple[dict[int, int], int]:
     """Reads, and returns how many bytes of each rank that wrote them, and how many entries; a base
-    of one rank as a whole, so that the digests of its files are compared, too."""
-    entries, rank_bytes = 0, dict[int, int]()
+    of one rank as a whole, so that the digests of its files are compared, too.
+
+    Args:
+        made: what was read already.
+    """
+    entries, rank_bytes = made.entries, made.rank_bytes
     for number, (file, record, header, path) in enumerate(saved.files):
+        if number in made.numbers:
+            continue
         reads = PieceReads(header, wanted.get(number, ()), partial(looks.came, number))
         whole = saved.world == 1
 

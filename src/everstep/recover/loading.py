@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from everstep.commit.offers import Needs
 from everstep.errors import DamageError, FormatError
-from everstep.format.records import Manifest
+from everstep.format.records import Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase, load_ranks
@@ -18,16 +19,39 @@ from everstep.recover.opened import OpenBase
 from everstep.recover.reshard import HoleError, SavedRanks, needs_of
 from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
+from everstep.recover.whole_ranks import made_whole
 from everstep.seams.progress import ProgressSink, progress
 from everstep.state.image import State
 
-__all__ = ["LoadWithNode", "layout_in", "loader", "needs_here"]
+__all__ = ["Load", "LoadWithNode", "layout_in", "loader", "needs_here"]
 
 _log = logging.getLogger("everstep")
 
 
+class Load(Protocol):
+    """Restores this rank's state from a base."""
+
+    def __call__(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
+    ) -> LoadedBase:
+        """
+        Args:
+            places: the files of these ranks, each where it says.
+            alive: called every now and then.
+            partly: those of the other ranks are gone.
+            timelines: records of the history: where it was trained.
+        """
+        ...
+
+
 class LoadWithNode(Protocol):
-    """A :class:`everstep.recover.together.Load` that may read with the other ranks of its node."""
+    """A :class:`Load` that may read with the other ranks of its node."""
 
     def __call__(
         self,
@@ -37,6 +61,7 @@ class LoadWithNode(Protocol):
         node: NodeReads | None = None,
         *,
         partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
     ) -> LoadedBase: ...
 
 
@@ -115,11 +140,13 @@ def loader(
         node: NodeReads | None = None,
         *,
         partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
     ) -> LoadedBase:
+        trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
         if partly or node is None or not node.begin(base, places):
-            return load_from(base, places, alive, None, partly)
+            return load_from(base, places, alive, trained, None, partly)
         try:
-            return load_from(base, places, alive, node)
+            return load_from(base, places, alive, trained, node)
         except DamageError as error:
             if isinstance(error, HoleError):
                 raise
@@ -127,12 +154,13 @@ def loader(
             _log.warning("%s: this rank reads it without its neighbours: %s", base.id, error)
         finally:
             node.end()
-        return load_from(base, places, alive, None)
+        return load_from(base, places, alive, trained, None)
 
     def load_from(
         base: BaseFound,
         places: Mapping[int, Place],
         alive: Callable[[], None],
+        trained: TimelineRecord | None,
         node: NodeReads | None,
         partly: bool = False,
     ) -> LoadedBase:
@@ -140,12 +168,6 @@ def loader(
         try:
             for number, place in places.items():
                 opened.append(_open(base, number, place))
-                if opened[-1].redo is not None:
-                    raise FormatError(
-                        f"{base.path}: its tensors are of several updates: only a process that "
-                        "trains alone makes it whole",
-                        path=base.path,
-                    )
                 if node is not None and not isinstance(place.files, HeldBase):
                     node.share(opened[-1], place)
                 alive()
@@ -161,6 +183,14 @@ def loader(
                     progress=_Alive(bar, alive),
                     on_touch=on_touch,
                     partly=partly,
+                    whole=partial(
+                        made_whole,
+                        ring=ring,
+                        trained=trained,
+                        timeout_s=timeout_s,
+                        progress=bar,
+                        alive=alive,
+                    ),
                 )
         finally:
             for one in opened:

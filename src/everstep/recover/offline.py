@@ -29,6 +29,7 @@ from everstep.recover.parts import own_part
 from everstep.recover.redo import compare, tensor_of, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
+from everstep.replay.own import makes_state_when_built
 from everstep.replay.updates import Update
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
@@ -38,6 +39,7 @@ from everstep.state.objects import TensorRef, decode, encode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
+from everstep.state.zero import PARTITIONED
 
 __all__ = ["OfflineState"]
 
@@ -208,12 +210,15 @@ class OfflineState:
         for one in self._optimizers.values():
             one.work_off()
 
-    def finish(self, *, counterfactual: bool = False) -> None:
+    def finish(
+        self, *, counterfactual: bool = False, objects: Mapping[str, bytes] | None = None
+    ) -> None:
         """Applies what is waiting, and puts everything else as the last mark has it.
 
         Args:
             counterfactual: some updates were left out, so that an optimizer's plain values (a
                 count of its steps) are those of replay, and not those of the mark.
+            objects: instead of those of the mark that have the same names.
 
         Raises:
             FormatError, ReplayError: the mark does not fit the state.
@@ -225,9 +230,8 @@ class OfflineState:
         for one, place in self._held:
             self._put(one, place)
         logged = {place.entry.name for _, place in self._held}
-        trees = {
-            name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
-        }
+        found = {**mark.objects, **(objects or {})}
+        trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in found.items()}
         for section, tree in trees.items():
             for name in references(tree):
                 if self._canonical(name) not in self.tensors and self.marker.world == 1:
@@ -237,7 +241,7 @@ class OfflineState:
                 self._settle(section, tree, optimizer, logged, counterfactual)
             if OptimizerProvider.groups_of(tree) is not None:
                 self._take_options(tree, None if optimizer is None else optimizer.last, logged)
-        self._trees, self.objects = trees, dict(mark.objects)
+        self._trees, self.objects = trees, found
         if counterfactual:
             for section in self._optimizers:
                 self.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
@@ -318,8 +322,15 @@ class OfflineState:
         assert isinstance(tree, dict)
         names = {name: self._entry_of(key, name) for group in groups for name in group}
         values = tree["state"]
+        lookup = _Lookup(self.tensors, self._canonical)
+        options = [
+            {k: join(v, lookup) for k, v in group.items() if k != "params"}
+            for group in tree["param_groups"]
+        ]
         if self.marker.world > 1:
             names, values = self._mine(key, names, values)
+        if PARTITIONED in tree and makes_state_when_built(found, options):
+            names = {n: e for n, e in names.items() if n in values}  # others update the rest
         for group in tree["param_groups"]:
             for name, shape in ((n, shape) for n, shape in group["params"] if n in names):
                 entry = self.entries[names[name]]  # perhaps of a part of it
@@ -335,11 +346,6 @@ class OfflineState:
         for name in mine - self.replayed:
             self._as_it_lay(name)
         self.replayed |= mine
-        lookup = _Lookup(self.tensors, self._canonical)
-        options = [
-            {k: join(v, lookup) for k, v in group.items() if k != "params"}
-            for group in tree["param_groups"]
-        ]
         state: Any = join(values, lookup)
         replayer = Replayer(
             found,

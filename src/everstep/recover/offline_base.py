@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.conditions import conditions
-from everstep.recover.load import contents
+from everstep.recover.load import contents, own_contents
 from everstep.recover.offline import OfflineState
 from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound
@@ -25,7 +26,7 @@ from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed, overlaps
 from everstep.state.tensors import empty_like_entry, host_bytes
 
-__all__ = ["load_offline"]
+__all__ = ["load_offline", "read_fuzzy"]
 
 
 def load_offline(
@@ -65,59 +66,105 @@ def load_offline(
         )
     opened = OpenBase.open(filesystem, base, rank=0)
     try:
-        free_bytes = memory_available_bytes()
-        if opened.size_bytes > free_bytes:
-            raise UnavailableError(
-                f"{base.id} takes {opened.size_bytes} bytes of memory; {free_bytes} are left",
-                path=base.path,
-            )
         trees, _ = contents(opened)
-        tensors: dict[str, torch.Tensor] = {}
-        entries: dict[str, Entry] = {}
-        objects: dict[str, bytearray] = {}
-        aliases: dict[str, str] = {}
-        for file, record, header, path in opened.shards:
-            aliases.update(header.aliases)
-            targets: dict[str, memoryview] = {}
-            for place in header.placed:
-                name = place.entry.name
-                if name.startswith(OBJECT_PREFIX):
-                    objects[name] = bytearray(place.end - place.begin)
-                    targets[name] = memoryview(objects[name])
-                    continue
-                entries[name], tensors[name] = place.entry, empty_like_entry(place.entry)
-                targets[name] = host_bytes(tensors[name])
-            read_body(
-                file,
-                header,
-                record,
-                path,
-                ring,
-                timeout_s=timeout_s,
-                progress=progress,
-                sink=_into(header.placed, targets),
-            )
-        elsewhere = ""
         if opened.redo is not None:
-            training_threads, elsewhere = conditions([trained])
-        state = OfflineState(
-            marker,
-            entries,
-            tensors,
-            aliases,
-            {name: bytes(data) for name, data in objects.items()},
+            about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
+            return read_fuzzy(opened, ring, trained, threads, **about)[0]
+        return _read(
+            opened,
             trees,
-            shape_of_base(opened.placed(), aliases, trees),
+            ring,
+            timeout_s=timeout_s,
+            progress=progress,
             threads=threads,
             training_threads=training_threads,
         )
-        if opened.redo is not None:
-            make_offline_whole(
-                opened, state, ring, elsewhere, timeout_s=timeout_s, progress=progress
-            )
-        return state
     finally:
         opened.close()
+
+
+def read_fuzzy(
+    opened: OpenBase,
+    ring: ChunkRing,
+    trained: TimelineRecord | None,
+    threads: int,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> tuple[OfflineState, int]:
+    """Reads the files of one rank of a base over several steps, and makes them whole.
+
+    Args:
+        opened: with a redo file.
+
+    Returns:
+        What they hold; and how many updates some of it had not seen.
+
+    Raises:
+        DamageError, FormatError, UnavailableError, ReplayError, UnsupportedStateError, OSError: as
+            of :func:`load_offline`.
+    """
+    training_threads, elsewhere = conditions([trained])
+    about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
+    held: dict[str, Any] = {"threads": threads, "training_threads": training_threads}
+    state = _read(opened, own_contents(opened)[0], ring, **about, **held)
+    return state, make_offline_whole(opened, state, ring, elsewhere, **about)
+
+
+def _read(
+    opened: OpenBase,
+    trees: Mapping[str, Any],
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+    threads: int,
+    training_threads: int | None,
+) -> OfflineState:
+    """What one rank's files hold, as it lies there."""
+    free_bytes, first = memory_available_bytes(), opened.shards[0][3]
+    if opened.size_bytes > free_bytes:
+        raise UnavailableError(
+            f"the base of step {opened.marker.step} takes {opened.size_bytes} bytes of memory; "
+            f"{free_bytes} are left",
+            path=first.parent,
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    entries: dict[str, Entry] = {}
+    objects: dict[str, bytearray] = {}
+    aliases: dict[str, str] = {}
+    for file, record, header, path in opened.shards:
+        aliases.update(header.aliases)
+        targets: dict[str, memoryview] = {}
+        for place in header.placed:
+            name = place.entry.name
+            if name.startswith(OBJECT_PREFIX):
+                objects[name] = bytearray(place.end - place.begin)
+                targets[name] = memoryview(objects[name])
+                continue
+            entries[name], tensors[name] = place.entry, empty_like_entry(place.entry)
+            targets[name] = host_bytes(tensors[name])
+        read_body(
+            file,
+            header,
+            record,
+            path,
+            ring,
+            timeout_s=timeout_s,
+            progress=progress,
+            sink=_into(header.placed, targets),
+        )
+    return OfflineState(
+        opened.marker,
+        entries,
+        tensors,
+        aliases,
+        {name: bytes(data) for name, data in objects.items()},
+        trees,
+        shape_of_base(opened.placed(), aliases, trees),
+        threads=threads,
+        training_threads=training_threads,
+    )
 
 
 def _into(

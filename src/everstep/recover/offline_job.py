@@ -3,7 +3,8 @@
 Each rank replays its own log, with the parts of updates that others have recorded, over the tensors
 that it held: so the bits are those of training, whatever the layout and the optimizer. What several
 ranks held alike one of them computes, for all; a rank of which nothing is left to compute is as the
-base and the last mark of its log have it.
+base and the last mark of its log have it. Of a ZeroRedundancyOptimizer one rank computes what each
+of them has updated for all, by the gradients that all of them have recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from everstep.format.log import LogRecord
 from everstep.format.records import Marker
 from everstep.recover.offline import OfflineState
 from everstep.recover.owned import owned_entries
+from everstep.recover.partitioned import Parts, whole_objects
 from everstep.recover.pieces import fills
 from everstep.recover.redo import compare, tensor_of
 from everstep.recover.reshard import Piece, SavedRanks
@@ -28,8 +30,8 @@ from everstep.replay.exactness import Exactness
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
-from everstep.state.log import PART_OBJECT, SAMPLE
-from everstep.state.objects import decode
+from everstep.state.log import HYPER, PART_OBJECT, SAMPLE
+from everstep.state.objects import decode, encode
 from everstep.state.placing import Box, Placement
 from everstep.state.tensors import empty_like_entry, host_bytes
 from everstep.state.tree import references
@@ -76,12 +78,16 @@ class Resting:
     held: list[tuple[LogRecord, Placed]] = field(default_factory=list)
     last: LogRecord | None = None
 
-    def finish(self) -> None:
-        """Puts everything as the last mark has it."""
+    def finish(self, objects: Mapping[str, bytes]) -> None:
+        """Puts everything as the last mark has it.
+
+        Args:
+            objects: instead of those of the mark that have the same names.
+        """
         for mark, place in self.held:
             self.tensors[place.entry.name].copy_(tensor_of(mark, place))
         if self.last is not None:
-            self.objects = dict(self.last.objects)
+            self.objects = {**self.last.objects, **objects}
 
 
 class JobState:
@@ -94,10 +100,14 @@ class JobState:
         resting: the other ones.
         written: by rank: entries in its files, by name.
         keeper: the rank of which a tensor is taken, where several have it.
-        partitioned: sections of optimizers of which each rank has a part (ZeRO).
+        parts: objects of optimizers of which each rank has a part (ZeRO), as they are in its file.
+        apart: names of parameters of those of which ranks had different copies.
+        doubt: see below.
 
     Attributes:
         step, lsn: of the newest step that was applied.
+        doubt: why it is not what training had, by what made a base over several steps whole; ""
+            if it is, or that was not needed.
     """
 
     def __init__(
@@ -108,12 +118,15 @@ class JobState:
         resting: Mapping[int, Resting],
         written: Mapping[int, Mapping[str, Entry]],
         keeper: Mapping[Key, int],
-        partitioned: Sequence[str] = (),
+        parts: Parts,
+        apart: Sequence[str] = (),
+        doubt: str = "",
     ) -> None:
         self.marker = replace(markers[0], exact=all(marker.exact for marker in markers))
         self.step, self.lsn = self.marker.step, self.marker.lsn
         self._saved, self._computed, self._resting = saved, computed, resting
-        self._written, self._keeper, self._partitioned = written, keeper, partitioned
+        self._written, self._keeper = written, keeper
+        self._parts, self._apart, self.doubt = parts, apart, doubt
         self._comparisons = {rank: Comparison() for rank in written}
         self._marks: dict[int, LogRecord] = {}
 
@@ -130,11 +143,6 @@ class JobState:
         found = (state.exactness for state in self._computed.values())
         return next((one for one in found if not one.exact), Exactness(True, ""))
 
-    @property
-    def doubt(self) -> str:
-        """A base over several steps of several ranks is not made whole here."""
-        return ""
-
     def take(self, step: JobStep, *, drop: bool = False) -> None:
         """Takes one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
@@ -145,12 +153,12 @@ class JobState:
         Raises:
             FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
         """
-        if self._partitioned:  # no rank's log has what all ranks' parameters have become
-            section = self._partitioned[0]
+        if self._apart:  # each rank knows its own ones alone, which it has handed to the others
+            name = self._apart[0]
             raise UnsupportedStateError(
-                f"the optimizer {section!r} is one of which each rank trains a part: without the "
-                "program that trained it, its updates cannot be replayed",
-                leaves=((section, "ZeroRedundancyOptimizer"),),
+                f"ranks of a ZeroRedundancyOptimizer had different copies of {name!r} before its "
+                "update: without the program that trained them, it cannot be replayed",
+                leaves=((name, "ranks had different copies"),),
                 step=step[min(step)][1].head.step,
                 hint="resume(step=...) in that program replays it; bases are restored",
             )
@@ -184,10 +192,13 @@ class JobState:
         Raises:
             FormatError, ReplayError: a mark does not fit the state.
         """
-        for state in self._computed.values():
-            state.finish(counterfactual=counterfactual)
-        for one in self._resting.values():
-            one.finish()
+        whole: Parts = {}
+        if self._marks:
+            whole, self._parts = whole_objects(self._marks)
+        for rank, state in self._computed.items():
+            state.finish(counterfactual=counterfactual, objects=whole.get(rank))
+        for rank, one in self._resting.items():
+            one.finish(whole.get(rank, {}))
 
     def compare(self) -> None:
         """Compares what replay gives with the samples in the last marks, if it must give the bits
@@ -239,7 +250,7 @@ class JobState:
         for rank, written in self._written.items():
             for name, entry in written.items():
                 found[name_of_rank(name, rank)] = self._digest(key_of(entry))
-            for name, data in self._objects(rank).items():
+            for name, data in {**self._objects(rank), **self._parts.get(rank, {})}.items():
                 found[name_of_rank(name, rank)] = digest(data)
         return found
 
@@ -411,7 +422,36 @@ def _text(ranks: tuple[int, ...] | None) -> str:
 
 
 def _with_parts(record: LogRecord, number: int, rank: int, step: JobStep) -> LogRecord:
-    """An update with what other ranks have recorded of it."""
+    """An update with what other ranks have recorded of it.
+
+    Raises:
+        UnsupportedStateError: each rank has updated its parameters with other hyperparameters.
+    """
     if PART_OBJECT not in record.objects:
         return record
-    return replace(record, parts={r: step[r][0][number] for r in step if r != rank})
+    found = replace(record, parts={r: step[r][0][number] for r in step if r != rank})
+    about: Any = decode(record.objects[PART_OBJECT])
+    if isinstance(about, dict) and about.get("spread"):
+        mine = _beside_gradients(record)
+        for other in {r for ranks, *_ in about["shared"] for r in ranks} & found.parts.keys():
+            if _beside_gradients(found.parts[other]) != mine:
+                raise UnsupportedStateError(
+                    f"{record.head}: rank {other} has updated its parameters of "
+                    f"{about.get('optimizer')!r} with other hyperparameters than rank {rank}: "
+                    "without the program that trained them, that cannot be replayed",
+                    leaves=((str(about.get("optimizer")), "hyperparameters of each rank's own"),),
+                    step=record.head.step,
+                    hint="resume(step=...) in that program replays it",
+                )
+    return found
+
+
+def _beside_gradients(record: LogRecord) -> tuple[bytes, dict[str, bytes]]:
+    """What an update consumes beside gradients: hyperparameters, and what a scaler says."""
+    about: Any = decode(record.objects.get(PART_OBJECT, b""))
+    tensors = {
+        place.entry.name: bytes(record.data[place.begin : place.end])
+        for place in record.layout.placed
+        if place.entry.name.startswith(f"{HYPER}/") or "/" not in place.entry.name
+    }
+    return encode(about.get("groups") if isinstance(about, dict) else None), tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,18 +15,21 @@ from everstep.format.writer import ChunkRing
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_job import JobState, Key, Resting, key_of
 from everstep.recover.opened import OpenBase, open_ranks
-from everstep.recover.owned import owned_entries
-from everstep.recover.pieces import Fill, PieceReads, fills
+from everstep.recover.owned import owned_entries, parameter_names
+from everstep.recover.partitioned import is_partitioned, whole_object
+from everstep.recover.pieces import Fill, PieceReads, fills_by_file
 from everstep.recover.reshard import Piece, SavedRanks, View
 from everstep.recover.scan import BaseFound
 from everstep.recover.shape import shape_of_base
+from everstep.recover.whole_ranks import made_whole
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
-from everstep.state.objects import decode, encode
-from everstep.state.placing import Box, box_on_mesh
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.placing import Box, Placement, box_on_mesh
 from everstep.state.tensors import empty_like_entry, host_bytes
 from everstep.state.zero import PARTITIONED
 
@@ -39,6 +42,7 @@ class _Plan:
 
     Attributes:
         entries: what it held, by name, as it held it, and where that is.
+        aliases: other names by which its objects refer to these.
         mine: of these, what is loaded for it.
         computes: its log is replayed.
     """
@@ -46,13 +50,13 @@ class _Plan:
     rank: int
     view: View
     entries: dict[str, tuple[Entry, Sequence[Piece]]]
+    aliases: dict[str, str]
     mine: list[str]
     computes: bool
 
-    @property
-    def aliases(self) -> dict[str, str]:
-        found = self.view.entries.items()
-        return {name: entry.name for name, entry in found if name != entry.name}
+    def name_of(self, name: str) -> str:
+        """What an entry is called in this rank's own files and log."""
+        return self.aliases.get(name, name)
 
     @property
     def size_bytes(self) -> int:
@@ -72,7 +76,7 @@ def load_job(
     trained: TimelineRecord | None = None,
 ) -> JobState:
     """Reads a base of several ranks into host memory, every byte verified; arguments and errors as
-    of :func:`.load_offline`, but that none over several steps is made whole."""
+    of :func:`.load_offline`."""
     assert base.manifest is not None
     if base.manifest.markers[0].run != run:
         raise FormatError(f"{base.path} belongs to another run", path=base.path)
@@ -82,14 +86,8 @@ def load_job(
         ranks = ", ".join(map(str, missing))
         raise FormatError(f"the files of rank(s) {ranks} are not in this folder", path=base.path)
     with open_ranks(filesystem, base) as opened:
-        if any(one.redo is not None for one in opened):
-            raise FormatError(
-                f"{base.path}: its tensors are of several updates: only a process that trains "
-                "alone makes it whole",
-                path=base.path,
-            )
         about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
-        return _load(opened, ring, threads, training_threads, **about)
+        return _load(opened, ring, threads, training_threads, trained, **about)
 
 
 def _load(
@@ -97,11 +95,13 @@ def _load(
     ring: ChunkRing,
     threads: int,
     training_threads: int | None,
+    trained: TimelineRecord | None,
     *,
     timeout_s: float,
     progress: ProgressSink,
 ) -> JobState:
     saved, keeper = SavedRanks(opened), dict[Key, int]()
+    parts, apart = dict[int, dict[str, bytes]](), list[str]()
     plans = [_plan(saved, rank, keeper) for rank in saved.ranks]
     need_bytes, free_bytes = sum(plan.size_bytes for plan in plans), memory_available_bytes()
     if need_bytes > free_bytes:
@@ -112,7 +112,21 @@ def _load(
             step=marker.step,
         )
     tensors = {plan.rank: _empty(plan) for plan in plans}
-    _read(saved, _fills(saved, plans, tensors), ring, timeout_s, progress)
+    wanted: list[tuple[str, Sequence[Piece], Box, memoryview]] = []
+    for plan in plans:
+        for name, tensor in tensors[plan.rank].items():
+            entry, pieces = plan.entries[name]
+            box = Box(entry.global_offset, entry.shape)
+            wanted.append((name, pieces, box, host_bytes(tensor)))
+    fills, doubt, done = fills_by_file(saved, wanted), "", set[int]()
+    for one in opened:
+        if one.redo is not None:  # a base over several steps
+            made = made_whole(one, ring, trained, timeout_s=timeout_s, progress=progress)
+            mine = saved.files_of(one.marker.rank)
+            made.fill(fill for number in mine for fill in fills.get(number, ()))
+            doubt = doubt or made.doubt
+            done.update(mine)
+    _read(saved, fills, done, ring, timeout_s, progress)
     computed: dict[int, OfflineState] = {}
     resting: dict[int, Resting] = {}
     written: dict[int, dict[str, Entry]] = {}
@@ -122,7 +136,8 @@ def _load(
         written[plan.rank] = tensor_entries
         aliases = {k: v for _, _, header, _ in one.shards for k, v in header.aliases.items()}
         shape = shape_of_base(one.placed(), aliases, plan.view.trees)
-        objects, partitioned = _objects(saved, plan)
+        objects, parts[plan.rank] = _objects(saved, plan)
+        apart += _apart(saved, plan, parts[plan.rank])
         if not plan.computes:
             resting[plan.rank] = Resting(tensors[plan.rank], objects, shape)
             continue
@@ -138,7 +153,7 @@ def _load(
             training_threads=training_threads,
         )
     markers = [one.marker for one in opened]
-    return JobState(markers, saved, computed, resting, written, keeper, partitioned)
+    return JobState(markers, saved, computed, resting, written, keeper, parts, apart, doubt)
 
 
 def _plan(saved: SavedRanks, rank: int, keeper: dict[Key, int]) -> _Plan:
@@ -149,18 +164,20 @@ def _plan(saved: SavedRanks, rank: int, keeper: dict[Key, int]) -> _Plan:
         keeper: the rank of which each tensor is taken, which is added to.
     """
     view = saved.view_of_all(rank)
-    held = {pieces[0].entry.name: _held(pieces, rank) for pieces in view.pieces.values()}
+    named = {name: _held(pieces, rank) for name, pieces in view.pieces.items()}
+    held = {entry.name: (entry, pieces) for entry, pieces in named.values()}
+    aliases = {name: entry.name for name, (entry, _) in named.items() if name != entry.name}
     new = [name for name, (entry, _) in held.items() if key_of(entry) not in keeper]
     keeper.update({key_of(held[name][0]): rank for name in new})
-    plan = _Plan(rank, view, held, new, False)
-    owned = owned_entries(view.trees, lambda name: view.entries[name].name)
+    plan = _Plan(rank, view, held, aliases, new, False)
+    owned = owned_entries(view.trees, plan.name_of)
     if not owned.isdisjoint(new):
         plan.mine, plan.computes = list(held), True
     return plan
 
 
 def _held(pieces: Sequence[Piece], rank: int) -> tuple[Entry, Sequence[Piece]]:
-    """The part of a tensor that a rank held."""
+    """The part of a tensor that a rank held, by the name that those have for it that held it."""
     first = pieces[0]
     shape, placement = first.entry.global_shape, first.placement
     box = Box((0,) * len(shape), shape)
@@ -176,39 +193,18 @@ def _empty(plan: _Plan) -> dict[str, torch.Tensor]:
     return {name: empty_like_entry(plan.entries[name][0]) for name in plan.mine}
 
 
-def _fills(
-    saved: SavedRanks, plans: Sequence[_Plan], tensors: Mapping[int, Mapping[str, torch.Tensor]]
-) -> dict[int, list[Fill]]:
-    """What to read, by file.
-
-    Raises:
-        DamageError: listing what nobody has written.
-    """
-    wanted: dict[int, list[Fill]] = {}
-    holes: dict[str, str] = {}
-    for plan in plans:
-        for name in plan.mine:
-            entry, pieces = plan.entries[name]
-            box = Box(entry.global_offset, entry.shape)
-            found, missing = fills(pieces, box, host_bytes(tensors[plan.rank][name]))
-            if missing:
-                holes[name] = f"{missing} of {box.size} elements of rank {plan.rank}"
-            for fill in found:
-                wanted.setdefault(fill.piece.file, []).append(fill)
-    if holes:
-        raise saved.hole(holes)
-    return wanted
-
-
 def _read(
     saved: SavedRanks,
     wanted: Mapping[int, Sequence[Fill]],
+    done: Collection[int],
     ring: ChunkRing,
     timeout_s: float,
     progress: ProgressSink,
 ) -> None:
-    """Reads all files as a whole."""
+    """Reads all files as a whole, but those that were read already."""
     for number, (file, record, header, path) in enumerate(saved.files):
+        if number in done:
+            continue
         reads = PieceReads(header, wanted.get(number, ()))
         how: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
         read_body(
@@ -216,15 +212,36 @@ def _read(
         )
 
 
-def _objects(saved: SavedRanks, plan: _Plan) -> tuple[dict[str, bytes], list[str]]:
-    """A rank's objects by entry name, whole where ranks had a part of one each (ZeRO); and of which
-    sections that is so."""
+def _objects(saved: SavedRanks, plan: _Plan) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """A rank's objects by entry name, whole where ranks had a part of one each (ZeRO); and of these
+    the parts."""
     found: dict[str, bytes] = {}
-    partitioned: list[str] = []
+    parts: dict[str, bytes] = {}
     for section, data in saved.objects_of(plan.rank).items():
-        raw, tree = decode(data), plan.view.trees[section]
-        if isinstance(raw, dict) and PARTITIONED in raw:  # alike on all ranks, whoever had what
-            data = encode({**tree, "state": dict(sorted(tree["state"].items()))}, section)
-            partitioned.append(section)
-        found[OBJECT_PREFIX + section] = data
-    return found, partitioned
+        name, tree = OBJECT_PREFIX + section, plan.view.trees[section]
+        if is_partitioned(decode(data)):  # alike on all ranks, whoever had what
+            parts[name], data = data, whole_object(tree, tree["state"], section)
+        found[name] = data
+    return found, parts
+
+
+def _apart(saved: SavedRanks, plan: _Plan, parts: Mapping[str, bytes]) -> list[str]:
+    """Parameters of which the ranks of an optimizer had different copies, though each is updated
+    on one of them alone, and handed to the others."""
+    found: list[str] = []
+    named = parameter_names(plan.view.trees, plan.name_of)
+    for data in parts.values():
+        tree: Any = decode(data)
+        ranks = Placement.parse(tree[PARTITIONED]).ranks
+        among = set(saved.ranks if ranks is None else ranks)
+        for parameter in (p for group in OptimizerProvider.groups_of(tree) or () for p in group):
+            pieces = [
+                piece
+                for entry in named.get(parameter, ())
+                for piece in saved.all_pieces(entry)
+                if piece.entry.name == entry
+                and (piece.placement.ranks is None or among.intersection(piece.placement.ranks))
+            ]
+            if len({piece.digest for piece in pieces}) > 1:
+                found.append(parameter)
+    return found

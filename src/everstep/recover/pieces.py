@@ -14,12 +14,12 @@ import numpy as np
 
 from everstep.errors import FormatError
 from everstep.format.header import ShardHeader
-from everstep.recover.reshard import Piece
+from everstep.recover.reshard import Piece, SavedRanks
 from everstep.state.entries import DTYPE_BYTES
 from everstep.state.layout import overlaps
 from everstep.state.placing import Box
 
-__all__ = ["Fill", "PieceReads", "fills"]
+__all__ = ["Fill", "PieceReads", "fills", "fills_by_file"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +74,32 @@ def fills(pieces: Iterable[Piece], box: Box, memory: memoryview) -> tuple[list[F
             raise FormatError(f"parts of {piece.entry.name!r} overlap")
         found.append(Fill(piece, part, box, memory))
     return found, box.size - sum(fill.part.size for fill in found)
+
+
+def fills_by_file(
+    saved: SavedRanks, wanted: Iterable[tuple[str, Iterable[Piece], Box, memoryview]]
+) -> dict[int, list[Fill]]:
+    """What to read, by file.
+
+    Args:
+        wanted: names, the pieces of each, and the memory that goes full of them, which holds the
+            box.
+
+    Raises:
+        HoleError: listing what nobody has written.
+        FormatError: two pieces overlap.
+    """
+    files: dict[int, list[Fill]] = {}
+    holes: dict[str, str] = {}
+    for name, pieces, box, memory in wanted:
+        found, missing = fills(pieces, box, memory)
+        if missing:
+            holes[name] = f"{missing} of {box.size} elements at {list(box.offset)}"
+        for fill in found:
+            files.setdefault(fill.piece.file, []).append(fill)
+    if holes:
+        raise saved.hole(holes)
+    return files
 
 
 class PieceReads:

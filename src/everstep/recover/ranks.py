@@ -158,7 +158,7 @@ def verify_rank(
             return f"{found.path} has no manifest that can be read"
         opened = OpenBase.open(filesystem, found, rank)
         try:
-            for file, record, header, path in opened.shards:
+            for file, record, header, path in opened.files:
                 read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=silent)
         finally:
             opened.close()

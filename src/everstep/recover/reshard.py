@@ -9,7 +9,7 @@ said that the rank begins with what its program made.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -17,7 +17,7 @@ from everstep.commit.offers import Needs
 from everstep.errors import DamageError, FormatError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
-from everstep.format.records import FileRecord, Manifest
+from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.recover.opened import OpenBase
 from everstep.seams.filesystem import ReadFile
 from everstep.state.entries import Entry
@@ -163,7 +163,10 @@ class SavedRanks:
         self._objects: dict[int, dict[str, tuple[int, int, str]]] = {r: {} for r in markers}
         self._pieces: dict[str, list[Piece]] = {}
         self._own: dict[int, list[Piece]] = {rank: [] for rank in markers}
+        self._files_of: dict[int, range] = {}
         for one in opened:
+            begin = len(self.files)
+            self._files_of[one.marker.rank] = range(begin, begin + len(one.shards))
             for shard in one.shards:
                 self._add(shard[2], one.marker.rank)
                 self.files.append(shard)
@@ -233,17 +236,42 @@ class SavedRanks:
             found[section] = _object_bytes(file, header, index, path)
         return found
 
+    def settle(self, marker: Marker, digests: Mapping[str, str]) -> None:
+        """What a rank has written, of several updates, is known as it is at the base's.
+
+        Args:
+            marker: of that rank.
+            digests: by entry name.
+        """
+
+        def settled(piece: Piece) -> Piece:
+            if piece.rank != marker.rank:
+                return piece
+            entry = replace(piece.entry, lsn=marker.lsn)
+            return replace(piece, entry=entry, digest=digests[entry.name])
+
+        for pieces in (*self._pieces.values(), *self._own.values()):
+            pieces[:] = map(settled, pieces)
+
+    def files_of(self, rank: int) -> range:
+        """Numbers of a rank's files."""
+        return self._files_of[rank]
+
     def sections_of(self, rank: int) -> Collection[str]:
         """Sections that a rank had objects of."""
         return self._objects[rank].keys()
 
     def pieces_of(self, name: str, rank: int) -> Sequence[Piece]:
-        """The parts of what ``rank`` calls ``name``, each once.
+        """The parts of what ``rank`` calls ``name``, each once, and its own ones where it has any.
+
+        The first one says what it is called: a rank whose part of a tied weight is empty has no
+        memory by which to tell that it is tied, and calls it by all of its names.
 
         Raises:
             FormatError: it can be more than one tensor, or the parts are of different ones.
         """
         found = [p for p in self._pieces.get(name, ()) if p.placement.holds(rank)]
+        found.sort(key=lambda piece: (not piece.box.size, piece.rank != rank))
         boxes: dict[Box, Piece] = {}
         for piece in found:
             first, entry = found[0], piece.entry
@@ -254,7 +282,8 @@ class SavedRanks:
                 == (first.entry.dtype, first.entry.logical_dtype)
             )
             again = boxes.setdefault(piece.box, piece)
-            if not same or again.digest != piece.digest:
+            differs = again.digest != piece.digest and again.entry.lsn == entry.lsn
+            if not same or differs:
                 raise FormatError(
                     f"entry {name!r} of rank {piece.rank} contradicts that of rank {first.rank}"
                 )

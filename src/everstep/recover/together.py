@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import PurePath
-from typing import Protocol
 
 from everstep.commit.agreement import (
     Agreement,
@@ -47,6 +46,7 @@ from everstep.recover.files_ahead import Apart, BaseAhead
 from everstep.recover.held import HeldBase
 from everstep.recover.lent_files import Covers, covered
 from everstep.recover.load import LoadedBase
+from everstep.recover.loading import Load
 from everstep.recover.log_post import LogPost
 from everstep.recover.others import Meeting, Others
 from everstep.recover.outcome import Outcome, resumed_of
@@ -69,26 +69,6 @@ __all__ = ["Load", "Meeting", "resume_together"]
 
 _log = logging.getLogger("everstep")
 _LOOKS_MAX = 8
-
-
-class Load(Protocol):
-    """Restores this rank's state from a base."""
-
-    def __call__(
-        self,
-        base: BaseFound,
-        places: Mapping[int, Place],
-        alive: Callable[[], None],
-        *,
-        partly: bool = False,
-    ) -> LoadedBase:
-        """
-        Args:
-            places: the files of these ranks, each where it says.
-            alive: called every now and then.
-            partly: those of the other ranks are gone.
-        """
-        ...
 
 
 class _Start:
@@ -341,7 +321,8 @@ class _Start:
         while (picked := places.pick(wanted)) is not None:
             start_s = self._clock.monotonic_s()
             try:
-                loaded = self._load(base, picked, self._post.attend, partly=choice.partly)
+                about = base, picked, self._post.attend
+                loaded = self._load(*about, partly=choice.partly, timelines=choice.timelines)
             except (HoleError, RecoveryError) as error:
                 # Ranks wrote to other disks then: what they had in common others have, too.
                 if set(wanted) >= set(places.readable):

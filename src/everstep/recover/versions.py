@@ -36,11 +36,14 @@ def unclear(saved: SavedRanks, state: State, view: View) -> list[tuple[str, str]
         return []
     here, found = state.holders(), list[tuple[str, str]]()
     for name, pieces in view.pieces.items():
-        now = here(name)
-        if now is None:
+        held = here(name)
+        if held is None:
             continue
+        unit, now = held
         took = _ranks(pieces[0], saved.world)
-        if saved.world == state.ranks.world and now <= took:
+        # What an optimizer has for a parameter this rank means where it means that.
+        sure = took, _ranks(view.pieces.get(unit, pieces)[0], saved.world)
+        if saved.world == state.ranks.world and any(now <= ranks for ranks in sure):
             continue
         others = _different(saved, name, pieces)
         if others is not None:

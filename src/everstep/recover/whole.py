@@ -14,7 +14,7 @@ from everstep.errors import AuditError, FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.load import LoadedBase, contents
+from everstep.recover.load import LoadedBase, own_contents
 from everstep.recover.offline import OfflineState
 from everstep.recover.opened import OpenBase
 from everstep.recover.owned import parameter_names
@@ -83,11 +83,15 @@ def make_offline_whole(
     *,
     timeout_s: float,
     progress: ProgressSink,
-) -> None:
-    """Brings a state in host memory to the step of the base that was read into it.
+) -> int:
+    """Brings a state in host memory to the step of the base that was read into it; of a base of
+    several ranks what one of them has written.
 
     Args:
         elsewhere: why updates need not give here the bits of training; "" if they must.
+
+    Returns:
+        How many updates some of it had not seen.
 
     Raises:
         DamageError, FormatError: the updates cannot be read, or are not of this base.
@@ -104,6 +108,7 @@ def make_offline_whole(
             raise _other(error) from error
     if records.updates:
         state.doubt = elsewhere or state.exactness.why or next(iter(state.surprises), "")
+    return len(records.updates)
 
 
 def _records(
@@ -125,9 +130,14 @@ def _records(
 def _check_seen(opened: OpenBase, updates: Iterable[LogRecord]) -> None:
     """Refuses an update of a parameter that was captured behind it, which would be applied twice,
     and a parameter that was captured at another update than its optimizer's state."""
-    trees, entries = contents(opened)
+    trees, entries = own_contents(opened)
     lsns = {name: entry.lsn for name, entry in entries.items()}
-    named = parameter_names(trees, lambda name: entries[name].name)
+    named = {
+        name: entries_of & lsns.keys()  # several ranks' trees name what others have written, too
+        for name, entries_of in parameter_names(
+            trees, lambda name: entries[name].name if name in entries else name
+        ).items()
+    }
     for tree in trees.values():
         if OptimizerProvider.groups_of(tree) is not None:
             _check_together(tree["state"], named, lsns, opened)
@@ -151,7 +161,7 @@ def _check_together(
     opened: OpenBase,
 ) -> None:
     for name, values in held.items() if isinstance(held, Mapping) else ():
-        mine = {*named.get(name, ()), *references(values)}
+        mine = lsns.keys() & {*named.get(name, ()), *references(values)}
         if len({lsns[entry] for entry in mine}) > 1:
             raise FormatError(
                 f"{opened.shards[0][3].parent}: the parameter {name!r} and its optimizer's state "

@@ -30,7 +30,14 @@ from everstep.errors import UnsupportedStateError
 from everstep.replay.packed import Gradient, Packed, dense
 from everstep.replay.updates import Update
 
-__all__ = ["build", "own_step", "set_options", "step_over", "writes_gradients"]
+__all__ = [
+    "build",
+    "makes_state_when_built",
+    "own_step",
+    "set_options",
+    "step_over",
+    "writes_gradients",
+]
 
 
 def _nothing() -> None: ...
@@ -44,6 +51,11 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch_hooks._global_optimizer_post_hooks,
 )
 _GLOBAL_HOOKS_LOCK = threading.Lock()
+
+
+def makes_state_when_built(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an optimizer of these groups' hyperparameters has state before its first update."""
+    return bool(groups) and bool(build(kind, [[torch.zeros(1)]], groups[:1]).state)
 
 
 def build(

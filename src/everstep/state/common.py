@@ -43,17 +43,22 @@ def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Comm
                 parameters[name] = ranks
     states: dict[str, str] = {}
     owned: dict[str, tuple[int, ...]] = {}
+    updaters: dict[str, tuple[int, tuple[int, ...]]] = {}
     for provider in providers:
         if not isinstance(provider, OptimizerProvider):
             continue
         where = join_path(provider.section, "state")
+        zero = provider if isinstance(provider, ZeroProvider) else None
+        updated_by: dict[str, int] = {} if zero is None else zero.owners()
         for name, owner in provider.named():
             front = join_path(where, name)
             if id(owner) in entries and provider.is_function_of_gradients:
                 states[front] = entries[id(owner)]
-            if isinstance(provider, ZeroProvider):
-                owned[front] = provider.ranks
-    return Common(parameters, states, owned)
+            if zero is not None:
+                owned[front] = zero.ranks
+                if id(owner) in entries:
+                    updaters[entries[id(owner)]] = updated_by[name], zero.ranks
+    return Common(parameters, states, owned, updaters)
 
 
 def why_not_shared(module: nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from operator import is_
@@ -32,7 +33,7 @@ from everstep.state.providers import (
 )
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.state.refusals import snapshot
-from everstep.state.rng import collect_rng, restore_rng
+from everstep.state.rng import RngStates, collect_rng, restore_rng
 from everstep.state.share import OwnShare
 from everstep.state.sharing import Sharing
 from everstep.state.survey import (
@@ -40,6 +41,8 @@ from everstep.state.survey import (
     OBJECT_PREFIX,
     RESERVED,
     Assembler,
+    Block,
+    Later,
     Part,
     Survey,
     is_reserved,
@@ -224,9 +227,9 @@ class State:
         """Whether other ranks have, or write, any of what this rank holds."""
         return self._share.is_shared(self._survey())
 
-    def holders(self) -> Callable[[str], frozenset[int] | None]:
-        """Which ranks have a parameter in common, by the name of its entry, or of one of an
-        optimizer's state for it; None for all other entries."""
+    def holders(self) -> Callable[[str], tuple[str, frozenset[int]] | None]:
+        """A parameter's entry, and which ranks have it in common, by its name, or that of an entry
+        of an optimizer's state for it; None for all other entries."""
         return self._share.holders(self._survey())
 
     def gather(self) -> None:
@@ -288,14 +291,6 @@ def _where(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
-def _is_usual(state: Mapping[str, Any]) -> bool:
-    """Whether states of generators need not be looked through for what cannot be stored."""
-    return state["numpy"]["bit_generator"] == "MT19937" and type(state["python"]["gauss"]) in (
-        float,
-        type(None),
-    )
-
-
 class _RngProvider(Unproven):
     section = RNG_SECTION
 
@@ -303,23 +298,18 @@ class _RngProvider(Unproven):
         return collect_rng()
 
     def look(self) -> Part:
-        state = self.collect()
-        found = [state["torch"], *state.get("cuda", ())]
-        if not self._blocks or not _is_usual(state):
-            return self._look_at(state)
-        (kept,) = self._blocks
+        states = RngStates.now()
+        found = [states.torch, *(states.cuda or ())]
         sizes = [tensor.nbytes for tensor in found]  # len() of a tensor is a method in Python
-        if sizes != [tensor.nbytes for tensor in kept.tensors]:
-            return self._look_at(state)
+        kept = self._blocks[0] if self._blocks else Block()
+        if not states.is_usual or sizes != [tensor.nbytes for tensor in kept.tensors]:
+            return self._look_at(states.tree(states.torch, states.cuda))
         # Into the same tensors, which nobody reads later than at the step mark: they are as they
         # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
         for tensor, target, size in zip(found, kept.tensors, sizes, strict=True):
             copy_memory(target.data_ptr(), tensor.data_ptr(), size)
         first, *others = map(TensorRef, kept.names)
-        state["torch"] = first
-        if "cuda" in state:
-            state["cuda"] = others
-        return Part(self._blocks, state)
+        return Part(self._blocks, Later(functools.partial(states.tree, first, others)))
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         return RestorePlan(saved.tree)

@@ -29,6 +29,7 @@ __all__ = [
     "others_of",
     "recorded_by_several",
     "updated_elsewhere",
+    "written_apart",
 ]
 
 
@@ -148,6 +149,21 @@ def updated_elsewhere(state: State) -> frozenset[str]:
     """Entries that another rank updates for this one, which gets them from there (ZeRO)."""
     mine = state.ranks.rank
     return frozenset(one.entry for one in _alike(state) if one.owner not in (None, mine))
+
+
+def written_apart(state: State) -> str:
+    """A parameter that one rank updates for several (ZeRO), and that not this one alone writes in
+    bases; "" if there is none: the others have disks of their own, or hold it otherwise."""
+    sharing = state.sharing
+    if sharing is None:
+        return ""
+    known = set(sharing.common.states.values())
+    for one in _alike(state):
+        if one.owner is not None and one.entry in known:
+            ranks, writer = sharing.split_of(one.entry)
+            if (set(ranks), writer) != (set(one.ranks), one.owner):
+                return join_path(one.key, one.name)
+    return ""
 
 
 def recorded_by_several(state: State) -> str:

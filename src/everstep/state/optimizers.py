@@ -11,6 +11,8 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -37,6 +39,8 @@ CLASS = "everstep/class"
 GRADIENTS = "everstep/gradients"
 """Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them. Not
 there: none has, as behind ``zero_grad()``."""
+
+_gradient_of = attrgetter("grad")
 
 
 class OptimizerProvider:
@@ -124,8 +128,10 @@ class OptimizerProvider:
         has a gradient, if anyone has."""
         name = _name_in_torch(self._optimizer)
         found: dict[str, Any] = {} if name is None else {CLASS: name}
-        groups = self._optimizer.param_groups
-        held = [_has_gradient(parameter) for group in groups for parameter in group["params"]]
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        if all(map(is_, map(_gradient_of, chain.from_iterable(lists)), repeat(None))):
+            return found  # mostly
+        held = [_has_gradient(parameter) for parameters in lists for parameter in parameters]
         if any(held):
             names = True if all(held) else [n for n, p in self.named() if _has_gradient(p)]
             found[GRADIENTS] = names

@@ -241,11 +241,12 @@ class ModuleProof:
         self._owns = list(map(_own_dict, modules))
         held = [_members_of(own) for own in self._owns]
         self._held = list(chain.from_iterable(held))
-        self._containers = _Containers([members for row in held for members in row[:_UNSAVED]])
+        containers = [members for row in held for members in row[:_UNSAVED]]
+        self._containers = _Containers([members for members in containers if members])
         self._owns_tags: list[int] | None = None  # when members last held
         unsaved = [row[_UNSAVED] for row in held]
         self._empty = [hooks for row in held for hooks in row[_HOOKS]]
-        self._empty += [names for names in unsaved if not names]
+        self._empty += [members for members in (*containers, *unsaved) if not members]
         self._unsaved = [names for names in unsaved if names]
         self._unsaved_then = list(map(frozenset, self._unsaved))
         self._watch = watch

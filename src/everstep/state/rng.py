@@ -4,29 +4,56 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from everstep.seams.fingerprint import cuda_in_use
 
-__all__ = ["collect_rng", "restore_rng"]
+__all__ = ["RngStates", "collect_rng", "restore_rng"]
+
+
+class RngStates(NamedTuple):
+    """States of Python's, NumPy's and torch's generators, and of every CUDA device in use; None:
+    none is. Nobody else has any of these objects."""
+
+    python: tuple[Any, ...]
+    numpy: Mapping[str, Any]
+    torch: torch.Tensor
+    cuda: list[torch.Tensor] | None
+
+    @classmethod
+    def now(cls) -> RngStates:
+        """As they are."""
+        cuda = list(torch.cuda.get_rng_state_all()) if cuda_in_use() else None
+        numpy = np.random.get_state(legacy=False)
+        return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether they need not be looked through for what cannot be stored."""
+        gauss = type(self.python[2])
+        return self.numpy["bit_generator"] == "MT19937" and gauss in (float, type(None))
+
+    def tree(self, of_torch: object, of_cuda: object) -> dict[str, Any]:
+        """The states as they are stored.
+
+        Args:
+            of_torch, of_cuda: what stands there for the tensors.
+        """
+        version, words, gauss = self.python
+        # An array instead of a tuple of 625 integers, which costs milliseconds to take apart.
+        python = {"version": version, "words": _as_array(words), "gauss": gauss}
+        state: dict[str, Any] = {"python": python, "numpy": self.numpy, "torch": of_torch}
+        return state if self.cuda is None else {**state, "cuda": of_cuda}
 
 
 def collect_rng() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's generators, and of every CUDA device in use."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        # An array instead of a tuple of 625 integers, which costs milliseconds to take apart.
-        "python": {"version": version, "words": _as_array(words), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
-    if cuda_in_use():
-        state["cuda"] = list(torch.cuda.get_rng_state_all())
-    return state
+    """States of all generators as they are now, as they are stored."""
+    states = RngStates.now()
+    return states.tree(states.torch, states.cuda)
 
 
 def _as_array(words: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -63,7 +63,7 @@ class OwnShare:
             return False
         return self._sharing(survey.shape).is_shared()
 
-    def holders(self, survey: Survey) -> Callable[[str], frozenset[int] | None]:
+    def holders(self, survey: Survey) -> Callable[[str], tuple[str, frozenset[int]] | None]:
         """See :meth:`everstep.state.image.State.holders`."""
         aliases, providers = survey.shape.aliases, self._providers
         sharing = self._sharing(survey.shape)
@@ -71,13 +71,14 @@ class OwnShare:
         keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
         parameters = {aliases.get(key, key) for key in keys}
 
-        def of(name: str) -> frozenset[int] | None:
+        def of(name: str) -> tuple[str, frozenset[int]] | None:
             unit = sharing.unit_of(aliases.get(name, name))
             if unit in parameters:
-                return sharing.ranks_of(unit)
+                return unit, sharing.ranks_of(unit)
             section, kind, *_ = (*name.split("/", 2), "")
             of_optimizer = isinstance(providers.get(section), OptimizerProvider)
-            return frozenset({self._ranks.rank}) if of_optimizer and kind == "state" else None
+            own = name, frozenset({self._ranks.rank})
+            return own if of_optimizer and kind == "state" else None
 
         return of
 

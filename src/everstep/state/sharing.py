@@ -3,13 +3,16 @@
 What several ranks have in common is written by one of them, or, where they write to several disks,
 by one for each disk. Each rank computes by itself who that
 is, from what is the same on all that have it in common: the parameters, their sizes, the ranks. A
-parameter's optimizer state goes with it, whatever of it is there yet.
+parameter's optimizer state goes with it, whatever of it is there yet. What one rank updates for all
+(ZeRO) that rank writes, where it can: so it has samples of it in the marks of its log, and its
+keeper can follow it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
@@ -31,11 +34,14 @@ class Common:
         states: front of the names of a parameter's optimizer state -> that parameter's entry.
         owned: fronts of the names of optimizer state that only this rank holds, though it is
             that of all ranks' parameters (ZeRO).
+        updaters: entry names of parameters that one rank updates for several (ZeRO) -> that rank,
+            and all of these.
     """
 
     parameters: Mapping[str, _Ranks]
     states: Mapping[str, str]
     owned: Mapping[str, _Ranks]
+    updaters: Mapping[str, tuple[int, _Ranks]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +156,25 @@ class Sharing:
         return Placement(None if ranks == self._everyone else ranks)
 
     def _assign(self) -> dict[tuple[_Ranks, str], int]:
-        """The writer of each parameter, by the ranks that have the same part of it: the largest
-        first, each to the rank that has least so far."""
+        """The writer of each parameter, by the ranks that have the same part of it: who updates it
+        for all of them, or, the largest first, the rank that has least so far.
+
+        A rank knows who updates what only among those that it shares an optimizer with.
+        """
         units: dict[_Ranks, list[tuple[int, str]]] = {}
+        loads: dict[_Ranks, Counter[int]] = {}
+        writers: dict[tuple[_Ranks, str], int] = {}
         parameters = {*self.common.parameters, *self.common.states.values()}
         for name in parameters & self._shares.keys():
-            replicas = self._shares[name].replicas
-            units.setdefault(replicas, []).append((-self._entries[name].size_bytes, name))
-        writers: dict[tuple[_Ranks, str], int] = {}
+            replicas, size_bytes = self._shares[name].replicas, self._entries[name].size_bytes
+            updater, known = self.common.updaters.get(name, (-1, ()))
+            if updater in replicas and set(replicas) <= set(known):
+                writers[replicas, name] = updater
+                loads.setdefault(replicas, Counter())[updater] += size_bytes
+            else:
+                units.setdefault(replicas, []).append((-size_bytes, name))
         for replicas, found in units.items():
-            for name, rank in spread(found, replicas).items():
+            for name, rank in spread(found, replicas, loads.get(replicas)).items():
                 writers[replicas, name] = rank
         return writers
 
@@ -173,13 +188,16 @@ class Sharing:
         return writer
 
 
-def spread(units: Iterable[tuple[int, str]], ranks: _Ranks) -> dict[str, int]:
+def spread(
+    units: Iterable[tuple[int, str]], ranks: _Ranks, before: Mapping[int, int] | None = None
+) -> dict[str, int]:
     """A rank for each name: the largest first, each to the rank that has least so far.
 
     Args:
         units: minus the bytes of each, and its name.
+        before: bytes that ranks have already.
     """
-    loads, found = [(0, rank) for rank in ranks], dict[str, int]()
+    loads, found = [((before or {}).get(rank, 0), rank) for rank in ranks], dict[str, int]()
     for size, name in sorted(units):
         load, rank = min(loads)
         loads[loads.index((load, rank))] = (load - size, rank)

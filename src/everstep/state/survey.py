@@ -8,7 +8,7 @@ where there is none, or it does not hold, it looks again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 from types import MappingProxyType
@@ -30,6 +30,7 @@ __all__ = [
     "RESERVED",
     "Assembler",
     "Block",
+    "Later",
     "Part",
     "Shape",
     "Survey",
@@ -121,12 +122,24 @@ class Survey:
 
     def encoded(self) -> dict[str, Encoded]:
         """The objects, encoded, by section; from now on they are kept so."""
-        encoded = {
-            section: tree if type(tree) is Encoded else Encoded(encode(tree, section, checked=True))
-            for section, tree in self._trees.items()
-        }
+        encoded = {section: _encoded(tree, section) for section, tree in self._trees.items()}
         self._trees = encoded
         return encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Stands for a tree that is made where it is encoded, of what was copied when it was surveyed:
+    in the thread that copies, mostly, and training does not wait for it."""
+
+    tree: Callable[[], object]
+
+
+def _encoded(tree: object, section: str) -> Encoded:
+    if type(tree) is Encoded:
+        return tree
+    made = tree.tree() if type(tree) is Later else tree
+    return Encoded(encode(made, section, checked=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +383,8 @@ class _Known:
         """
         if len(blocks) != len(self._blocks) or not same_objects(holdings, self._holdings):
             return False
+        if same_objects(blocks, self._blocks):
+            return True  # mostly
         moved: dict[Identity, tuple[str, Identity]] = {}  # by old identity
         fresh: dict[str, torch.Tensor] = {}
         for old, new in zip(self._blocks, blocks, strict=True):
