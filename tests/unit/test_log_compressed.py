@@ -112,6 +112,32 @@ def test_a_gradient_changed_behind_the_compressor_is_not_recorded(
         assert ckpt._recorder.stats.holes > 0  # type: ignore[union-attr]
 
 
+def test_gradients_are_looked_at_only_where_somebody_could_have_changed_them(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = compressed(1)
+    looks = []
+    check = type(world.state["compressor"]).check
+    monkeypatch.setattr(
+        type(world.state["compressor"]), "check", lambda self: (looks.append(1), check(self))
+    )
+    first = world.optimizer.register_step_pre_hook(lambda *_: None)
+    assert not world.state["compressor"].is_last, "no recorder looks on"
+    with opened(run_folder, world, method="lowdiff", every=100) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        looks.clear()
+        first.remove()
+        run_steps(ckpt, world, 2)
+        assert looks == []
+        assert world.state["compressor"].is_last
+        later = world.optimizer.register_step_pre_hook(lambda *_: None)
+        run_steps(ckpt, world, 2)
+        assert not world.state["compressor"].is_last
+        assert len(looks) == 2
+        later.remove()
+
+
 @pytest.mark.parametrize("feedback", [True, False])
 def test_residuals_that_are_in_no_part_of_the_state_are_said(
     run_folder: Path, caplog: pytest.LogCaptureFixture, feedback: bool

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import everstep
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
@@ -203,6 +204,27 @@ def test_every_step_of_a_training_can_be_gone_back_to(run_folder: Path) -> None:
     for step in range(first, 13, 4):
         other = World(seed=9)
         with opened(run_folder, other, log=log, keep=1) as ckpt:
+            assert ckpt.resume(step=step).step == step
+            assert other.snapshot() == states[step]
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+def test_no_base_takes_the_place_of_steps_that_are_not_written_yet(
+    run_folder: Path, process: bool
+) -> None:
+    """A batch of more steps than lie between the bases that are kept, and no audit of them."""
+    world = World()
+    log = LogOptions(to="disk", batch_steps=10, history="all", audit=False)
+    options = {"log": log, "keep": 2, "keeper": everstep.KeeperOptions(process=process)}
+    with opened(run_folder, world, every=2, **options) as ckpt:
+        ckpt.resume()
+        states = {}
+        for _ in range(13):
+            states |= run_steps(ckpt, world, 1)
+            ckpt.wait()
+    for step in (2, 3, 4, 9, 13):
+        other = World(seed=9)
+        with opened(run_folder, other, **options) as ckpt:
             assert ckpt.resume(step=step).step == step
             assert other.snapshot() == states[step]
 

@@ -122,6 +122,19 @@ class Compressor:
     def last(self) -> Mapping[int, Form | None]:
         return {key: form for key, (_, form) in self._last.items()}
 
+    @property
+    def is_last(self) -> bool:
+        """Whether behind it there are only hooks of Checkpointers, which look on: between it and
+        the first of them nobody can change gradients."""
+        looks_on = False
+        for hook in reversed(self._optimizer._optimizer_step_pre_hooks.values()):
+            if hook == self._before:
+                return looks_on
+            if not getattr(hook, "looks_on", False):
+                return False
+            looks_on = True
+        return False
+
     def check(self) -> None:
         """Looks whether gradients still are what :attr:`last` says, bit for bit.
 

@@ -258,7 +258,8 @@ class Consumption:
         """Forms of the gradients that training consumes compressed, by ``id(parameter)``."""
         compressor = self._compressors.get(key)
         if compressor is not None:
-            compressor.check()
+            if not compressor.is_last:
+                compressor.check()
             return {key: form for key, form in compressor.last.items() if form is not None}
         found = {}
         for exchange in self._exchanges:

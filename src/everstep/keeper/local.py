@@ -30,6 +30,7 @@ from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
 from everstep.keeper.seat import Seat
 from everstep.keeper.waiting import not_durable_yet, storage_hangs
+from everstep.options import History
 from everstep.recover.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -151,17 +152,11 @@ class LocalKeeper:
         directory = timeline_dir(run, timeline) / SLOTS_DIR
         self._slots = slots = SlotStore(filesystem, directory)
         self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s)
+        about = filesystem, run, timeline, ring, slots
         self._retention = Retention(
-            filesystem,
-            run,
-            timeline,
-            ring,
-            slots,
-            keep=keep,
-            timeout_s=timeout_s,
-            history=history,
-            clock=seams.clock,
+            *about, keep=keep, timeout_s=timeout_s, history=history, clock=seams.clock
         )
+        self._promises = History.parse(history).is_more
         if verified is not None:
             self._retention.verified.add(verified)
         self._commits: RankCommits | None = None
@@ -186,6 +181,7 @@ class LocalKeeper:
                 timeout_s=timeout_s,
             )
         self._audit = DigestAudit()
+        self.promised: LogStore | None = None  # of which steps are promised, if any are
         self.records: LogStore | None = None  # where this keeper is a thread of the trainer
         self._on_done = on_done
         self.bases: MemoryBases | None = None  # for those that live in memory
@@ -459,6 +455,9 @@ class LocalKeeper:
                 assert self.bases is not None
                 written = self.bases.hold(plan, bodies, watched, audit)
             else:
+                if self._promises and self.promised is not None:  # retention looks there
+                    self.promised.flush()
+                    self.promised.settle(self._timeout_s)
                 keeps = self._commits or self._persister
                 written = keeps.persist(plan, bodies, watched, audit)
         except BaseException as error:

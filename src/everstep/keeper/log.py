@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LogStore", "LoggedStep", "SegmentWriter", "open_log", "records_from_wire"]
 
-
 _ALL = 1 << 62
 _AT_ONCE_MAX = 64  # steps
 
