@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -218,7 +219,7 @@ def test_no_base_takes_the_place_of_steps_that_are_not_written_yet(
     options = {"log": log, "keep": 2, "keeper": everstep.KeeperOptions(process=process)}
     with opened(run_folder, world, every=2, **options) as ckpt:
         ckpt.resume()
-        states = {}
+        states: dict[int, Any] = {}
         for _ in range(13):
             states |= run_steps(ckpt, world, 1)
             ckpt.wait()
