@@ -126,7 +126,7 @@ class Duties:
         self.keeper.sweep_behind()
         self.logs.serve(trainer, channel, message, self.timeout_s)
         assert self.logs.current is not None
-        self.keeper.promised = self.logs.current
+        self.keeper.log_of_run = self.logs.current
         about = message.get("peers"), seat, self.keeper.commits, self._seams.clock
         self.peers.serve(
             *about,

@@ -337,7 +337,7 @@ class Keepers:
         )
         keeper.sweep()
         if self._options.logs and self.pool is not None:
-            keeper.promised = keeper.records = open_log(
+            keeper.log_of_run = keeper.records = open_log(
                 self._seams,
                 self._run,
                 self._ring,

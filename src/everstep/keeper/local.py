@@ -26,11 +26,11 @@ from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, Work
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
+from everstep.keeper.promised import PromisedSteps
 from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
 from everstep.keeper.seat import Seat
 from everstep.keeper.waiting import not_durable_yet, storage_hangs
-from everstep.options import History
 from everstep.recover.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -156,7 +156,7 @@ class LocalKeeper:
         self._retention = Retention(
             *about, keep=keep, timeout_s=timeout_s, history=history, clock=seams.clock
         )
-        self._promises = History.parse(history).is_more
+        self._promised = PromisedSteps(history, keep)
         if verified is not None:
             self._retention.verified.add(verified)
         self._commits: RankCommits | None = None
@@ -181,8 +181,8 @@ class LocalKeeper:
                 timeout_s=timeout_s,
             )
         self._audit = DigestAudit()
-        self.promised: LogStore | None = None  # of which steps are promised, if any are
-        self.records: LogStore | None = None  # where this keeper is a thread of the trainer
+        self.log_of_run: LogStore | None = None
+        self.records: LogStore | None = None  # the same, if this is a thread of the trainer
         self._on_done = on_done
         self.bases: MemoryBases | None = None  # for those that live in memory
         self.stats = KeeperStats()
@@ -455,9 +455,7 @@ class LocalKeeper:
                 assert self.bases is not None
                 written = self.bases.hold(plan, bodies, watched, audit)
             else:
-                if self._promises and self.promised is not None:  # retention looks there
-                    self.promised.flush()
-                    self.promised.settle(self._timeout_s)
+                self._promised.before_base(save.step, self.log_of_run, self._timeout_s)
                 keeps = self._commits or self._persister
                 written = keeps.persist(plan, bodies, watched, audit)
         except BaseException as error:

@@ -178,6 +178,7 @@ class LogStore:
 
     Attributes:
         listeners: called when a step is whole; in the log's thread.
+        after: the step behind which what is not on disk begins; None: nothing has come yet.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class LogStore:
         self._items: list[_Item] = []
         self._batch = batch or Batch(1)
         self._gather()
-        self._after: int | None = None
+        self.after: int | None = None
         self._threads = IoThreads(1, "everstep-log")
         self._failed = False
         self._off = False
@@ -406,8 +407,8 @@ class LogStore:
         self._digest_s = 0.0
 
     def _collect(self, item: _Item, digest_s: float) -> None:
-        if self._after is None:
-            self._after = item.head.step - 1
+        if self.after is None:
+            self.after = item.head.step - 1
         self._pending.append(item)
         self._bytes += item.layout.size_bytes
         self._digest_s += digest_s
@@ -421,12 +422,12 @@ class LogStore:
     def _write(self) -> None:
         """Puts the pending records, of which the last is a mark, on disk."""
         assert self._writer is not None
-        assert self._after is not None
+        assert self.after is not None
         records = [pending.record for pending in self._pending if pending.record is not None]
-        times = self._writer.write(records, self._after)
+        times = self._writer.write(records, self.after)
         self._batch.written(self._steps, self._bytes, self._digest_s, times)
         last = self._pending[-1]
-        self._after = last.head.step
+        self.after = last.head.step
         self._gather()
         self._on_disk(last.number)
 
@@ -434,7 +435,7 @@ class LogStore:
         last = self._pending[-1].number if self._pending else 0
         self._flush()
         self._gather()
-        self._after, self._off = None, not on
+        self.after, self._off = None, not on
         self._on_disk(last)
 
     def _flush(self) -> None:
