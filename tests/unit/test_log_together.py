@@ -321,6 +321,19 @@ def test_every_step_of_a_history_can_be_gone_back_to(tmp_path: Path, shared: boo
             assert (record.parent, record.fork_step) == (1, step)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
+def test_no_base_takes_the_place_of_steps_that_are_not_written_yet(
+    tmp_path: Path, shared: bool
+) -> None:
+    """A batch of more steps than lie between the bases that are kept: of each rank's log."""
+    paths = folders(tmp_path, shared)
+    log = LogOptions(to="disk", batch_steps=10, history="all", audit=False)
+    remember(paths, 13, every=2, keep=2, log=log)
+    first = min(bases(paths[0]))
+    assert first <= 2
+    resumed(paths, 5, replayed=5 - first, asked=5)
+
+
 @pytest.mark.parametrize("verdict", ["equal", "different"])
 def test_a_state_of_several_ranks_rests_on_audits(tmp_path: Path, verdict: str) -> None:
     path = tmp_path / "run"
