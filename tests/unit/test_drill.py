@@ -32,7 +32,7 @@ from everstep.drill.plan import DrillPlan, drill_plan, parse_at, parse_rate
 from everstep.drill.processes import MARK, DrillError, Marked, end_marked, find_marked
 from everstep.drill.report import DrillReport, Outcome
 from everstep.drill.run import run_drill
-from everstep.drill.scenario import _into, compare, median_step_s
+from everstep.drill.scenario import Drill, _into, compare, median_step_s
 from everstep.drill.show import introduce, present, progress_display
 from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
@@ -478,7 +478,7 @@ def test_whatever_happens_nothing_is_left(
             place.append(folder)
             sleeper(f"{word[0]}.1")
 
-        def undisturbed(self) -> None:
+        def undisturbed(self, consumes: str) -> None:
             assert pids(word[0])
             raise error
 
@@ -532,6 +532,25 @@ def test_without_a_store_arms_are_as_they_were(tmp_path: Path) -> None:
     assert order["runs"] == [str(tmp_path / "durable" / "run")] * 2
     assert (order["arm"]["keeper"], order["arm"]["tiers"]) == ("thread", [])
     assert told(tmp_path, "everstep", None)["arm"]["peer_bytes_per_s"] is None
+
+
+def test_an_arm_consumes_what_it_is_compared_with(tmp_path: Path) -> None:
+    order = told(tmp_path, "everstep_int8", Shop())
+    assert (order["consumes"], order["arm"]["copied"]) == ("int8", "whole")
+    assert told(tmp_path, "everstep_lossy", Shop())["consumes"] == "whole"
+
+    asked: list[str] = []
+
+    class Asked(Drill):
+        def _start(self, *_: Any, consumes: str = "", **rest: Any) -> Any:
+            asked.append(consumes)
+            raise DrillError("enough")
+
+    hosts = Hosts(tmp_path, "word", 2, Wire(), lambda drill, host: 0)
+    asks = Asked(drill_plan(arms="everstep_int8"), hosts, tmp_path, tmp_path / "t", Silent())
+    with pytest.raises(DrillError, match="enough"):
+        asks.undisturbed("int8")
+    assert asked == ["int8"]
 
 
 def test_a_system_without_memory_keeps_nothing_on_disks(tmp_path: Path) -> None:
@@ -849,6 +868,14 @@ def test_an_arm_that_says_it_is_not_exact_may_be_near() -> None:
     assert "NEAR: everstep_lossy, node, as it says itself: loss at the end 2.6250, undi" in text
     assert "IDENTICAL: 2 recoveries" in text
     assert not report(replace(near, exact=True)).same
+
+
+def test_what_else_was_consumed_is_said() -> None:
+    found = dataclasses.replace(report(outcome()), others={"int8": (0.125, 5.5, 2.75)})
+    text = " ".join(shown(found).split())
+    assert "undisturbed, consuming int8 gradients: 125 ms a step, loss 5.5000 -> 2.7500" in text
+    data = found.as_json()["undisturbed_others"]
+    assert data == {"int8": {"step_s": 0.125, "loss_first": 5.5, "loss_last": 2.75}}
 
 
 def test_what_links_mean_is_said_in_steps() -> None:

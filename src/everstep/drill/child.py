@@ -31,6 +31,7 @@ from everstep.bench.workloads import (
     make_deterministic,
     training_of,
 )
+from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnavailableError
 from everstep.options import LogOptions
 from everstep.seams.processes import PidWatch
@@ -61,7 +62,13 @@ def main(
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=order["timeout_s"]))
             training = trained(order, rank)
-            with _checkpointer(order, rank, training, journal) as checkpointer:
+            state = training.state()
+            if order["consumes"] != "whole":
+                # Without error feedback: residuals are state, each step's as large as a dense log.
+                state["compressor"] = Compressor(
+                    training.optimizer, kind=order["consumes"], error_feedback=False
+                )
+            with _checkpointer(order, rank, state, journal) as checkpointer:
                 try:
                     _train(order, training, checkpointer, journal, drill, resumed)
                 except (EverstepError, RuntimeError) as error:
@@ -119,7 +126,7 @@ def trained(order: dict[str, Any], rank: int) -> Training:
 
 @contextlib.contextmanager
 def _checkpointer(
-    order: dict[str, Any], rank: int, training: Training, journal: JournalWriter
+    order: dict[str, Any], rank: int, state: dict[str, Any], journal: JournalWriter
 ) -> Iterator[everstep.Checkpointer | None]:
     arm = order["arm"]
     if arm is None:
@@ -128,7 +135,7 @@ def _checkpointer(
     try:
         made = everstep.Checkpointer(
             order["runs"][rank],
-            training.state(),
+            state,
             method=arm["method"],
             every=order["every"],
             keeper=everstep.KeeperOptions(
@@ -147,15 +154,14 @@ def _checkpointer(
 
 def _place(tier: str, rank: int, arm: Mapping[str, Any]) -> Any:
     """A tier as the Checkpointer takes it: to peers, each host of a drill is a node."""
-    lossy: int | None = arm["lossy"]
+    copied: str = arm["copied"]
     if tier != "peer":
-        if lossy is None:
-            return tier
-        return TierOptions(tier, log="adaptive", log_steps=lossy, log_int8_below=_INT8_BELOW)
+        steps = arm["copied_steps"]
+        return TierOptions(tier, log=copied, log_steps=steps, log_int8_below=_INT8_BELOW)
     return PeerOptions(
         bytes_per_s=arm["peer_bytes_per_s"],
         emulated_node=f"host {rank}",
-        log="whole" if lossy is None else "adaptive",
+        log="adaptive" if copied == "adaptive" else "whole",
         log_int8_below=_INT8_BELOW,
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.bench.demo.journal import Event, JournalReader
-from everstep.drill.arms import Arm
+from everstep.drill.arms import Arm, Consumes
 from everstep.drill.hosts import Hosts
 from everstep.drill.plan import DrillPlan
 from everstep.drill.processes import DrillError
@@ -40,6 +40,7 @@ def order_of(
     text: Path,
     journals: Path,
     *,
+    consumes: Consumes = "whole",
     scenario: str = "run",
     every: int | None = None,
     until: int | None = None,
@@ -49,6 +50,7 @@ def order_of(
 
     Args:
         name: of this start.
+        consumes: what the optimizer consumes where there is no arm.
         scenario: what it is a start of; has a part of the durable tier for itself.
         every: steps between two bases, if not the plan's.
         until: last step that is taken, if not the plan's.
@@ -68,7 +70,8 @@ def order_of(
             "method": arm.method,
             "keeper": "process" if hosts.store is not None else arm.keeper,  # it makes the copies
             "log": dict(arm.log),
-            "lossy": arm.lossy,
+            "copied": arm.copied,
+            "copied_steps": arm.copied_steps,
             "tiers": [tier.replace("{durable}", durable) for tier in tiers],
             "peer_bytes_per_s": (
                 plan.link_bits_per_s / 8 if arm.at_once and hosts.store is not None else None
@@ -80,6 +83,7 @@ def order_of(
         "text": str(text),
         "drill": os.getpid(),
         "arm": told,
+        "consumes": consumes if arm is None else arm.consumes,
         "runs": [str(run) for run in runs],
         "steps": plan.steps,
         "until": plan.steps if until is None else until,

@@ -9,6 +9,7 @@ neither; it is given beside them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,6 +195,8 @@ class DrillReport:
         emulation: ``"network namespaces"`` or ``"process groups"``.
         step_s: median step of the run that nobody disturbed, which takes no bases.
         losses: first and last of its rank 0.
+        others: step in seconds and losses likewise of runs that nobody disturbed and that consume
+            something else than whole gradients, by what it is.
         machine: cores, versions.
     """
 
@@ -204,6 +207,7 @@ class DrillReport:
     step_s: float
     losses: tuple[float, float]
     seconds: float
+    others: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -281,6 +285,10 @@ class DrillReport:
             "undisturbed_step_s": self.step_s,
             "loss_first": self.losses[0],
             "loss_last": self.losses[1],
+            "undisturbed_others": {
+                name: dict(zip(("step_s", "loss_first", "loss_last"), found, strict=True))
+                for name, found in self.others.items()
+            },
             "outcomes": [outcome.as_json() for outcome in self.outcomes],
             "machine": self.machine,
             "seconds": self.seconds,

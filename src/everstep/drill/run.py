@@ -15,8 +15,9 @@ import torch
 
 from everstep.bench.demo.workspace import interruptible, workspace
 from everstep.bench.workloads import stdlib_text
+from everstep.drill.arms import ARMS, Consumes
 from everstep.drill.hosts import Hosts
-from everstep.drill.job import CHILD
+from everstep.drill.job import CHILD, Start
 from everstep.drill.network import Namespaces, Network, choose_network
 from everstep.drill.plan import DrillPlan
 from everstep.drill.report import DrillReport, Outcome
@@ -98,8 +99,9 @@ def _run(
     text = place / "text.bin"
     text.write_bytes(stdlib_text(_TEXT_BYTES))
     drill = Drill(plan, hosts, place, text, display, child)
-    alone = drill.undisturbed()
-    step_s = median_step_s(alone)
+    consumed: list[Consumes] = ["whole", *(ARMS[arm].consumes for arm in plan.arms)]
+    alone = {consumes: drill.undisturbed(consumes) for consumes in dict.fromkeys(consumed)}
+    step_s = median_step_s(alone["whole"])
     display.event(f"undisturbed: {1e3 * step_s:.0f} ms a step")
     network = hosts.network
     if plan.restore_steps is not None and isinstance(network, Namespaces):
@@ -114,21 +116,28 @@ def _run(
         for arm in plan.arms:
             outcome = Outcome(arm, kill, refused.get(arm))
             if arm not in refused:  # it does not depend on what is killed
-                outcome = drill.run(arm, kill, alone)
+                outcome = drill.run(arm, kill, alone[ARMS[arm].consumes])
             if outcome.refused is not None:
                 refused[arm] = outcome.refused
             outcomes.append(outcome)
-    losses = [float.fromhex(loss) for _, loss in alone.losses(0)]
+    others = {name: start for name, start in alone.items() if name != "whole"}
     return DrillReport(
         plan,
         network.describe() + ("" if hosts.store is None else f"; {hosts.store.describe()}"),
         network.name,
         tuple(outcomes),
         step_s,
-        (losses[0], losses[-1]),
+        _losses(alone["whole"]),
         time.monotonic() - begin_s,
+        {name: (median_step_s(start), *_losses(start)) for name, start in others.items()},
         _machine(),
     )
+
+
+def _losses(start: Start) -> tuple[float, float]:
+    """The first and the last of rank 0."""
+    found = [float.fromhex(loss) for _, loss in start.losses(0)]
+    return found[0], found[-1]
 
 
 def _machine() -> dict[str, Any]:

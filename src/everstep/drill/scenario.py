@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from everstep.bench.demo.verdict import Difference, compare_fingerprints, compare_losses
-from everstep.drill.arms import ARMS
+from everstep.drill.arms import ARMS, Consumes
 from everstep.drill.hosts import Hosts
 from everstep.drill.job import CHILD, Start, order_of
 from everstep.drill.plan import DrillPlan, Kill
@@ -49,10 +49,12 @@ class Drill:
         """Goes on with other rates."""
         self._plan = plan
 
-    def undisturbed(self) -> Start:
-        """The run that all others are compared with: no kill, and no Checkpointer."""
+    def undisturbed(self, consumes: Consumes = "whole") -> Start:
+        """The run that all others whose optimizer consumes the same are compared with: no kill,
+        and no Checkpointer."""
         self._hosts.reset()
-        alone = self._start("undisturbed", None, {}, CHILD, scenario="undisturbed")
+        name = "undisturbed" if consumes == "whole" else f"undisturbed-{consumes}"
+        alone = self._start(name, None, {}, CHILD, scenario=name, consumes=consumes)
         try:
             alone.follow(lambda: alone.all_found("finished"))
         finally:
@@ -119,6 +121,7 @@ class Drill:
         child: Sequence[str],
         *,
         scenario: str,
+        consumes: Consumes = "whole",
     ) -> Start:
         plan = self._plan
         order = order_of(
@@ -128,6 +131,7 @@ class Drill:
             None if arm is None else ARMS[arm],
             self._text,
             self._place,
+            consumes=consumes,
             scenario=scenario,
             every=None if arm is None else plan.every_of(arm),
             until=None if arm is None else plan.end_step(arm),

@@ -167,6 +167,11 @@ def _notes(report: DrillReport) -> list[str]:
         "start: torchrun, Python and torch of the new start; in none of them",
         f"undisturbed: {1e3 * report.step_s:.0f} ms a step, loss {report.losses[0]:.4f} -> "
         f"{report.losses[1]:.4f}; {report.seconds:.0f} s in all",
+        *(
+            f"undisturbed, consuming {name} gradients: {1e3 * step_s:.0f} ms a step, loss "
+            f"{first:.4f} -> {last:.4f}"
+            for name, (step_s, first, last) in report.others.items()
+        ),
     ]
 
 
