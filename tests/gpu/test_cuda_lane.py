@@ -4,8 +4,12 @@ What can be told without one is told in ``tests/unit/test_cuda_lane.py``."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +256,34 @@ def test_several_devices(lane: CudaLane, arena: Arena) -> None:
     found = block[:offset].view(torch.float32).view(4, -1)
     assert [set(values.tolist()) for values in found[:, ::4096]] == [{1.0}, {2.0}, {3.0}, {4.0}]
     assert (block[offset : offset + 8000].view(torch.float32) >= 9).all()
+
+
+SECOND = """
+import torch
+from everstep.arena.memory import Arena
+from everstep.capture.batches import Batch
+from everstep.capture.cuda import CudaLane
+from everstep.capture.lane import CpuLane
+from everstep.state.tensors import byte_view
+lane, block = CudaLane(CpuLane()), torch.frombuffer(Arena.create(1 << 20).view, dtype=torch.uint8)
+tensor = torch.ones(1000, device="cuda:1")
+lane.warm([tensor], block)
+for _ in range(3):
+    assert lane.submit([Batch(0, 4000, (byte_view(tensor),))], block, lambda end: None).wait(60)
+    lane.run(lambda: tensor.sum().item()).result(60)
+lane.close()
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0), "a context on a device that nobody has named"
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device only")
+def test_the_lanes_thread_makes_no_context_on_the_first_device() -> None:
+    """Which is another rank's: of eight ranks seven would take some hundred MB of it."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(
+        [sys.executable, "-c", SECOND], env=environment, timeout=6 * TIMEOUT_S, check=True
+    )
 
 
 # --- Pinned memory ----------------------------------------------------------------------

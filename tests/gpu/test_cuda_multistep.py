@@ -6,14 +6,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import everstep
+from everstep.keeper.multistep_gradients import GraphMemory, HeldGradients, are_alone
 from everstep.keeper.registry import list_keepers
 from everstep.seams.processes import process_gone
-from tests.gpu.world import NEEDS_CUDA, World
+from tests.gpu.world import DEVICE, NEEDS_CUDA, World
 from tests.unit.world import TIMEOUT_S, forget
 
 pytestmark = NEEDS_CUDA
@@ -54,3 +56,64 @@ def test_a_base_is_the_state_of_its_step_up_to_rounding(
             assert not recovery.exact
         for name, tensor in other.model.state_dict().items():
             assert torch.allclose(tensor, wanted[step][name], rtol=1e-4, atol=1e-5), name
+
+
+class Captured(World):
+    """Forward and backward are a CUDA graph: replays write to the same gradients each time."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.batch = torch.randn(16, 32, device=DEVICE)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.optimizer.zero_grad()
+                self.backward()
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimizer.zero_grad()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.backward()
+
+    def backward(self) -> None:
+        self.model(self.batch).square().mean().backward()
+
+    def train(self) -> None:
+        self.batch.copy_(torch.randn(16, 32, device=DEVICE))
+        self.graph.replay()
+        self.optimizer.step()
+
+
+def test_gradients_in_the_memory_of_a_graph_are_known() -> None:
+    world = Captured()
+    gradients: list[Any] = [parameter.grad for parameter in world.model.parameters()]
+    assert are_alone(gradients), "as far as they themselves tell"
+    assert GraphMemory().has(gradients)
+    world.optimizer.zero_grad()
+    world.backward()
+    gradients = [parameter.grad for parameter in world.model.parameters()]
+    assert not GraphMemory().has(gradients)
+
+
+def test_replays_do_not_write_over_what_is_copied(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    monkeypatch.setattr(HeldGradients, "hold", lambda self, *about: held.append(about))
+    method = everstep.Method(base="multistep", parts=4, overlap_forward=True)
+    world, wanted = Captured(width=2048), {}
+    with everstep.Checkpointer(run_folder, world.state, method=method, every=5, keep=9) as ckpt:
+        ckpt.resume()
+        for step in range(1, 10):
+            world.train()
+            ckpt.step()
+            wanted[step] = {k: v.detach().clone() for k, v in world.model.state_dict().items()}
+        ckpt.wait()
+    assert not held
+    other = World(seed=9, width=2048)
+    forget(run_folder)
+    with everstep.Checkpointer(run_folder, other.state, method="lazy", every=None) as ckpt:
+        ckpt.resume(8)
+    for name, tensor in other.model.state_dict().items():
+        assert torch.allclose(tensor, wanted[8][name], rtol=1e-4, atol=1e-5), name

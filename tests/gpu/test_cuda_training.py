@@ -261,6 +261,35 @@ def test_generators_of_all_devices_are_restored(run_folder: Path) -> None:
     assert all(map(torch.equal, found, wanted))
 
 
+LATER = """
+import sys, torch, everstep
+torch.manual_seed(99)  # which CUDA hears of when it comes into use
+with everstep.Checkpointer(sys.argv[1], {"n": 0}, every=None) as ckpt:
+    assert not torch.cuda.is_initialized()
+    recovery = ckpt.resume()
+    assert recovery.exact and not recovery.notes, recovery
+    print(torch.rand(9, device="cuda").tolist())
+"""
+
+
+def test_a_generator_is_restored_before_its_device_is_in_use(run_folder: Path) -> None:
+    torch.cuda.manual_seed_all(7)
+    torch.rand(5, device=DEVICE)
+    with everstep.Checkpointer(run_folder, {"n": 1}, every=None) as ckpt:
+        ckpt.save()
+    wanted = torch.rand(9, device=DEVICE).tolist()
+    found = subprocess.run(
+        [sys.executable, "-c", LATER, str(run_folder)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=6 * TIMEOUT_S,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == str(wanted).split()
+
+
 KILLED = """
 import json, os, signal, sys, torch, everstep
 from tests.gpu.world import World

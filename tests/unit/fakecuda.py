@@ -103,6 +103,7 @@ class FakeEvent:
             stream.push(self.token)
 
     def synchronize(self) -> None:
+        self.cuda.named_device()
         token = self.token
         if token is not None:
             self.cuda.run_until(lambda: token.reached)
@@ -129,6 +130,8 @@ class FakeCuda:
 
     Attributes:
         registered: addresses of pinned memory, and where each ends.
+        strayed: threads that have used streams, or waited for events, without naming a device:
+            CUDA makes a context on the first one for them.
     """
 
     def __init__(self, rng: random.Random, *, eager: bool = False) -> None:
@@ -140,6 +143,7 @@ class FakeCuda:
         self.launched = 0
         self.streams: list[FakeStream] = []
         self.registered: dict[int, int] = {}
+        self.strayed: set[int] = set()
         self.actors: list[Actor] = []
         self._lock = threading.RLock()
         self._current: dict[tuple[int, torch.device], FakeStream] = {}
@@ -184,6 +188,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.named_device()  # or to leave means to go back to the first
         key = (self._thread, stream.device)
         before = self._current.get(key)
         self._current[key] = stream
@@ -204,6 +209,11 @@ class FakeCuda:
             del self._device[thread]
         else:
             self._device[thread] = before
+
+    def named_device(self) -> None:
+        """Notes a thread that has none."""
+        if self._thread not in self._device:
+            self.strayed.add(self._thread)
 
     def cudart(self) -> FakeCuda:
         return self
@@ -431,6 +441,12 @@ class FakeHost(CpuLane):
         self._cuda = cuda
         self._threads: Any = FakeThreads(cuda)
 
+    @property
+    def ident(self) -> int | None:
+        """Of its thread."""
+        found: int | None = self._threads.ident
+        return found
+
 
 class FakeThreads:
     """One thread, an actor."""
@@ -439,6 +455,7 @@ class FakeThreads:
         self._cuda = cuda
         self._jobs: deque[Callable[[], None] | None] = deque()
         self._actor = cuda.start("lane", self._work)
+        self.ident = self._actor.ident
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()

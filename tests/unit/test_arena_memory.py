@@ -437,6 +437,23 @@ def test_touching_leaves_contents(make: Make, known: bool, monkeypatch: pytest.M
 
 
 @makers
+def test_touching_writes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what is there: a device may be copying there, and would lose a byte of it."""
+    monkeypatch.setattr(seam, "_madvise", refusing(seam._MADV_POPULATE_WRITE))
+    array = seam.SharedMemory.array
+
+    def read_only(memory: seam.SharedMemory) -> Any:
+        found = array(memory)
+        found.flags.writeable = False
+        return found
+
+    with make(MIB) as arena:
+        monkeypatch.setattr(seam.SharedMemory, "array", read_only)
+        for offset, size_bytes in ((0, MIB), (5, 1), (PAGE_BYTES - 1, 2)):
+            arena.populate(offset, size_bytes)
+
+
+@makers
 @given(
     ranges=st.lists(
         st.tuples(st.integers(0, 6 * 4096), st.integers(0, 6 * 4096), st.booleans()), max_size=5

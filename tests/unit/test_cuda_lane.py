@@ -4,6 +4,7 @@ play notices."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -29,7 +30,7 @@ from everstep.capture.cuda import CudaLane, CudaTransfer, on_cuda, refuse_graph_
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.capture.pinned import PinnedMemory
-from everstep.errors import OutOfSpaceError, StateError, UnavailableError
+from everstep.errors import OutOfSpaceError, RecoveryError, StateError, UnavailableError
 from everstep.state.layout import plan_shards
 from everstep.state.tensors import stored_form
 from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, cuda_device
@@ -71,7 +72,8 @@ class Loop:
         monkeypatch.setattr(cuda_module, "_DUPLICATES_BYTES_MAX", rng.choice([0, 1500, 1 << 20]))
         monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", rng.choice([0, 400, 1 << 20]))
         monkeypatch.setattr(pinned_module, "_SLICE_BYTES", rng.choice([PAGE, 3 * PAGE]))
-        self.lane = CudaLane(FakeHost(self.cuda))
+        self.host = FakeHost(self.cuda)
+        self.lane = CudaLane(self.host)
         self.devices = [cuda_device(n) for n in range(rng.choice([1, 1, 2]))]
         self.slots = [self._slot(number) for number in range(rng.randint(2, 9))]
         self.values: dict[str, Any] = {}
@@ -232,6 +234,7 @@ class Loop:
             self.cuda.stop()
         assert not self.flights
         assert not self.cuda.registered, "still pinned"
+        assert self.host.ident not in self.cuda.strayed, "a context on the first device"
 
 
 SEEDS = range(200)
@@ -298,6 +301,10 @@ def copies_over_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PinnedMemory, "pieces", lambda self, block, begin, end: [(begin, end)])
 
 
+def no_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaLane, "_here", lambda lane: contextlib.nullcontext())
+
+
 MUTATIONS = {
     no_gate: "torn|told of what is not there",
     gate_too_early: "torn|told of what is not there",
@@ -308,6 +315,7 @@ MUTATIONS = {
     progress_before_the_bytes: "told of what is not there",
     jobs_not_behind_copies: "left, and written to|unpinned",
     copies_over_edges: "over an edge",
+    no_device_named: "a context on the first device",
 }
 
 
@@ -454,6 +462,32 @@ def test_a_device_that_fails_is_told(cuda: FakeCuda, monkeypatch: pytest.MonkeyP
         transfer.wait(0.0)
     assert told == []
     lane.close()
+
+
+@pytest.mark.parametrize("what", ["record", "synchronize", "stream", "device"])
+def test_a_device_that_has_failed_holds_up_neither_jobs_nor_the_end(
+    what: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call of CUDA fails from then on; memory is given back by jobs, and training ends."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    @contextlib.contextmanager
+    def fails_when_entered(_: Any) -> Iterator[None]:
+        yield fails()
+
+    lane = CudaLane(FakeHost(cuda))
+    lane.submit(batches_of(on_device(cuda, 1)), block_of(), lambda end: None)
+    ran = threading.Event()
+    with monkeypatch.context() as patch:
+        if what in ("stream", "device"):
+            patch.setattr(cuda, what, fails_when_entered)
+        else:
+            patch.setattr(FakeEvent, what, fails)
+        lane.run(ran.set)
+        lane.close()
+    assert ran.is_set()
 
 
 @pytest.mark.parametrize("room", [0, 150])
@@ -611,6 +645,7 @@ def test_memory_is_pinned_before_it_is_needed(cuda: FakeCuda) -> None:
     lane.warm([torch.ones(3), weight], block)
     assert not cuda.registered, "pinning takes time: not in the trainer's thread"
     cuda.run_until(lambda: bool(cuda.registered))
+    lane.warm([torch.ones(3)], block)  # moved back to host memory: nothing is left to pin for
     lane.close()
     assert not cuda.registered
 
@@ -760,6 +795,37 @@ def test_a_base_is_the_state_at_its_mark(
         ckpt.wait()
     found = {step: restored(run_folder, step) for step in snapshots}
     assert (found == snapshots) == gate
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+def test_a_log_has_what_updates_consumed(
+    gate: bool, played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are zeroed in place as soon as their update is over, on the stream that was made to
+    wait for their copies; and if it was not, what is replayed is something else."""
+    if not gate:
+        monkeypatch.setattr(CudaTransfer, "gate", lambda *_: True)
+    played.set()
+    world, snapshots = World(), {}
+    log = everstep.LogOptions(to="disk", batch_steps=1, history="all")
+    options = {"method": "logged", "log": log, "keep": 100}
+    with opened(run_folder, world.state, every=100, **options) as ckpt:
+        for step in range(1, 7):
+            ckpt.step()
+            snapshots[step] = world.snapshot()
+            world.train()
+            world.optimizer.zero_grad(set_to_none=False)
+        assert isinstance(ckpt._lane, DeviceLane)
+        assert isinstance(ckpt._lane._lane, CudaLane)
+    other = World(seed=99)
+    with opened(run_folder, other.state, **options) as ckpt:
+        if not gate:
+            with pytest.raises(RecoveryError, match=r"gives another .* than training had"):
+                ckpt.resume(6)
+            return
+        for step, wanted in snapshots.items():
+            assert ckpt.resume(step).replayed == step - 1
+            assert other.snapshot() == wanted, step
 
 
 @pytest.mark.parametrize("method", ["async", "sync", "checkfreq"])

@@ -57,6 +57,32 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_been(
     again.close()
 
 
+@pytest.mark.parametrize("method", ["logged", "lowdiff"])
+def test_another_default_device_makes_no_difference(method: str, served: Bench) -> None:
+    """``torch.set_default_device("cuda")``, of a training in host memory: what replay makes for
+    itself lies there, too."""
+    away = torch.device("meta")
+    world, states = compressed(1), {}
+    with away:
+        ckpt = opened(served.run, world, every=100, method=method)
+        ckpt.resume()
+    for step in range(1, 7):
+        world.train()
+        with away:
+            ckpt.step()
+        states[step] = world.snapshot()
+    with away:
+        ckpt._saver.finish_captures()
+        die(ckpt)
+    other = compressed(9)
+    with away:
+        again = opened(served.run, other, method=method)
+        recovery = again.resume()
+        assert (recovery.step, recovery.replayed, recovery.exact) == (6, 5, True)
+        again.close()
+    assert other.snapshot() == states[6]
+
+
 def test_without_error_feedback_the_log_is_small(run_folder: Path) -> None:
     sizes = {}
     for name, world, method in (

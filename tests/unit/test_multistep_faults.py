@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from everstep.errors import (
     OutOfSpaceError,
     UnsupportedStateError,
 )
-from everstep.keeper import rebuild_state
+from everstep.keeper import multistep_gradients, rebuild_state
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep import Multistep
-from everstep.keeper.multistep_gradients import GradientCheck, HeldGradients
+from everstep.keeper.multistep_gradients import GradientCheck, GraphMemory, HeldGradients
 from everstep.keeper.multistep_updates import UpdateCopies
 from everstep.seams.failpoints import arm
 from tests.unit.following import opened, run_steps, steps_on_disk
@@ -951,6 +952,49 @@ def test_gradients_in_shared_memory_are_waited_for(
     ckpt.close()
     assert not kept
     assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+@pytest.mark.parametrize(("pool", "holds"), [((0, 0), True), ((0, 3), False), (None, False)])
+def test_gradients_in_the_memory_of_a_graph_are_waited_for(
+    pool: tuple[int, int] | None, holds: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay writes over them, whoever refers to them; so may one where nobody says which."""
+    kept: list[Any] = []
+    asked: list[int] = []
+
+    def snapshot() -> list[dict[str, Any]]:
+        asked.append(1)
+        if pool is None:
+            raise RuntimeError("not with this allocator")
+        return [{"address": 0, "total_size": 1 << 62, "segment_pool_id": pool}]
+
+    monkeypatch.setattr(multistep_gradients, "on_cuda", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(HeldGradients, "hold", lambda self, *about: kept.append(about))
+    world = World()
+    ckpt = start(served, world, over(3, overlap=True))
+    states = run_steps(ckpt, world, 2)
+    ckpt.close()
+    assert bool(kept) is holds
+    assert asked == [1], "looked for once in a window"
+    assert restored(served.run, World(seed=9), 4) == states[4]
+
+
+def test_where_the_memory_of_graphs_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = [(600, 50, (2, 0)), (100, 200, (0, 0)), (300, 100, (0, 1)), (400, 100, (0, 0))]
+    keys = "address", "total_size", "segment_pool_id"
+    segments = [dict(zip(keys, one, strict=True)) for one in apart]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(multistep_gradients, "on_cuda", lambda tensor: tensor.is_cuda)
+    memory = GraphMemory()
+
+    def at(address: int, *, cuda: bool = True) -> Any:
+        return SimpleNamespace(is_cuda=cuda, data_ptr=lambda: address)
+
+    inside = [n for n in range(0, 1000, 50) if memory.has([at(250), at(n)])]
+    assert inside == [300, 350, 600]
+    assert not memory.has([])
+    assert not memory.has([at(300, cuda=False)])
 
 
 def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_then_on(

@@ -235,6 +235,15 @@ def test_the_self_test_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, far, inexact=True, amsgrad=True) is None
 
 
+def test_a_triton_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> Any:
+        raise ImportError(f"{name}: it does not fit this Python")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.import_module", fails)
+    assert proof._kernels_on(torch.device("cuda")) is None
+
+
 @pytest.fixture
 def adamw() -> Any:
     """A training that kernels may replay: all of it but the first step."""

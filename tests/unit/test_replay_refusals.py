@@ -359,3 +359,11 @@ def test_whole_matrices_are_not_replayed_in_parts() -> None:
         assert refusal(torch.optim.AdamW(model.parameters()), parts=True) is None
     whole = torch.optim.Muon([p for p in plain(1).parameters() if p.dim() == 2])
     assert refusal(whole, parts=True) is None, "under DDP each rank has all of it"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_the_cpu_are_tried_there_whatever_the_default_device(dtype: torch.dtype) -> None:
+    tried = module._fused_sgd_reads_astray.__wrapped__
+    wanted = tried(dtype)
+    with torch.device("meta"):
+        assert tried(dtype) == wanted

@@ -59,3 +59,19 @@ def test_every_rank_has_what_each_has_said(
     found, took = exchanged(monkeypatch, said)
     assert found == [said] * len(said)
     assert took == rounds
+
+
+def test_it_is_said_in_host_memory_whatever_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``torch.set_default_device("cuda")``: gloo takes no tensors of both."""
+
+    def all_gather(found: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        for one in found:
+            one.copy_(mine)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    group = object.__new__(TorchGroup)
+    group.world, group._group = 2, None
+    with torch.device("meta"):
+        assert group._gather(b"said") == [b"said"] * 2

@@ -13,7 +13,7 @@ import torch
 from everstep.errors import UnsupportedStateError
 from everstep.state.image import OBJECT_PREFIX, RNG_SECTION, State
 from everstep.state.objects import decode
-from everstep.state.rng import restore_rng
+from everstep.state.rng import collect_rng, restore_rng
 from everstep.state.survey import Survey
 from everstep.state.tree import join
 
@@ -91,3 +91,22 @@ def test_what_cannot_be_stored_is_refused_at_once() -> None:
     random.setstate((*random.getstate()[:2], object()))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedStateError, match="gauss"):
         state.survey()
+
+
+def test_a_device_is_in_use_before_its_generator_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch only notes down what is asked of CUDA before that, and seeds, those of long ago too,
+    last."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append(device))
+    saved = collect_rng()
+    states = [torch.zeros(16, dtype=torch.uint8)] * 2
+    assert restore_rng({**saved, "cuda": states}) == ["RNG of 1 CUDA device(s) that are not here"]
+    assert calls == ["init", 0]
+    calls.clear()
+    assert restore_rng(saved) == []
+    assert calls == [], "a state of the CPU alone brings no device into use"

@@ -22,8 +22,9 @@ process writes it, others read it, without a lock. That is right because
   there, so on those a barrier goes before each store and after each load. It is made of a
   lock, given back and taken again, which is one on ARM and POWER.
 
-Copies that a device makes are outside this: they are followed by a write to the word in the
-device's own order, to :meth:`Arena.progress_address`.
+Copies that a device makes are outside this: whoever has waited for them in this process sets the
+word (:mod:`everstep.capture.cuda`), or the device itself does, with a fence before it
+(:meth:`Arena.progress_address`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,10 @@ class CudaLane:
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Pins ``block``, in the lane's thread."""
         devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
-        pinned = self._pinned_of(block, next(devices))
+        first = next(devices, None)
+        if first is None:  # all of them have been moved back to host memory
+            return
+        pinned = self._pinned_of(block, first)
         # If it fails, it fails again where the memory is used, and is reported there.
         self._host.run(lambda: pinned.pin(block))
 
@@ -131,17 +134,18 @@ class CudaLane:
         large = [batch for batch in theirs if not _small(batch)]
         hosted = self._host.submit(large, block, lambda end: None) if large else None
         transfer = CudaTransfer(reached, hosted, large)
-        end = batches[-1].end if batches else 0
+        end, here = batches[-1].end if batches else 0, self._here()
 
         def watch() -> None:
             try:
                 if hosted is not None:
                     hosted.wait(0.0)  # it was before us in this thread; raises what it failed with
-                for mark in marks:
-                    mark.synchronize()
-                for upto, event, _ in reached:
-                    event.synchronize()
-                    progress(upto)
+                with here:
+                    for mark in marks:
+                        mark.synchronize()
+                    for upto, event, _ in reached:
+                        event.synchronize()
+                        progress(upto)
                 if end:
                     progress(end)
             except BaseException as error:
@@ -159,16 +163,22 @@ class CudaLane:
         """Behind all copies that were begun, whether or not anybody waits for them; what
         ``job`` itself fetches from a device comes on the side streams, not behind whatever
         training has enqueued meanwhile."""
-        streams, begun = list(self._streams.values()), self._begun()
+        streams, here = list(self._streams.values()), self._here()
+        begun: list[Any] = []
+        # A device that has failed copies no more, and its transfers say what happened; the job,
+        # which may give memory back, is done all the same.
+        with contextlib.suppress(RuntimeError):
+            begun = self._begun()
 
         def behind() -> None:
-            # A device that has failed copies no more, and its transfers say what happened.
-            with contextlib.suppress(RuntimeError):
-                for event in begun:
-                    event.synchronize()
             with contextlib.ExitStack() as stack:
-                for stream in streams:
-                    stack.enter_context(_cuda.stream(stream))
+                with contextlib.suppress(RuntimeError):
+                    stack.enter_context(here)
+                    for event in begun:
+                        event.synchronize()
+                with contextlib.suppress(RuntimeError):
+                    for stream in streams:
+                        stack.enter_context(_cuda.stream(stream))
                 job()
 
         return self._host.run(behind)
@@ -226,6 +236,13 @@ class CudaLane:
             stream = self._streams[device] = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
         return stream
+
+    def _here(self) -> contextlib.AbstractContextManager[Any]:
+        """For the lane's thread, whatever it does with events and streams: one of our devices is
+        its current one. In a thread that has named none CUDA makes a context on the first device,
+        which takes some hundred MB of it, and may be another rank's."""
+        device = next(iter(list(self._streams)), None)
+        return contextlib.nullcontext() if device is None else _cuda.device(device)
 
     def _begun(self) -> list[Any]:
         """Events behind all copies that were begun."""

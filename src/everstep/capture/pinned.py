@@ -122,8 +122,9 @@ def _first(pair: tuple[int, int]) -> int:
 
 
 def _launch_something() -> None:
-    """A kernel, after whose start torch asks CUDA for the last error and so clears it."""
-    torch.zeros(1, device="cuda")
+    """A kernel, after whose start torch asks CUDA for the last error and so clears it. Not one that
+    only fills memory: CUDA can do that without a kernel."""
+    torch.ones(1, device="cuda").add_(1)
 
 
 def _limit() -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from everstep.compress.floats import FloatFormat
+from everstep.compress.floats import FORMATS, FloatFormat
 from everstep.state.tensors import host_bytes
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
 SAMPLE_NUMEL: Final = 2**16
 """Elements in a sample: at a ratio of 1 % the threshold is estimated from 655 of them, and the
 number kept has a standard deviation of 4 % of what was asked for."""
+
+_log = logging.getLogger("everstep")
 
 _BLOCK_BYTES = 2**18  # with its temporaries within a second-level cache
 _DIGIT_BITS = 16
@@ -247,11 +250,25 @@ def _strides(stride: int, count: int, seed: int, device: torch.device) -> torch.
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
     """The module of Triton kernels, where they can run on ``tensor``."""
-    if not tensor.is_cuda or not _has_triton():
-        return None
-    return importlib.import_module("everstep.compress.kernels")
+    return _kernels_on(tensor.device) if tensor.is_cuda else None
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _kernels_on(device: torch.device) -> ModuleType | None:
+    """The module, if triton is installed and what it compiles runs: that takes a C compiler, which
+    many a container has not, and a card that this triton knows."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        module = importlib.import_module("everstep.compress.kernels")
+        about = torch.arange(-8.0, 9.0, dtype=torch.float32, device=device), FORMATS[torch.float32]
+        reference = DeviceScan(*about)
+        key = reference.kth(4)
+        wanted, found = reference.at_least(key, 4), module.TritonScan(*about).at_least(key, 4)
+        if wanted is not None and found is not None and all(map(torch.equal, wanted, found)):
+            return module
+        why = "they do not find what torch finds"
+    except Exception as error:  # of a compiler, of a driver
+        why = repr(error)
+    _log.warning("everstep: no Triton kernels on %s, plain torch instead: %s", device, why)
+    return None

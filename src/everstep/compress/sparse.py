@@ -138,7 +138,7 @@ class Sparse:
         positions = self.positions()
         ascending = bool((positions.diff() > 0).all())
         inside = kept == 0 or bool(self.indices.min() >= 0 and positions[-1] < self.numel)
-        ends = torch.tensor(self.counts).cumsum(0).tolist()
+        ends = torch.tensor(self.counts, device="cpu").cumsum(0).tolist()
         bounds_kept = all(
             end == 0 or int(positions[end - 1]) < (chunk + 1) * CHUNK_NUMEL
             for chunk, end in enumerate(ends)
@@ -218,7 +218,8 @@ def _first_at(indices: torch.Tensor, edge: int) -> int:
     """How many of ascending indices lie below ``edge``, which may be out of int32's range."""
     if edge <= 0 or edge >= CHUNK_NUMEL:
         return 0 if edge <= 0 else indices.numel()
-    return int(torch.searchsorted(indices, torch.tensor(edge, dtype=torch.int32)))
+    where = torch.tensor(edge, dtype=torch.int32, device=indices.device)
+    return int(torch.searchsorted(indices, where))
 
 
 def _sparse(scan: DeviceScan, hits: Hits) -> Sparse:

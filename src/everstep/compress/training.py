@@ -33,6 +33,7 @@ from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.given import named
 from everstep.state.dtensors import LocalPart, box_of, is_dtensor, local_of, spread_as
+from everstep.state.optimizers import unwrapped
 from everstep.state.placing import Box
 
 __all__ = ["Compressor"]
@@ -90,6 +91,7 @@ class Compressor:
         dense_below: int = 1024,
         error_feedback: bool = True,
     ) -> None:
+        optimizer = unwrapped(optimizer)
         hooks: Mapping[int, Any] = optimizer._optimizer_step_pre_hooks
         if any(isinstance(getattr(hook, "__self__", None), Compressor) for hook in hooks.values()):
             raise OptionError("the optimizer has a Compressor already", hint="close() that one")
@@ -305,7 +307,9 @@ class Compressor:
                 "the optimizer would unscale its gradients after they were compressed",
                 hint="call scaler.unscale_(optimizer) before scaler.step(optimizer)",
             )
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # Initialised, not only available: to ask must not bring CUDA into use.
+        capturable: Any = torch.cuda
+        if capturable.is_initialized() and capturable.is_current_stream_capturing():
             raise StateError(
                 "gradients cannot be compressed in a step that is captured as a CUDA graph",
                 hint="leave optimizer.step() out of the graph",

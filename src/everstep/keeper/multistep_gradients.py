@@ -3,19 +3,22 @@
 A gradient that is dropped (``zero_grad()``, or ``p.grad = None``) stays as it is as long as
 somebody refers to it. One that is not dropped is written over in place: by ``zero_grad`` with
 ``set_to_none=False``, or by the next backward, which adds to it. So both wait for its copy here.
-What is a part of other memory (buckets of DDP, flat buffers, pools of a CUDA graph) may be written
-over without any of that, and is not held: its update waits for its copy. Whatever else writes to a
-gradient too early is found by its version and by a few of its elements, which are compared with
-what has arrived.
+What is a part of other memory (buckets of DDP, flat buffers), or lies in that of a CUDA graph, may
+be written over without any of that, and is not held: its update waits for its copy. Whatever else
+writes to a gradient too early is found by its version and by a few of its elements, which are
+compared with what has arrived.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +27,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from everstep.capture.cuda import on_cuda
 from everstep.capture.lane import Transfer
 from everstep.seams.gather import Gather
 from everstep.state.image import State
@@ -31,7 +35,7 @@ from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
 from everstep.state.providers import unwrap
 
-__all__ = ["GradientCheck", "GradientPlaces", "HeldGradients", "are_alone"]
+__all__ = ["GradientCheck", "GradientPlaces", "GraphMemory", "HeldGradients", "are_alone"]
 
 _SAMPLES = 4  # of a gradient
 _PLACES_MAX = 256  # layouts, and turns
@@ -48,6 +52,46 @@ def are_alone(gradients: Sequence[torch.Tensor]) -> bool:
         g._base is None and g.untyped_storage().nbytes() == g.numel() * g.element_size()
         for g in gradients
     )
+
+
+class GraphMemory:
+    """Memory that CUDA's allocator keeps apart, for graphs above all (also those that
+    ``torch.compile`` makes): a replay writes over the gradients that lie there, whoever refers to
+    them, and calls no hook. Each of them seems to have memory of its own.
+
+    Looked for once, when it is asked: graphs are captured in the first steps of a training, and
+    to look takes milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] | None = None
+
+    def has(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these lies there."""
+        addresses = [tensor.data_ptr() for tensor in tensors if on_cuda(tensor)]
+        if not addresses:
+            return False
+        if self._spans is None:
+            self._spans = _kept_apart()
+        return any(map(self._holds, addresses))
+
+    def _holds(self, address: int) -> bool:
+        assert self._spans is not None
+        index = bisect.bisect_right(self._spans, address, key=itemgetter(0))
+        return index > 0 and address < self._spans[index - 1][1]
+
+
+def _kept_apart() -> list[tuple[int, int]]:
+    """Addresses, in order; all of them where the allocator does not tell."""
+    try:
+        segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) != (0, 0)
+        )
+    except (KeyError, RuntimeError):
+        return [(0, sys.maxsize)]
 
 
 class _Few(NamedTuple):

@@ -167,7 +167,7 @@ class UpdateCopies:
             self._lane.run(lambda: window.pool.populate(room))
         held, check, batches = None, None, consumed.batches
         if gradients and not self.waits and not consumed.written:
-            held = self._alone(key, names)
+            held = self._alone(window, key, names)
         if held is not None:
             check = GradientCheck(gradients, layout, lsn, self._places)
             if others := consumed.tensors.keys() - gradients.keys():  # a schedule writes to these
@@ -192,14 +192,16 @@ class UpdateCopies:
         return room
 
     def _alone(
-        self, key: str, names: frozenset[str]
+        self, window: Window, key: str, names: frozenset[str]
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Captured parameters and their gradients; None where these lie in memory that others may
         write to, or no hook would tell of a backward, as FSDP puts its parts together."""
         members = self.consumption.members(key, names)
         found = [(p, gradient) for _, p in members if (gradient := p.grad) is not None]
         guarded = all(p.requires_grad and not is_dtensor(p) for p, _ in found)
-        return found if guarded and are_alone([gradient for _, gradient in found]) else None
+        gradients = [gradient for _, gradient in found]
+        alone = guarded and are_alone(gradients) and not window.graphs.has(gradients)
+        return found if alone else None
 
     def _encode(self, window: Window, update: CopiedUpdate) -> None:
         """In the lane's thread, behind the copies of an update."""

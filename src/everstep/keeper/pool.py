@@ -50,8 +50,6 @@ class CapturePool:
         self._words = list(range(PROGRESS_WORDS))
         self._changed = threading.Condition()
         self._kept: list[Room] = []
-        # Held while pages are taken: older kernels take them by writing, and what is being
-        # captured there meanwhile would be written over.
         self._touching = threading.Lock()
         self._touched_to = 0
 

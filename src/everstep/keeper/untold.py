@@ -100,7 +100,7 @@ class Untold:
         self._shape: Shape | None = None
         self._names: Mapping[str, tuple[str, ...]] = {}
         self._spots = Spots({})
-        self._which = torch.empty(0, dtype=torch.uint8)
+        self._which = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._step = 0  # under way
         self._looked_at_first = 0
         self._suspicious = False

@@ -105,7 +105,7 @@ class _Wanted:
         if not self.is_cut:
             return next(iter(there.values()))
         first = next(iter(there.values()))
-        found = torch.empty(self.box.shape, dtype=first.dtype)
+        found = torch.empty(self.box.shape, dtype=first.dtype, device=first.device)
         for rank, gradient in there.items():
             if gradient.dtype != first.dtype:
                 raise ValueError(f"the parts of the gradient of {name!r} are of several dtypes")

@@ -332,7 +332,7 @@ class Blocked:
         work_off()
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(
-                {n: torch.tensor(c, dtype=torch.float64) for n, c in counts.items()}
+                {n: torch.tensor(c, dtype=torch.float64, device="cpu") for n, c in counts.items()}
             )
 
     def _state(self, name: str) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Scratch:
     def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         line = self._lines.get(dtype)
         if line is None:
-            line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype)
+            line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype, device="cpu")
         # Fresh memory would be several times slower to write to.
         own = line[self._used : self._used + numel]
         self._used += numel

@@ -336,9 +336,9 @@ def _fused_sgd_reads_astray(dtype: torch.dtype) -> bool:
     """
     results = []
     for behind in (0.0, 1.0):
-        memory = torch.cat([torch.ones(64), torch.full((64,), behind)]).to(dtype)
-        momentum, gradient = memory.clone(), torch.ones(64, dtype=dtype)
-        parameter = torch.ones(64, dtype=dtype)
+        ones = torch.ones(64, dtype=dtype, device="cpu")
+        memory = torch.cat([ones, torch.full_like(ones, behind)])
+        momentum, gradient, parameter = memory.clone(), ones.clone(), ones.clone()
         torch._fused_sgd_(
             [parameter],
             [gradient],

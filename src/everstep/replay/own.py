@@ -55,7 +55,7 @@ _GLOBAL_HOOKS_LOCK = threading.Lock()
 
 def makes_state_when_built(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether an optimizer of these groups' hyperparameters has state before its first update."""
-    return bool(groups) and bool(build(kind, [[torch.zeros(1)]], groups[:1]).state)
+    return bool(groups) and bool(build(kind, [[torch.zeros(1, device="cpu")]], groups[:1]).state)
 
 
 def build(

@@ -226,5 +226,6 @@ class Rooms:
     def of(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """Two lines of a block each."""
         if dtype not in self._pairs:
-            self._pairs[dtype] = [torch.empty(self._elements, dtype=dtype) for _ in range(2)]
+            pair = [torch.empty(self._elements, dtype=dtype, device="cpu") for _ in range(2)]
+            self._pairs[dtype] = pair
         return self._pairs[dtype]

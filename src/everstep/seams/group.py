@@ -84,7 +84,7 @@ class TorchGroup:
     def _round(self, data: bytes, size_bytes: int) -> list[bytes]:
         """The first ``size_bytes`` of what each rank gives, filled up where it is less."""
         mine = torch.frombuffer(bytearray(data[:size_bytes].ljust(size_bytes, b"\0")), dtype=_BYTE)
-        found = [torch.empty(size_bytes, dtype=_BYTE) for _ in range(self.world)]
+        found = [torch.empty(size_bytes, dtype=_BYTE, device="cpu") for _ in range(self.world)]
         dist.all_gather(found, mine, group=self._group)
         return [one.numpy().tobytes() for one in found]
 

@@ -169,7 +169,7 @@ class SharedMemory:
             except OSError as error:
                 if error.errno not in _NOT_KNOWN:  # before Linux 5.14, or not Linux
                     raise
-                self._write_pages(max(at, offset), at + length)
+                self._read_pages(max(at, offset), at + length)
 
     def remove(self, offset: int, size_bytes: int) -> None:
         """Gives the whole pages of a range back to the system; all of it reads as zeros.
@@ -197,12 +197,12 @@ class SharedMemory:
         with _lock:
             _close_fd(self._held)
 
-    def _write_pages(self, start: int, end: int) -> None:
-        """Writes one byte of each page, as it is: nobody else may be writing there."""
+    def _read_pages(self, start: int, end: int) -> None:
+        """Reads one byte of each page, which takes pages that are shared. To write what is there
+        would lose what somebody else writes meanwhile: a device that copies there asks nobody."""
         array = self.array()
-        array[start] |= 0
         pages = array[-(-start // PAGE_BYTES) * PAGE_BYTES : end : PAGE_BYTES]
-        np.bitwise_or(pages, np.uint8(0), out=pages)
+        np.bitwise_or.reduce(pages, initial=array[start])
 
 
 # --- System calls -----------------------------------------------------------------------

@@ -73,6 +73,10 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
     torch.set_rng_state(state["torch"])
     saved = state.get("cuda", [])
     here = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
+    if here:
+        # Before that torch would only note the states down, and when CUDA comes into use, put
+        # behind them what torch.manual_seed() has noted, however long before.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     for device in range(min(len(saved), here)):
         torch.cuda.set_rng_state(saved[device], device)
     if here < len(saved):
