@@ -291,6 +291,32 @@ def test_rewind(run_folder: Path, process: bool, to: str) -> None:
         assert other.snapshot() == then[11]
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_a_program_changes_behind_its_resume_is_noticed(
+    run_folder: Path, threads: Callable[[int], None], changed: bool
+) -> None:
+    """A timeline's record says how torch was used when it was opened, and replay goes by that (I9):
+    the same holds of CUDA, which a program that resumes before ``model.cuda()`` brings into use."""
+    world = World()
+    threads(1)
+    with opened(run_folder, world, every=100) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        threads(2 if changed else 1)
+        run_steps(ckpt, world, 2)
+        threads(1)
+        recovery = ckpt.rewind(4)
+    assert recovery.exact != changed
+    assert ("number of torch's threads" in recovery.evidence) == changed, recovery.evidence
+
+
 def test_a_gradient_that_is_not_finite_is_reported(run_folder: Path) -> None:
     world = World()
     log = LogOptions(watch=True)

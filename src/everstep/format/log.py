@@ -33,6 +33,7 @@ from everstep.state.layout import Placed, ShardLayout, overlaps, plan_shards
 
 __all__ = [
     "LOG_OBJECT",
+    "NOT_EXACT",
     "LogRecord",
     "RecordHead",
     "RecordIndex",
@@ -50,6 +51,12 @@ __all__ = [
 ]
 
 LOG_OBJECT = "everstep/log"
+NOT_EXACT = (
+    "the log is of a state that was not exact, or of steps with another number of torch's threads, "
+    "or use of CUDA, than at the start of their timeline"
+)
+"""Of records whose head says so."""
+
 _RECORDS_MAX = 1_000_000
 
 
@@ -64,6 +71,8 @@ class RecordHead:
         lsn: of an update, its own number; of a mark, that of the last update before it.
         shape: digest of what the state consists of (see :func:`everstep.state.shape_digest`):
             a log is replayed only onto a state of the same shape.
+        exact: whether replay may be: the state is by its lineage, and torch is used as the
+            timeline's record says.
         declared: of a declared update, the pattern of the entries that it covers; ``""``
             of anything else.
     """

@@ -45,6 +45,7 @@ from everstep.keeper.untold import Untold
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
+from everstep.seams.fingerprint import changeable
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log_parts import updated_elsewhere
@@ -125,7 +126,7 @@ class Recorder:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self._timeline, self._exact = 0, True
+        self._timeline, self._exact, self._opened_with = 0, True, changeable()
         self._step_bytes = 0  # of the step under way
         self._followed: int | None = None  # the step whose mark was the last
         self._last_lsn = -1  # of which consumption was told
@@ -174,7 +175,7 @@ class Recorder:
             seen: the state, if it has been surveyed.
         """
         self._drop()
-        self._timeline, self._exact = timeline, exact
+        self._timeline, self._exact, self._opened_with = timeline, exact, changeable()
         self.nonfinite.first = None
         self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
@@ -314,7 +315,7 @@ class Recorder:
             self._digest, self._leads_here = digest, True
 
     def on_disk(self, number: int) -> None:
-        """Records up to ``number`` are on disk; in any thread."""
+        """Records up to ``number`` are on disk, or (0) the keeper is gone; in any thread."""
         self.disk.reached(number)
         self.rooms.release()
 
@@ -475,7 +476,8 @@ class Recorder:
     def _head(
         self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""
     ) -> RecordHead:
-        return RecordHead(kind, self._timeline, step, lsn, self._digest, self._exact, declared)
+        exact = self._exact and changeable() == self._opened_with  # all that replay asks for
+        return RecordHead(kind, self._timeline, step, lsn, self._digest, exact, declared)
 
     def _lost(self, error: EverstepError) -> None:
         self._channel.post(error)

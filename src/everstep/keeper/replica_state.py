@@ -12,6 +12,7 @@ import torch
 
 from everstep.errors import DamageError
 from everstep.format.header import ShardIdentity
+from everstep.format.log import NOT_EXACT
 from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.capture import shard_offsets
@@ -116,7 +117,7 @@ class ReplicaState:
             if step.updates:
                 self.why = self.why or self._elsewhere
             if not step.mark.head.exact:
-                self.why = self.why or "the log is of a state that was not exact"
+                self.why = self.why or NOT_EXACT
         self._state.work_off()
         if not self._elsewhere:
             self._state.compare()

@@ -22,6 +22,7 @@ from everstep.errors import (
     MismatchError,
     ReplayError,
 )
+from everstep.format.log import NOT_EXACT
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.ahead import Ahead
@@ -305,7 +306,7 @@ def replay(
             restored.end = BaseId(head.timeline, head.step)
             restored.lsn = head.lsn
             if not head.exact:
-                restored.inexact = "the log is of a state that was not exact"
+                restored.inexact = NOT_EXACT
             bar.advance(1)
             at_hand = step.read_bytes == 0
             del step, head  # what was read for it is used again once it is applied

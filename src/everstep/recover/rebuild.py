@@ -27,6 +27,7 @@ from everstep.errors import (
     ReplayError,
     StorageError,
 )
+from everstep.format.log import NOT_EXACT
 from everstep.format.writer import ChunkRing
 from everstep.recover.ahead import Ahead
 from everstep.recover.chain import Chain
@@ -230,7 +231,7 @@ class Rebuilder:
                 if other is not None:
                     other.take(step, drop=logged.step in drop)
                 if not all(mark.head.exact for _, mark in step.values()):
-                    lineage = lineage or "the log is of a state that was not exact"
+                    lineage = lineage or NOT_EXACT
                 updates_seen += sum(len(updates) for updates, _ in step.values())
                 on_step(logged.step)
                 bar.advance(1)

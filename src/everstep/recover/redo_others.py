@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
-from everstep.format.log import LogRecord
+from everstep.format.log import NOT_EXACT, LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.decide import Skipped
 from everstep.recover.forward import Restored
@@ -156,7 +156,7 @@ def redo_of_others(
             restored.replayed += 1
             restored.end, restored.lsn = BaseId(*at), step.mark.head.lsn
             if not all(mark.head.exact for mark in marks.values()):
-                restored.inexact = "the log is of a state that was not exact"
+                restored.inexact = NOT_EXACT
             bar.advance(1)
     try:
         notes = redo.put_back(marks)

@@ -9,7 +9,7 @@ import torch
 
 from everstep.seams.machine import processor_model
 
-__all__ = ["cuda_in_use", "fingerprint", "fingerprint_of_all"]
+__all__ = ["changeable", "cuda_in_use", "fingerprint", "fingerprint_of_all"]
 
 _DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and no getter
 
@@ -36,6 +36,12 @@ def fingerprint() -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda)
         found["device"] = torch.cuda.get_device_name()
     return found
+
+
+def changeable() -> tuple[int, bool]:
+    """What of :func:`fingerprint` a program changes while it trains, by one call: torch's threads,
+    and whether CUDA is in use. Quick to ask."""
+    return torch.get_num_threads(), cuda_in_use()
 
 
 def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
