@@ -31,6 +31,7 @@ from everstep.keeper.lifetime import (
     persist_parked,
     stays_for_the_log,
     stays_with_bases,
+    tell_if_lost_again,
     wait_for_bases,
     wait_through,
 )
@@ -189,7 +190,7 @@ class Checkpointer:
                 otherwise load the rest and report the differences.
 
         Raises:
-            RecoveryError: there are bases, but none that can be used, or none of ``step``.
+            RecoveryError: no base can be used, and it is no fresh start; or none of ``step``.
             MismatchError: the base is of another model; nothing has been touched.
         """
         self._check_open()
@@ -366,11 +367,11 @@ class Checkpointer:
             wait_for_bases(self._saver, self._keeper, timeout_s)
             if self._keepers.revive(self._timeline):
                 self._take_over()
-                # What was lost, once more; of several ranks the others would not take it, too.
-                if self._info.world == 1 and self._watched.is_of_a_step:
-                    self._take(None, show=True)
-                    self._saver.finish_captures()
+                again = self._info.world == 1 and self._watched.is_of_a_step  # other ranks do not
+                save = self._take(self._watched.whole_at_mark, show=True) if again else None
+                self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
+                tell_if_lost_again(save, self._keepers.lost, self._channel)
         self._channel.check()
 
     def close(self) -> None:
@@ -381,8 +382,7 @@ class Checkpointer:
         """
         if not self._open or os.getpid() != self._pid:
             return
-        failed: list[EverstepError] = []
-        stay = False
+        failed, stay = list[EverstepError](), False
         try:
             stay = self._take_last(failed)
             failed += wait_through(self.wait, lambda: self._keepers.gave_up)

@@ -404,7 +404,9 @@ def _do_at(step: int, ckpt: Any) -> None:
         os.kill(ckpt._keeper.pid, signal.SIGKILL)
         ckpt._keeper._reader.join(_HANGS_S)
     elif found == "lose":  # a base, and training hears of it
-        if (last := ckpt._multistep._last) is not None:  # else it has heard, and a new keeper is there
+        if (
+            last := ckpt._multistep._last
+        ) is not None:  # else it has heard, and a new keeper is there
             last.durable.exception(_HANGS_S)
     elif found == "draw":
         torch.rand(1)

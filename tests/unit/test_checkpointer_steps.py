@@ -92,6 +92,9 @@ def test_what_was_trained_is_no_fresh_start(run_folder: Path) -> None:
         for ask in (ckpt.rewind, ckpt.resume):
             with pytest.raises(RecoveryError, match="no base of step 0, and this process has"):
                 ask(0)
+        with pytest.raises(RecoveryError, match="no base of step 0, and this process has"):
+            ckpt.resume()  # to the newest base, and there is none
+        assert state == {"a": 3}
         ckpt.step()
         ckpt.save()
     with opened(run_folder, {"a": 0}, every=None) as ckpt:

@@ -132,6 +132,24 @@ def test_an_older_base_takes_nobodys_place() -> None:
     assert shelf.everywhere == B
 
 
+def test_an_older_base_that_training_has_gone_back_to_takes_the_newer_ones_place() -> None:
+    """Which leads nowhere any more, and stays until the other is whole everywhere."""
+    shelf = Shelf(3 * S)
+    for base in (A, B, C):
+        take(shelf, 1, base)
+        shelf.passed(base)
+    shelf.new_start([1], B)
+    assert held(shelf) == [(1, C, True)]
+    assert shelf.everywhere is None
+    assert not shelf.begin(1, B, S)[1]
+    assert held(shelf) == [(1, B, False), (1, C, True)]
+    shelf.finished(1, B)
+    assert "newer" in take(shelf, 1, A), "nothing goes back further than training does"
+    assert [copy.base for copy in shelf.passed(B)] == [C]
+    assert held(shelf) == [(1, B, True)]
+    assert shelf.everywhere == B
+
+
 class Oracle:
     """Holders of a ring, and what must be true of them whatever comes."""
 

@@ -199,6 +199,25 @@ def test_steps_before_a_durable_base_are_not_worth_a_word() -> None:
     assert (copying.mirror.stats.missed, copying.posted) == (1, [])
 
 
+def test_steps_that_were_never_recorded_are_not_missed() -> None:
+    """Training has taken a base there, and would be told that the store is too slow."""
+    copying = Copying()
+    copying.train(1, 2, 5, 6)
+    assert copying.there() == [(0, 2), (4, 6)]
+    assert (copying.mirror.stats.missed, copying.posted) == (0, [])
+
+
+def test_steps_before_a_base_that_is_being_told_of_are_not_worth_a_word() -> None:
+    """Training lets go of them as soon as it hears of it, before retention is over."""
+    copying = Copying()
+    copying.train(1, 2)
+    copying.log.step(3)
+    copying.mirror.base_known(BaseId(1, 3))
+    copying.log.forget_all()
+    copying.train(4, 5)
+    assert (copying.mirror.stats.missed, copying.posted) == (1, [])
+
+
 def test_what_was_let_go_is_missed_and_leaves_a_hole_between_segments() -> None:
     copying = Copying()
     copying.train(1, 2)

@@ -23,7 +23,7 @@ from tests.unit.world import TIMEOUT_S
 pytestmark = pytest.mark.slow
 
 TRAINING = """
-import hashlib, json, os, signal, sys, warnings
+import copy, hashlib, json, os, signal, sys, warnings
 import torch, torch.distributed as dist
 import everstep
 
@@ -46,7 +46,7 @@ if kind.startswith("fsdp"):
 else:
     model = torch.nn.parallel.DistributedDataParallel(model)
 trained = [p for p in model.parameters() if p.requires_grad]
-if kind == "zero":
+if kind.startswith("zero"):
     from torch.distributed.optim import ZeroRedundancyOptimizer
     optimizer = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=0.01)
 else:
@@ -59,9 +59,20 @@ if kind == "ddp, exchange":
     model.register_comm_hook(hook, compressed_mean)
 elif "compressor" in kind:
     hook = everstep.compress.Compressor(optimizer, ratio=0.1, dense_below=100)
+average, declared = None, {}
+if "declared" in kind:
+    average = copy.deepcopy(model.module[3]).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow():
+        for mean, p in zip(average.parameters(), model.module[3].parameters()):
+            mean.lerp_(p, 0.1)
+
+    declared = {"average/*": follow}
 torch.manual_seed(100 + rank)  # each rank has data and noise of its own
 
 def parts():
+    yield from () if average is None else average.parameters()
     for p in model.parameters():
         moments = getattr(optimizer, "optim", optimizer).state.get(p, {})  # of ZeRO, this rank's
         for t in (p.detach(), *moments.values()):
@@ -80,8 +91,9 @@ def say(**what):
 
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 state |= {} if hook is None else {"hook": hook}
+state |= {} if average is None else {"average": average}
 options = {"on_failure": "warn", "progress_timeout_s": 30.0, **options}
-ckpt = everstep.Checkpointer(run, state, **options)
+ckpt = everstep.Checkpointer(run, state, declared=declared, **options)
 recovery = ckpt.resume()
 os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, shared=digest(),
@@ -91,6 +103,10 @@ for step in range(recovery.step + 1, 8):
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
+    if average is not None:
+        ckpt.before_update()
+        follow()
+        ckpt.after_update("average/*")
     ckpt.step()
     say(step=step, digest=digest(torch.get_rng_state()), shared=digest())
     if os.environ.get("DIES") == str(step):
@@ -281,3 +297,14 @@ def test_compressed_training_is_killed_behind_a_step_and_in_one(
         job.kill_keepers()
     job.until_one_dies({}, {"EVERSTEP_FAILPOINTS": "log.before_record=kill:4"})
     assert came_back(job, expected) >= 4
+
+
+@pytest.mark.parametrize("kind", ["zero, declared", "ddp, declared"])
+def test_what_a_registered_function_has_updated_comes_back(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, made: Made, kind: str
+) -> None:
+    """It reads parameters, of which a rank of ZeRO has the others' only when replay is over."""
+    expected = undisturbed(kind, tmp_path_factory.mktemp("undisturbed"))
+    made.append(job := LogJob(tmp_path, kind))
+    job.until_all_die(4)
+    assert came_back(job, expected) == 4

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from everstep.capture.probe import Probe
 from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.recordable import Layouts
 from everstep.keeper.untold import Untold
+from everstep.recover.declared import DeclaredRedo
 from everstep.recover.redo import Redo, Step, update_of
 from everstep.recover.scan import BaseFound
 from everstep.seams.clock import ManualClock
@@ -26,7 +30,7 @@ from everstep.state.log_parts import left_to_others_bytes, updated_elsewhere
 from everstep.state.ranks import RankInfo
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
-from tests.unit.relogged import Logs, logged, redone, train
+from tests.unit.relogged import Logs, logged, record_of, records_of, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, load, locals_of
 
 STEPS = 3
@@ -249,3 +253,34 @@ def test_where_others_have_written_what_a_rank_updates_its_log_leads_on(
             values, restored = redone(base, logs, "zero", info, ring, STEPS)
             assert (restored.replayed, restored.inexact, restored.skipped) == (STEPS, "", [])
             assert differing(values, wanted, elsewhere) == []
+
+
+@pytest.mark.parametrize(("layout", "update"), [("zero", None), ("ddp", "mean/*")])
+def test_what_a_registered_function_updates_is_in_the_marks(
+    layout: str, update: str | None
+) -> None:
+    """A rank that replays has not what the others update, and the function would read that."""
+    with as_rank(0, 2) as info:
+        values = {**build(layout, info, 3), "mean": torch.nn.Linear(5, 8).requires_grad_(False)}
+        state = State(values, declared={"mean/*": lambda: None}, ranks=info)
+        owners = state.survey().shape.owners
+        for name in ("mean/weight", "mean/bias"):
+            assert (owners[name].kind, owners[name].update) == ("declared", update)
+            assert owners[name].in_marks == (update is None)
+        state.told.check_updates(["mean/*"])
+
+
+def test_a_log_that_has_left_it_out_gives_nothing_exact(tmp_path: Path, ring: ChunkRing) -> None:
+    """As they were written once: its marks hold but samples."""
+    functions = {"mean/*": lambda: None}
+    with as_rank(0, 2) as info:
+        values = {**build("zero", info, 3), "mean": torch.nn.Linear(5, 8).requires_grad_(False)}
+        state = State(values, declared=functions, ranks=info)
+        ((_, (_, mark)),) = records_of(values, state, 1)
+        samples = Probe().take(State({"mean": values["mean"]}, declared=functions).survey())
+        assert samples
+        for logged, exact in (({}, True), (samples, False)):
+            layout = Layouts().of(logged)
+            found = DeclaredRedo(state)
+            found.settle(record_of(mark.head, layout, {}, logged))
+            assert found.exactness.exact == exact

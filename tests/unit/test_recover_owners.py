@@ -68,6 +68,10 @@ class World:
 
     def resume(self, number: int, step: int | None = None) -> None:
         ckpt, state = self.actor(number)
+        if step is None and not self.history and self.resumed[number] and ckpt.stats().step:
+            with pytest.raises(RecoveryError, match="is not that of a fresh start"):
+                ckpt.resume()
+            return
         state["value"] = -1
         recovery = ckpt.resume(step=step)
         if step is not None:

@@ -22,7 +22,7 @@ from everstep.errors import (
     StorageError,
     UnreachableError,
 )
-from everstep.format.names import CONDEMNED
+from everstep.format.names import CONDEMNED, RUN_RECORD
 from everstep.format.writer import ChunkRing
 from everstep.keeper import mirror as mirror_module
 from everstep.keeper.local import LocalKeeper
@@ -41,6 +41,7 @@ from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.rate import HOUR_S, ObjectRate
 from tests.unit.copying import train
+from tests.unit.world import flip
 
 FILES = PosixFileSystem()
 FOREVER = 1 << 40
@@ -209,6 +210,27 @@ def test_damage_that_comes_while_it_is_read_again(run_folder: Path) -> None:
     with pytest.raises(DamageError, match="header"):
         mirror.copy_newest()
     assert not usable(tier)
+
+
+@pytest.mark.parametrize("damaged", ["flipped", "missing"])
+@pytest.mark.parametrize("first", [True, False], ids=["empty", "copied before"])
+def test_a_record_of_the_run_that_is_damaged_is_not_copied(
+    run_folder: Path, damaged: str, first: bool
+) -> None:
+    """Everything else tells the run's id, too, and the copies are those of this run."""
+    tier, record = MemoryTier(), run_folder / RUN_RECORD
+    trained(run_folder, 1)
+    wanted = record.read_bytes()
+    if not first:
+        assert mirror_of(run_folder, tier).copy_newest() is not None
+        trained(run_folder, 2)
+    flip(record, len(wanted) // 4)
+    if damaged == "missing":
+        record.unlink()
+    timeline = 1 if first else 2
+    assert mirror_of(run_folder, tier, timeline).copy_newest() is not None
+    assert contents(tier)[RUN_RECORD] == wanted
+    assert usable(tier) == [*range(1, timeline + 1)]
 
 
 def test_the_run_of_somebody_else(run_folder: Path, tmp_path: Path) -> None:

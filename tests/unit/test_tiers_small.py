@@ -26,6 +26,7 @@ from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import HOUR_S, ObjectRate, batch_steps_for, objects_per_hour
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from everstep.tiers.urls import UrlPath, is_url
+from tests.unit.world import HookedFileSystem
 
 FOREVER = 1 << 40
 
@@ -267,6 +268,24 @@ def test_what_the_disk_tier_has_said_survives_power_loss() -> None:
         assert [item.name for item in after.walk()] == ["deep/er/two", "deep/one"]
         assert after.open("deep/one").size_bytes == 18_000
     assert count > 40
+
+
+def test_a_folder_that_another_rank_has_deleted_meanwhile_is_no_error(tmp_path: Path) -> None:
+    """Ranks that share a place delete their own files, and with the last one its folder."""
+    filesystem = HookedFileSystem()
+    tier = DiskTier(filesystem, PurePath(tmp_path) / "tier")
+    for rank in "01":
+        tier.put(f"log/{rank}", source(b"x"))
+
+    def the_other_is_faster(op: str, path: PurePath) -> None:
+        if op == "sync_dir" and path.name == "log":
+            filesystem.hook = lambda op, path: None
+            DiskTier(PosixFileSystem(), PurePath(tmp_path) / "tier").delete("log/1")
+
+    filesystem.hook = the_other_is_faster
+    tier.delete("log/0")
+    assert ("sync_dir", PurePath(tmp_path) / "tier" / "log") in filesystem.seen
+    assert tier.walk() == []
 
 
 def test_a_disk_tier_follows_no_links(tmp_path: Path) -> None:

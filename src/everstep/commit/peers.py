@@ -55,12 +55,14 @@ class Copy:
 
     Attributes:
         whole: all of it is there, with its digests.
+        left: training has gone on from an older base since.
     """
 
     source: int
     base: BaseId
     size_bytes: int
     whole: bool = False
+    left: bool = False
 
 
 class Shelf:
@@ -100,7 +102,7 @@ class Shelf:
         """
         mine = [copy for copy in self._copies.values() if copy.source == source]
         guarded = self._guarded(mine)
-        if guarded is not None and base <= guarded.base:
+        if guarded is not None and not guarded.left and base <= guarded.base:
             return [], f"a newer one is held already, of step {guarded.base.step}"
         gone = [copy for copy in mine if copy is not guarded]
         left_bytes = self.used_bytes - sum(copy.size_bytes for copy in gone)
@@ -135,7 +137,7 @@ class Shelf:
         gone = [
             copy
             for copy in self._copies.values()
-            if copy.base < everywhere and (copy.source in there or not copy.whole)
+            if (copy.left or copy.base < everywhere) and (copy.source in there or not copy.whole)
         ]
         return self._remove(gone)
 
@@ -155,6 +157,11 @@ class Shelf:
         """
         if spare is not None:
             self.everywhere = spare
+        if recovered is not None:  # all that is newer is of what training has gone back from
+            for copy in self._copies.values():
+                copy.left = copy.base > recovered
+            if self.everywhere is not None and self.everywhere > recovered:
+                self.everywhere = None
         gone = [
             copy
             for copy in self._copies.values()
@@ -166,7 +173,7 @@ class Shelf:
         """The copy of a rank that has to stay until a newer one is whole everywhere."""
         whole = sorted((copy for copy in mine if copy.whole), key=lambda copy: copy.base)
         safe = [copy for copy in whole if self._is(copy, self.everywhere)]
-        best = safe or whole
+        best = safe or [copy for copy in whole if not copy.left] or whole
         return best[-1] if best else None
 
     @staticmethod

@@ -15,6 +15,7 @@ from everstep.errors import OutOfSpaceError
 from everstep.options import Options
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import local_of
+from everstep.state.survey import Shape, is_reserved
 
 __all__ = [
     "DAY_S",
@@ -29,6 +30,7 @@ __all__ = [
     "host_budget_bytes",
     "interval_steps_within",
     "log_budget_bytes",
+    "marks_announcement",
     "own_budget_bytes",
     "replica_budget_bytes",
 ]
@@ -38,6 +40,7 @@ _SLOT_S = 600.0
 _NEVER_STEPS = 1 << 62
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20
+_MARKED_MIN_BYTES = 1 << 20
 
 
 def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -> int:
@@ -304,4 +307,25 @@ def announcement(
         f"everstep: {whose}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
         f"host memory {host}; disk up to {decimal(disk_bytes)}, written "
         f"{written} ({budget_in_words(options)})"
+    )
+
+
+def marks_announcement(shape: Shape, recorded_bytes: int) -> str | None:
+    """The line that follows where each step mark of a log holds much besides, as of models that
+    are frozen for the most part; None where that is less than what is recorded anyway.
+
+    Args:
+        recorded_bytes: of a step: gradients, and residuals, which marks hold, too.
+    """
+    owners = shape.owners  # not of what the first update is expected to make
+    marked = {name for name, one in owners.items() if one.in_marks and not is_reserved(name)}
+    held = [entry for entry in shape.entries if entry.name in marked]
+    size_bytes = sum(entry.size_bytes for entry in held)
+    if size_bytes < max(_MARKED_MIN_BYTES, recorded_bytes):
+        return None
+    largest = max(held, key=lambda entry: entry.size_bytes)
+    return (
+        f"each step of the log holds {decimal(size_bytes)} besides, which no optimizer updates "
+        f'({largest.name!r} is the largest): static=["name/*"] for what never changes, '
+        'declared={"name/*": function} for what a function of the program updates'
     )

@@ -43,7 +43,7 @@ class DiskLog:
             keeper.log_to_disk(False)
 
     def reached(self, number: int) -> None:
-        """Records up to ``number`` are on disk; in any thread."""
+        """Records up to ``number`` are on disk, or (0) the keeper is gone; in any thread."""
         with self._changed:
             self._reached = max(self._reached, number)
             self._changed.notify_all()
@@ -67,7 +67,11 @@ class DiskLog:
             return
         wanted = self._marks.popleft()
         with self._changed:
-            there = self._changed.wait_for(lambda: self._reached >= wanted, self._timeout_s)
+            # One that is gone writes nothing more: at the next step another takes its place.
+            there = self._changed.wait_for(
+                lambda: self._reached >= wanted or self._keeper is None or self._keeper.lost,
+                self._timeout_s,
+            )
         if not there:
             self._channel.post(
                 DeadlineError(

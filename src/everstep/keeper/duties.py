@@ -440,6 +440,8 @@ class Duties:
         error = capture.save.durable.exception()
         if error is None:
             self._drop_older(capture.save.timeline)
+            if self.mirrors is not None:
+                self.mirrors.base_known(BaseId(capture.timeline, capture.step))
             self.replicas.base_durable(capture, trainer.arena)
         message: dict[str, Any] = {"number": capture.number, **self.stats()}
         if error is None:

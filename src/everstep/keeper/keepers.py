@@ -400,8 +400,9 @@ class Keepers:
 
     @property
     def gave_up(self) -> bool:
-        """Whether it could not be replaced, when that was last tried."""
-        return self._why_not is not None
+        """Whether nobody is there: it could not be replaced, when that was last tried, or what took
+        its place is gone, too."""
+        return self._why_not is not None or self.lost is not None
 
     def revive(self, timeline: int) -> bool:
         """Replaces a keeper process that is gone; says so. True if one was replaced.

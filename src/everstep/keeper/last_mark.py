@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from everstep.seams.memory import copy_memory
 from everstep.state.survey import Survey
 
 __all__ = ["LastMark", "Tag", "tag_of"]
@@ -23,25 +24,32 @@ Tag = tuple[int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class LastMark:
-    """The state at a step mark; keeps its tensors' memory, and their counters.
+    """The state at a step mark; keeps its tensors' memory, and their counters."""
 
-    Attributes:
-        survey: taken there.
-    """
-
-    survey: Survey
+    _survey: Survey
     _tensors: tuple[torch.Tensor, ...]
     _tags: tuple[Tag, ...]
+    _random: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def survey(self) -> Survey:
+        """As it was taken there. Later surveys put the states of random generators into the same
+        tensors: those of the mark are put back."""
+        for tensor, kept in self._random:
+            copy_memory(tensor.data_ptr(), kept.data_ptr(), kept.nbytes)
+        return self._survey
 
     @classmethod
-    def of(cls, survey: Survey, names: Sequence[str]) -> LastMark:
+    def of(cls, survey: Survey, names: Sequence[str], random: Sequence[str]) -> LastMark:
         """The state as it is now.
 
         Args:
             names: of what no optimizer owns, and may change: what the log's marks record.
+            random: of these, states of random generators.
         """
         tensors = tuple(survey.tensors[name] for name in names)
-        return cls(survey, tensors, tuple(map(tag_of, tensors)))
+        kept = tuple((one, one.clone()) for one in map(survey.tensors.__getitem__, random))
+        return cls(survey, tensors, tuple(map(tag_of, tensors)), kept)
 
     @property
     def is_intact(self) -> bool:

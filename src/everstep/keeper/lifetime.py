@@ -13,11 +13,13 @@ from typing import Any, Protocol
 from everstep.errors import (
     DeadlineError,
     EverstepError,
+    KeeperError,
     OptionError,
     StateError,
     UnavailableError,
 )
 from everstep.given import is_int, is_number
+from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import let_go
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
@@ -43,6 +45,7 @@ __all__ = [
     "persist_parked",
     "stays_for_the_log",
     "stays_with_bases",
+    "tell_if_lost_again",
     "wait_for_bases",
     "wait_through",
 ]
@@ -225,6 +228,29 @@ def is_lost(save: Save | None) -> bool:
     """Whether a base that was to hold what the log has is not durable: another rank may have taken
     none, whose keeper stays with its log; without this one's that would be of no use."""
     return save is not None and not (save.durable.done() and save.durable.exception() is None)
+
+
+def tell_if_lost_again(
+    save: Save | None, lost: EverstepError | None, channel: BackgroundChannel
+) -> None:
+    """Two keepers in a row are gone, the second with the base that was to make up for the first:
+    whoever waits for it must hear that it is not there.
+
+    Args:
+        save: of that base, if there is one.
+        lost: what became of the second keeper, if it is gone.
+    """
+    if save is None or lost is None or not is_lost(save):
+        return
+    channel.post(
+        KeeperError(
+            f"two keepers in a row are gone: nothing is durable of step {save.step}. The second: "
+            f"{lost.message}",
+            step=save.step,
+            hint="dmesg tells whether they were killed for memory; each call of save() or wait() "
+            "tries again",
+        )
+    )
 
 
 def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:

@@ -144,6 +144,7 @@ class LocalKeeper:
         seat: Seat | None = None,
         mailbox: Mailbox | None = None,
     ) -> None:
+        self.lost: EverstepError | None = None  # it goes with this process
         self._filesystem = filesystem = seams.filesystem
         self._clock, self._timeout_s = seams.clock, timeout_s
         self._run = run

@@ -179,6 +179,7 @@ class LogStore:
     Attributes:
         listeners: called when a step is whole; in the log's thread.
         after: the step behind which what is not on disk begins; None: nothing has come yet.
+        forgotten: the last record whose memory is used again.
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class LogStore:
         self._on_disk = on_disk
         self._lock = threading.Lock()
         self._items: list[_Item] = []
+        self.forgotten = 0
         self._batch = batch or Batch(1)
         self._gather()
         self.after: int | None = None
@@ -317,6 +319,7 @@ class LogStore:
     def forget(self, upto: int) -> None:
         """The memory of records up to this number is going to be used again."""
         with self._lock:
+            self.forgotten = max(self.forgotten, upto)
             self._items = [item for item in self._items if item.number > upto]
 
     def to_disk(self, on: bool) -> None:

@@ -153,7 +153,13 @@ class LogMirror:
         """There is a new base: segments before older ones may go."""
         with self._changed:
             self._retains = True
-            if base is not None and base.timeline == self._identity.timeline:
+        if base is not None:
+            self.base_known(base)
+
+    def base_known(self, base: BaseId) -> None:
+        """This base is durable: what the log has up to it may be let go of at any time."""
+        with self._changed:
+            if base.timeline == self._identity.timeline:
                 self._base_step = max(self._base_step, base.step)
 
     def close(self) -> None:
@@ -259,7 +265,8 @@ class LogMirror:
         while held_bytes < _SEGMENT_BYTES and not (self._closed or self._tried):
             # One by one where they get smaller: so that no more than one is there in full.
             at_once_bytes = 1 if self._lossy is not None else _SEGMENT_BYTES - held_bytes
-            records, number = self._log.steps_from(self._number, -1, at_once_bytes)
+            before = self._number
+            records, number = self._log.steps_from(before, -1, at_once_bytes)
             if not records:
                 self._number = max(self._number, number)
                 break
@@ -275,7 +282,10 @@ class LogMirror:
                 self._miss(first, last, None if isinstance(error, DamageError) else error.message)
                 continue
             del records
-            if self._last is not None and first > self._last + 1:
+            # Else nothing was there to be let go of: updates that could not be recorded. Training
+            # knows of those, and has taken a base.
+            let_go = self._log.forgotten > before
+            if let_go and self._last is not None and first > self._last + 1:
                 self._miss(self._last + 1, first - 1)
             self._records += found
             self._number, self._last = number, last

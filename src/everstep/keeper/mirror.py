@@ -36,7 +36,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.reader import read_header, read_record_bytes
-from everstep.format.records import FileRecord, Marker
+from everstep.format.records import FileRecord, Marker, RunRecord
 from everstep.keeper.place import CopyPlace
 from everstep.keeper.retain_copies import CopyRetention
 from everstep.recover.scan import BaseFound, Inventory, scan_run
@@ -293,8 +293,8 @@ class Mirror:
     def _publish(self, inventory: Inventory) -> None:
         """The run and its timelines, which give bases their history."""
         self._rate.wrote(1 + len(inventory.timelines))
-        record = read_record_bytes(self._filesystem, self._run / RUN_RECORD)
-        if not self._tier.create(RUN_RECORD, record):
+        # Not the file: it may be damaged, and the run goes on with the id that all others have.
+        if not self._tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
             raise ForeignDirectoryError(
                 f"{self._tier.url} holds another run",
                 tier=self._tier.traits.kind,

@@ -107,6 +107,11 @@ class Mirrors:
         for mirror in self._every:
             mirror.base_durable(base)
 
+    def base_known(self, base: BaseId) -> None:
+        """It is durable, and whoever trains is about to hear of it; retention is not over."""
+        for log in self._logs:
+            log.base_known(base)
+
     def pause(self) -> None:
         """Training is about to open another timeline itself: what it shuts out here is no error."""
         for mirror in self._every:

@@ -20,6 +20,7 @@ from everstep.keeper.budget import (
     gradients_of,
     host_budget_bytes,
     log_budget_bytes,
+    marks_announcement,
     own_budget_bytes,
     replica_budget_bytes,
 )
@@ -223,9 +224,11 @@ def assemble(
         parks=alone and not in_memory,
     )
     print(told, file=sys.stderr)
+    recorded_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
+    if options.logs and (marked := marks_announcement(shape, recorded_bytes)):
+        print(f"everstep: {whose}: {marked}", file=sys.stderr)
     if places:
-        logged_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
-        copied = copies_announcement(bounds, places, state.ranks.world, logged_bytes)
+        copied = copies_announcement(bounds, places, state.ranks.world, recorded_bytes)
         print(f"everstep: {whose}: {copied}", file=sys.stderr)
     if in_memory:
         said = memory_announcement(state.ranks, options.method.disk_every, own_bytes)

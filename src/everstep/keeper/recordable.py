@@ -15,7 +15,7 @@ from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.compress.training import Compressor
-from everstep.errors import OptionError, UnsupportedStateError
+from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import refusal
 from everstep.state.entries import Entry
@@ -50,7 +50,13 @@ __all__ = [
 
 
 class LogKeeper(Protocol):
-    """Takes records: the keeper process, or a keeper in this one."""
+    """Takes records: the keeper process, or a keeper in this one.
+
+    Attributes:
+        lost: why it is gone, if it is: it writes nothing any more.
+    """
+
+    lost: EverstepError | None
 
     def log(
         self,

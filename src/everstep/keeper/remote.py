@@ -467,9 +467,8 @@ class RemoteKeeper:
             if (told := self._rebuilding.pop(message["number"], None)) is not None:
                 told(message["whole"])
         elif kind == "replaced":
-            self._lose(
-                KeeperError(f"the keeper (process {self.pid}) now serves process {message['pid']}")
-            )
+            why = f"the keeper (process {self.pid}) now serves process {message['pid']}"
+            self._lose(KeeperError(why))
 
     def _end(self, number: int, error: EverstepError | None, size_bytes: int) -> None:
         """A base is durable or has failed; retention may still go on."""
@@ -495,6 +494,7 @@ class RemoteKeeper:
             self._waiting.clear()
             self._changed.notify_all()
         self._asked.lose(self.lost)
+        self.on_disk(0)  # who waits for the log looks at what became of us
         for capture in captures:
             failed(capture.save.durable, self.lost)
             capture.on_end(capture)

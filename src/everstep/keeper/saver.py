@@ -20,7 +20,6 @@ from everstep.capture.lane import Lane, Transfer
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
-from everstep.format.log import RecordHead
 from everstep.format.plan import BasePlan
 from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
 from everstep.keeper.capture import Capture, Incoming
@@ -28,13 +27,13 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.prepared import Blocks, Copies, Prepared, prepare
+from everstep.keeper.recordable import LogKeeper
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
-from everstep.state.layout import ShardLayout
 from everstep.state.survey import Survey
 
 __all__ = ["Keeper", "Saver", "Tell"]
@@ -43,7 +42,7 @@ Tell = Callable[[Capture, Mapping[str, bytes]], None]
 """Tells the keeper that all of a capture has arrived, with its objects; in the lane's thread."""
 
 
-class Keeper(Protocol):
+class Keeper(LogKeeper, Protocol):
     """Makes captures durable: a thread (:class:`.local.LocalKeeper`) or a process of its own
     (:class:`.remote.RemoteKeeper`)."""
 
@@ -57,19 +56,6 @@ class Keeper(Protocol):
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
-
-    def log(
-        self,
-        number: int,
-        head: RecordHead,
-        layout: ShardLayout,
-        objects: Mapping[str, bytes],
-        offset: int,
-    ) -> None: ...
-
-    def forget_log(self, upto: int) -> None: ...
-
-    def log_to_disk(self, on: bool) -> None: ...
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
 

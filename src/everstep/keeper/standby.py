@@ -22,6 +22,8 @@ from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.state.image import State
 from everstep.state.log_parts import written_apart
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers import ModuleProvider
 from everstep.state.survey import Survey
 from everstep.state.zero import acting
 
@@ -187,11 +189,11 @@ class Standby:
 def refuse_unfollowable(state: State) -> None:
     """Raises:
     UnsupportedStateError: an optimizer that a keeper, which is without the program, cannot run;
-        or of which it would not give the same bits; or a function that is registered; or what
-        another rank updates.
+        or of which it would not give the same bits; or of parameters that lie in no module; or a
+        function that is registered; or what another rank updates.
     """
     found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
-    found += _unknown_to_keepers(state)
+    found += _unknown_to_keepers(state) + _outside_of_modules(state)
     if name := written_apart(state):
         why = "one rank updates it, and others write it, too: to disks of their own, or as it is "
         found.append((name, f"{why}in no DistributedDataParallel of just the ranks that train it"))
@@ -231,6 +233,25 @@ def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
             found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
         elif not is_elementwise(kind):
             found.append((key, f"{kind.__name__} does not update each element on its own"))
+    return found
+
+
+def _outside_of_modules(state: State) -> list[tuple[str, str]]:
+    """Optimizers of parameters that a base does not name: only the program knows which entries
+    these are."""
+    named = {
+        f"{section}.{key}"
+        for section, provider in state.providers.items()
+        if isinstance(provider, ModuleProvider)
+        for key in provider.collect()
+    }
+    found = []
+    for key, provider in state.providers.items():
+        if isinstance(provider, OptimizerProvider):
+            lost = [name for name, _ in provider.named() if name not in named]
+            if lost:
+                why = f"no state_dict() of a module in the state has its parameter {lost[0]!r}"
+                found.append((key, f"{why} under that name"))
     return found
 
 

@@ -10,10 +10,12 @@ from everstep.keeper.last_mark import LastMark
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
-from everstep.state.image import State
+from everstep.state.image import RNG_SECTION, State
 from everstep.state.survey import Survey
 
 __all__ = ["Watched"]
+
+_RANDOM = f"{RNG_SECTION}/"
 
 
 class Watched:
@@ -35,6 +37,7 @@ class Watched:
         self.left = False
         self._entries: object = None
         self._names: tuple[str, ...] = ()
+        self._random: tuple[str, ...] = ()
 
     def leave(self) -> None:
         """Training has left, and not by ``close()``: other ranks are not asked for anything."""
@@ -74,7 +77,8 @@ class Watched:
         if shape.entries is not self._entries:  # once for each shape, not at each step
             self._entries = shape.entries
             self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
-        self.at_mark = LastMark.of(survey, self._names)
+            self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
+        self.at_mark = LastMark.of(survey, self._names, self._random)
 
     def consumed(self, key: str, step: int) -> None:
         """An optimizer's gradients are what its update is going to consume.

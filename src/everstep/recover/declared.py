@@ -11,7 +11,7 @@ from everstep.recover.tensors import tensor_of
 from everstep.replay.exactness import Exactness
 from everstep.state.image import State
 from everstep.state.layout import Placed
-from everstep.state.log import SAMPLE
+from everstep.state.log import SAMPLE, SPOT
 
 __all__ = ["DeclaredRedo"]
 
@@ -72,6 +72,12 @@ class DeclaredRedo:
                 _put(survey.tensors[place.entry.name], mark, place)
         found = self._probe.take(survey) if self.exactness.exact else {}
         logged = {place.entry.name: place for place in mark.layout.placed}
+        if not self._state.told.replays and any(
+            name.startswith(SAMPLE) and not name.startswith(SPOT) for name in logged
+        ):
+            # Such logs were written once: they leave out what a function has updated.
+            why = "what registered functions have read is with other ranks while each replays"
+            self.exactness = Exactness(False, why)
         for name, mine in found.items():
             if name in logged and (other := self._other(name, mine, mark, logged[name])):
                 pattern = name.removeprefix(SAMPLE).rsplit("/", 2)[0]

@@ -143,7 +143,7 @@ def resume(
             inventory = _inventory(seams, run, opened, held)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             if fresh and trained:
-                raise RecoveryError(NO_WAY_BACK, step=0, path=run, hint=NO_WAY_BACK_HINT)
+                raise _no_way_back(run)
             if begins_with_several(inventory, step=step):
                 raise OfSeveralError
             try:
@@ -152,6 +152,8 @@ def resume(
                 threads = looks_at_a_time(files)
                 log = LogFound.of(files, inventory, records, world=1, threads=threads)
                 restored = Restored() if fresh else _restore(inventory, loader, log, step)
+                if restored.base is None and trained:  # nothing was touched
+                    raise _no_way_back(run)
             except _VanishedError:
                 continue
             found, loaded = restored.base, restored.loaded
@@ -254,6 +256,10 @@ def open_timeline(
         if create_exclusive(filesystem, path, record.encode(), unique=unique):
             return number
         number += 1  # somebody else resumed at the same moment: the later one wins
+
+
+def _no_way_back(run: PurePath) -> RecoveryError:
+    return RecoveryError(NO_WAY_BACK, step=0, path=run, hint=NO_WAY_BACK_HINT)
 
 
 def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | None) -> Restored:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -18,7 +19,7 @@ from everstep.seams.memory import copy_memory
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef
-from everstep.state.optimizers import OptimizerProvider
+from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
 from everstep.state.owners import DeclaredUpdate, Told
 from everstep.state.providers import (
     ModuleProvider,
@@ -119,9 +120,9 @@ class State:
             if isinstance(value, nn.Module):
                 provider = modules[key] = ModuleProvider(key, value)
             elif isinstance(value, Optimizer):
-                self.optimizers[key] = value
-                kind = ZeroProvider if is_zero(value) else OptimizerProvider
-                provider = kind(key, value, names)
+                self.optimizers[key] = optimizer = unwrapped(value)
+                kind = ZeroProvider if is_zero(optimizer) else OptimizerProvider
+                provider = kind(key, optimizer, names)
             elif isinstance(value, Stateful) and not isinstance(value, type):
                 provider = StatefulProvider(key, value)
             else:
@@ -134,6 +135,9 @@ class State:
                     )
                 provider = PlainProvider(key, values)
             self.providers[key] = provider
+        if any(isinstance(p, ZeroProvider) and len(p.ranks) > 1 for p in self.providers.values()):
+            # A rank that replays has not yet what the others update: functions would read that.
+            self.told = told = replace(told, replays=False)
         self._keys = frozenset(self.providers)
         self.providers[RNG_SECTION] = _RngProvider()
         self._values = values
@@ -154,7 +158,8 @@ class State:
 
     def _tell_of_unsaved(self, survey: Survey) -> None:
         """An optimizer may train what is in no part of the state: a head, a loss with weights of
-        its own. Its moments would come back, and it would not."""
+        its own. Its moments would come back, and it would not. Or it may hold another optimizer
+        (SAM does), whose moments would not."""
         saved = {0, *map(_where, survey.tensors.values())}
         for section, provider in self.providers.items():
             if isinstance(provider, OptimizerProvider):
@@ -169,6 +174,16 @@ class State:
                         section,
                         len(lost),
                         names,
+                    )
+        for section, optimizer in self.optimizers.items():
+            for name, inner in lost_inside(optimizer):
+                if not any(inner is one for one in self.optimizers.values()):
+                    _log.warning(
+                        "everstep: %r holds another optimizer (%s), which is in no part of the "
+                        "state: what it keeps is not saved, and resume() loses it\n  hint: add it "
+                        "to the state, under a name of its own",
+                        section,
+                        name,
                     )
 
     @property

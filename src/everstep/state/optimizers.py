@@ -29,7 +29,7 @@ from everstep.state.providers import ParameterNames, RestorePlan, Saved, differe
 from everstep.state.survey import Block, Part, checked_block, look_at
 from everstep.state.tree import references, split
 
-__all__ = ["CLASS", "GRADIENTS", "Named", "OptimizerProvider"]
+__all__ = ["CLASS", "GRADIENTS", "Named", "OptimizerProvider", "lost_inside", "unwrapped"]
 
 Named = tuple[str, tuple[int, ...]]
 
@@ -41,6 +41,35 @@ GRADIENTS = "everstep/gradients"
 there: none has, as behind ``zero_grad()``."""
 
 _gradient_of = attrgetter("grad")
+_HOOKS = "_optimizer_step_pre_hooks"
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that updates, inside of what frameworks put around it (accelerate, Lightning).
+
+    Such a wrapper is an optimizer by its class only: no ``Optimizer.__init__`` has made it, so it
+    has no hooks, and Lightning's keeps for itself what is loaded into it. Groups and state are
+    those of the one inside; with others it would be more than a wrapper.
+    """
+    while _HOOKS not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer) or not all(
+            getattr(optimizer, name, None) is getattr(inner, name, optimizer)
+            for name in ("param_groups", "state")
+        ):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def lost_inside(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+    """Optimizers in another, by attribute, whose state its ``state_dict()`` does not have: torch's
+    own gives what is in ``optimizer.state``; one that a class defines may give all."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return []
+    found = vars(optimizer).items()
+    inside = [(name, unwrapped(one)) for name, one in found if isinstance(one, Optimizer)]
+    return [(name, one) for name, one in inside if one.state is not optimizer.state]
 
 
 class OptimizerProvider:
@@ -59,9 +88,21 @@ class OptimizerProvider:
         optimizer: the optimizer.
         names: names of parameters; those outside of every module of the state are named by
             their position.
+
+    Raises:
+        UnsupportedStateError: its ``step()`` calls no hooks: nothing could hold an update back
+            while what it changes is being copied.
     """
 
     def __init__(self, section: str, optimizer: Optimizer, names: ParameterNames) -> None:
+        kind = type(optimizer)
+        if _HOOKS not in vars(optimizer) or not getattr(kind.step, "hooked", False):
+            reason = (
+                f"{kind.__module__}.{kind.__qualname__}: its step() calls no hooks, since no "
+                "torch.optim.Optimizer.__init__() has made it; give the optimizer that it wraps, "
+                "and what it keeps besides in an object with state_dict() and load_state_dict()"
+            )
+            raise UnsupportedStateError(f"{section}: {reason}", leaves=((section, reason),))
         self.section = section
         self._optimizer = optimizer
         self._names = names
@@ -200,7 +241,10 @@ class OptimizerProvider:
             indices = [index for group in saved_groups for index in group["params"]]
             named = dict(zip(indices, parameters, strict=True))
         except (KeyError, TypeError, ValueError) as error:
-            reason = f"{type(self._optimizer).__name__}.state_dict() is not torch.optim's"
+            reason = (
+                f"{type(self._optimizer).__name__}.state_dict() is not torch.optim's; give it in "
+                "an object of yours whose state_dict() and load_state_dict() call its own"
+            )
             raise UnsupportedStateError(
                 f"{self.section}: {reason}", leaves=((self.section, reason),)
             ) from error
@@ -263,12 +307,34 @@ class OptimizerProvider:
             for group in tree["param_groups"]
         ]
         own = {key: value for key, value in tree.items() if key not in (CLASS, GRADIENTS)}
-        self._optimizer.load_state_dict({**own, "state": state, "param_groups": groups})
+        self._load({**own, "state": state, "param_groups": groups})
         for key, values in state.items():
             if isinstance(key, int) and isinstance(values, dict):
                 self._undo_casts(parameters[key], values)
         self._put_gradients(tree)
         return []
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """``load_state_dict``; groups and state stay the containers that they were. Others hold
+        them: an optimizer around or inside of this one, a loop that sets the rates of groups. torch
+        makes new ones, and what is written to the old ones is lost without a word."""
+        own = vars(self._optimizer)
+        groups, state = own["param_groups"], own["state"]
+
+        def keep(_: Optimizer) -> None:
+            for group, loaded in zip(groups, own["param_groups"], strict=True):
+                group.clear()
+                group.update(loaded)
+            state.clear()
+            state.update(own["state"])
+            own["param_groups"], own["state"] = groups, state
+
+        # Before all that a class, or another hook, does behind torch's own part.
+        kept = self._optimizer.register_load_state_dict_post_hook(keep, prepend=True)
+        try:
+            self._optimizer.load_state_dict(state_dict)
+        finally:
+            kept.remove()
 
     def _undo_casts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
         """``load_state_dict`` casts state to the parameter's dtype, which loses bits (fp32

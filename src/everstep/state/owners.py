@@ -198,11 +198,14 @@ class Told:
         declared: for entries that a declared update covers.
         static: for entries that do not change.
         updates: functions that replay runs, by the pattern of what they update.
+        replays: whether a function finds in replay what it has read in training; else what it
+            updates is logged in full.
     """
 
     declared: tuple[str, ...] = ()
     static: tuple[str, ...] = ()
     updates: Mapping[str, DeclaredUpdate] = field(default_factory=dict)
+    replays: bool = True
 
     @classmethod
     def of(
@@ -321,7 +324,8 @@ def owners_of(
                     f"{name} is updated by the functions of {' and '.join(map(repr, updates))}",
                     hint="make one of the patterns narrower",
                 )
-            owners[name] = Owner("declared", update=updates[0] if updates and alone else None)
+            known = updates and alone and told.replays
+            owners[name] = Owner("declared", update=updates[0] if known else None)
         else:
             owners[name] = Owner(kinds.pop() if kinds else "logged")
     return owners

@@ -182,8 +182,9 @@ def _reading(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dty
 
 
 def canonical_key(key: str) -> str:
-    """A state-dict key without what ``torch.compile`` puts into it."""
-    return key.replace("_orig_mod.", "")
+    """A state-dict key without what ``torch.compile`` puts into it; a parameter's name also without
+    what a wrapper for activation checkpointing does, which its ``state_dict()`` leaves out."""
+    return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 class _Containers:

@@ -114,10 +114,15 @@ def describe(entry: Entry) -> str:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel and ``torch.compile`` wrappers."""
+    """The user's own module inside DistributedDataParallel and ``torch.compile`` wrappers, and
+    inside Lightning Fabric's, whose ``state_dict()`` is that of the module in it."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
+        elif hasattr(module, "_forward_module") and isinstance(
+            getattr(module, "_original_module", None), nn.Module
+        ):
+            module = module._original_module  # type: ignore[assignment]
         elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
             module = module._orig_mod  # type: ignore[assignment]
         else:
@@ -223,10 +228,10 @@ class ModuleProvider:
             if isinstance(value, TensorRef) and isinstance(mine[key], torch.Tensor):
                 entry, tensor = saved.entries[value.name], mine[key]
                 problem = difference(entry, tensor)
-                if problem:
+                if problem and not self._grows(key, entry):
                     plan.mismatches.append((name, problem))
                     continue
-                if _same_memory(memory.get(key), tensor):
+                if not problem and _same_memory(memory.get(key), tensor):
                     plan.in_place[value.name] = tensor
             plan.tree[key] = value
         return plan
@@ -253,6 +258,21 @@ class ModuleProvider:
             yield canonical_key(key), parameter
         for key, buffer in self._module.named_buffers(remove_duplicate=False):
             yield canonical_key(key), buffer
+
+    def _grows(self, key: str, entry: Entry) -> bool:
+        """Whether a buffer is a placeholder of a module with its own way of loading, which gives it
+        the shape of what is saved: ranges and scales of torch's quantization, up to the first
+        batch."""
+        owner, _, name = key.rpartition(".")
+        try:
+            module = self._module.get_submodule(owner)
+        except AttributeError:
+            return False
+        buffer = module._buffers.get(name)
+        if buffer is None or buffer.numel() > 1 or _from_torch(module._load_from_state_dict):
+            return False
+        live = stored_form("", buffer)
+        return (live.dtype, live.logical_dtype) == (entry.dtype, entry.logical_dtype)
 
     def _needs_load(self, tree: Mapping[str, Any]) -> bool:
         """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
@@ -308,6 +328,9 @@ class StatefulProvider(Unproven):
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         self._value.load_state_dict(tree)
+        # What it makes only once it is asked for it, it makes now: an iterator of torchdata's
+        # StatefulDataLoader draws a random number, and the generators are restored behind this.
+        self._value.state_dict()
         return []
 
 

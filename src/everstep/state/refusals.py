@@ -30,7 +30,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     (
         DataLoader,
         "torch's own has no position; take torchdata's StatefulDataLoader, or store epoch "
-        "and batch, and skip to there",
+        "and batch, seed a generator of its own by the epoch, and skip to there",
     ),
     ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
     ("bit_generator", "store its bit_generator.state"),

@@ -260,8 +260,15 @@ def checked_block(
 def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:
     """The error that lists ``leaves``, pairs of a name and a reason."""
     listed = "\n".join(f"  {name}: {reason}" for name, reason in leaves)
+    hint = (
+        "nobody brings a copy of what an object holds up to date: put it into the state before "
+        "each ckpt.step(), and behind resume() back into the object; or give an object whose "
+        "state_dict() and load_state_dict() do that"
+    )
     return UnsupportedStateError(
-        f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}", leaves=tuple(leaves)
+        f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}",
+        leaves=tuple(leaves),
+        hint=hint if any("store " in reason for _, reason in leaves) else None,
     )
 
 

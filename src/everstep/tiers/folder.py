@@ -119,11 +119,12 @@ class DiskTier:
         with storage_errors(f"delete {name}", path):
             try:
                 self._filesystem.unlink(path)
+                self._filesystem.sync_dir(path.parent)
             except OSError as error:
+                # The folder, too, if another rank has deleted the last file in it meanwhile.
                 if error.errno in _GONE:
                     return
                 raise
-            self._filesystem.sync_dir(path.parent)
             with contextlib.suppress(OSError):  # not empty; or not ours
                 for folder in path.parents:
                     if folder == self._root:
