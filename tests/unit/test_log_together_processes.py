@@ -92,8 +92,8 @@ def say(**what):
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 state |= {} if hook is None else {"hook": hook}
 state |= {} if average is None else {"average": average}
-options = {"on_failure": "warn", "progress_timeout_s": 30.0, **options}
-ckpt = everstep.Checkpointer(run, state, declared=declared, **options)
+options = {"on_failure": "warn", "progress_timeout_s": 30.0, "declared": declared, **options}
+ckpt = everstep.Checkpointer(run, state, **options)
 recovery = ckpt.resume()
 os.environ.pop("EVERSTEP_FAILPOINTS", None)  # keepers that are started later live on
 say(resumed=recovery.step, timeline=recovery.timeline, exact=recovery.exact, shared=digest(),
