@@ -16,7 +16,7 @@ import torch
 from everstep.format.records import TimelineRecord
 from everstep.recover.rebuild import conditions
 from everstep.recover.redo import other_conditions
-from everstep.seams.fingerprint import fingerprint
+from everstep.seams.fingerprint import changeable, fingerprint
 from tests.unit.logged import World, opened, train
 from tests.unit.world import TIMEOUT_S
 
@@ -148,3 +148,12 @@ def test_a_resume_on_a_processor_with_other_vector_code(
     first, evidence = done.stdout.splitlines()[:2]
     assert first == f"5 {capability is None}", done.stderr
     assert ("trained with processor" in evidence) == (capability is not None)
+
+
+def test_cuda_that_comes_into_use_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a call of the driver: it is asked with each record."""
+    before = changeable()
+    assert before == (torch.get_num_threads(), False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver is asked"))
+    assert changeable() == (torch.get_num_threads(), True)

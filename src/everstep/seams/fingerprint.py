@@ -40,8 +40,9 @@ def fingerprint() -> dict[str, str]:
 
 def changeable() -> tuple[int, bool]:
     """What of :func:`fingerprint` a program changes while it trains, by one call: torch's threads,
-    and whether CUDA is in use. Quick to ask."""
-    return torch.get_num_threads(), cuda_in_use()
+    and whether CUDA is in use. Asked with each record, so not whether a device is available, which
+    is a call of the driver."""
+    return torch.get_num_threads(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
