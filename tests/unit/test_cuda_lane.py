@@ -813,8 +813,10 @@ def test_a_log_has_what_updates_consumed(
         for step in range(1, 7):
             ckpt.step()
             snapshots[step] = world.snapshot()
+            played.clear()  # no copy runs by itself until the gradients are zeroed
             world.train()
             world.optimizer.zero_grad(set_to_none=False)
+            played.set()
         assert isinstance(ckpt._lane, DeviceLane)
         assert isinstance(ckpt._lane._lane, CudaLane)
     other = World(seed=99)
