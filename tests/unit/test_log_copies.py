@@ -21,6 +21,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
+from everstep.format.names import LOG_DIR
 from everstep.keeper import copies as copies_module
 from everstep.keeper import job as job_module
 from everstep.keeper.duties import Duties
@@ -29,14 +30,14 @@ from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
+from everstep.recover import files_ahead, small_files, together
 from everstep.recover import resume as resume_module
-from everstep.recover import together
 from everstep.recover.peers import Brought, plan_of
 from everstep.seams import PosixFileSystem, ReadFile, SystemClock
 from everstep.state.image import State
 from everstep.state.log_parts import recorded_by_several
 from everstep.tiers.folder import DiskTier
-from everstep.tiers.memory import MemoryTier
+from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
 from tests.unit.rank_copying import Job, store
@@ -539,3 +540,111 @@ def test_a_damaged_segment_in_the_store_is_the_end_for_all(
         found = resume(ranks)
         assert [one.step for one in found] == [4, 4]
         assert "damaged" in str(found[0].skipped) + str(found[1].skipped)
+
+
+class _Reads:
+    """Which threads read tensors of segments in a store, and the names of what they read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, str]] = []
+        self.ahead = threading.Semaphore(0)
+        own = MemoryTier.open
+
+        def noting(tier: MemoryTier, name: str) -> Any:
+            file = own(tier, name)
+            return _Noted(self, name, file) if "/log/" in name else file
+
+        monkeypatch.setattr(MemoryTier, "open", noting)
+        monkeypatch.setattr(small_files, "_SMALL_BYTES", 0)  # or a look would read all of them
+
+    def by(self, thread: str) -> list[str]:
+        return sorted(name for name, who in self.found if who.startswith(thread))
+
+
+class _Noted:
+    def __init__(self, reads: _Reads, name: str, file: Any) -> None:
+        self._reads, self._name, self._file = reads, name, file
+        self.size_bytes: int = file.size_bytes
+        self.close = file.close
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        got = int(self._file.read_into(buffer, offset))
+        thread = threading.current_thread().name
+        self._reads.found.append((self._name, thread))
+        if thread.startswith(AHEAD):
+            self._reads.ahead.release()
+        return got
+
+
+AHEAD, REPLAY = "everstep-files-ahead", "everstep-io"
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["", "no room"])
+def test_a_log_comes_from_the_store_while_others_fetch(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """Each segment once, and not once more when it is replayed; where there is no room for it, only
+    then."""
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    for run in runs:
+        shutil.rmtree(run)
+    reads = _Reads(monkeypatch)
+    if not room:
+        monkeypatch.setattr(files_ahead, "_LOG_BYTES_MAX", 10)
+
+    def fetch(meeting: Any, clock: Any, say: Any, *about: Any, **more: Any) -> Brought:
+        told_of_choice(say, *about, **more)
+        if room:
+            assert reads.ahead.acquire(timeout=TIMEOUT_S), "nothing comes meanwhile"
+        return Brought([], [])
+
+    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            one.ckpt._starts._job._fetches = True
+        assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
+        for rank in range(2):
+            assert torch.equal(ranks[rank].weight, trained(rank, 6))
+        all_die(ranks)
+    segments = sorted(
+        item.name for item in store.walk("timeline-00001/log") if "safetensors" in item.name
+    )
+    assert len(segments) == 2, "of two steps, of each rank"
+    assert reads.by(AHEAD) == (segments if room else [])
+    assert set(reads.by(REPLAY)) == (set() if room else set(segments))
+
+
+def test_what_has_come_damaged_is_read_in_the_store(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    until(runs, store, 6, **ON_DISK)
+    shutil.rmtree(runs[1])
+    own, spoilt = files_ahead.FilesAhead.open, set()
+
+    def spoiling(self: Any, path: PurePath, *, direct: bool = False) -> Any:
+        file = own(self, path, direct=direct)
+        if LOG_DIR not in path.parts:
+            return file
+        spoilt.add(path.parent.name)
+        data = bytearray(file.size_bytes)
+        assert file.read_into(memoryview(data), 0) == len(data)
+        data[8 + int.from_bytes(data[:8], "little")] ^= 1
+        return MemoryFile([memoryview(data)])
+
+    monkeypatch.setattr(files_ahead.FilesAhead, "open", spoiling)
+    monkeypatch.setattr(
+        job_module,
+        "fetch_from_peers",
+        lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
+    )
+    with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
+        for one in ranks:
+            one.ckpt._starts._job._fetches = True
+        found = resume(ranks)
+        assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
+        assert torch.equal(ranks[1].weight, trained(1, 6))
+        all_die(ranks)
+    assert spoilt
+    assert "whole in another place" in str(found[1].skipped)

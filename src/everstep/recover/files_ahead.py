@@ -1,15 +1,15 @@
 """Files of a place that is far away, on their way to host memory before anybody opens them.
 
 Where some ranks fetch what they lack from the memory of other nodes, all wait until those have it.
-A rank that will read its part of the base from a store needs another link for that: so it begins
-meanwhile, and whoever reads the file gets it from memory, or waits for the part that is still to
-come. What comes is verified by whoever reads it, as ever.
+A rank that will read its part of the base, or steps of its log, from a store needs another link for
+that: so it begins meanwhile, and whoever reads the file gets it from memory, or waits for the part
+that is still to come. What comes is verified by whoever reads it, as ever.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import PurePath
 
@@ -20,21 +20,25 @@ from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.format.writer import CHUNK_BYTES
 from everstep.recover.rank_copies import CopyOfRun
+from everstep.recover.segments import SegmentFound
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.machine import memory_available_bytes
 from everstep.seams.threads import IoThreads
 from everstep.tiers.files import ReadingFileSystem
 
-__all__ = ["Apart", "BaseAhead", "FilesAhead"]
+__all__ = ["Apart", "CopiesAhead", "FilesAhead"]
 
 _PART_BYTES = CHUNK_BYTES
 _THREADS = 8
+_LOG_BYTES_MAX = 320 << 20
+_SHARE_OF_MEMORY = 8  # of what is available
 
 Apart = Callable[[int, Manifest], bool]
 """Whether no other rank of this node reads the files of a rank."""
 
 
-class BaseAhead:
-    """What a rank is going to read of a base from copies, on its way.
+class CopiesAhead:
+    """What a rank is going to read from copies, on its way: of a base, and of its log behind it.
 
     Args:
         needs: which ranks' files a rank reads.
@@ -45,6 +49,7 @@ class BaseAhead:
         self._run, self._rank, self._needs, self._apart = run, rank, needs, apart
         self._base: BaseId | None = None
         self._ahead: dict[CopyOfRun, FilesAhead] = {}
+        self._logs: dict[FileSystem, FilesAhead] = {}
 
     def begin(self, choice: Choice, places: Sequence[CopyOfRun]) -> None:
         """From now on, what this rank would read of a choice comes from these places, as far as
@@ -67,9 +72,34 @@ class BaseAhead:
                 path = base_dir(self._run, base.timeline, base.step) / record.name
                 files.begin(path, record.length)
 
+    def begin_log(self, segments: Iterable[SegmentFound]) -> None:
+        """From now on these come, too, in this order: the first 320 MiB of them, or an eighth of
+        the memory that is available; others are read when they are needed.
+
+        Args:
+            segments: found in copies; each with its marker.
+        """
+        left_bytes = min(_LOG_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
+        for segment in segments:
+            assert segment.files is not None
+            assert segment.marker is not None
+            (record,) = segment.marker.files
+            left_bytes -= record.length
+            if left_bytes < 0:
+                return
+            there = segment.files
+            there = there.files if isinstance(there, FilesAhead) else there
+            if there not in self._logs:
+                self._logs[there] = FilesAhead(there)
+            self._logs[there].begin(segment.path / record.name, record.length)
+
     def files(self, copy: CopyOfRun) -> FileSystem:
-        """Where to read what is in a copy."""
+        """Where to read files of bases that are in a copy."""
         return self._ahead.get(copy, copy.files)
+
+    def log_files(self, files: FileSystem) -> FileSystem:
+        """Where to read segments that were found in a copy."""
+        return self._logs.get(files, files)
 
     def only(self, base: BaseId | None) -> None:
         """Nothing else than this base is going to be read."""
@@ -78,16 +108,21 @@ class BaseAhead:
 
     def close(self) -> None:
         """Ends what is under way, and lets go of the memory. Idempotent."""
-        ahead, self._ahead, self._base = self._ahead, {}, None
-        for files in ahead.values():
+        ahead = [*self._ahead.values(), *self._logs.values()]
+        self._ahead, self._logs, self._base = {}, {}, None
+        for files in ahead:
             files.close()
 
 
 class FilesAhead(ReadingFileSystem):
-    """Another file system, to be read only. Takes host memory for each file that was begun."""
+    """Another file system, to be read only. Takes host memory for each file that was begun.
+
+    Attributes:
+        files: that file system.
+    """
 
     def __init__(self, files: FileSystem) -> None:
-        self._files = files
+        self.files = files
         self._threads = IoThreads(_THREADS, "everstep-files-ahead")
         self._stopped = threading.Event()
         self._begun: dict[PurePath, _Coming] = {}
@@ -99,7 +134,7 @@ class FilesAhead(ReadingFileSystem):
             size_bytes: of the file; if it is not so long, none of it is read ahead.
         """
         if path not in self._begun:
-            about = self._files, path, size_bytes, self._threads, self._stopped
+            about = self.files, path, size_bytes, self._threads, self._stopped
             self._begun[path] = _Coming(*about)
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
@@ -110,11 +145,11 @@ class FilesAhead(ReadingFileSystem):
         """
         coming = self._begun.get(path)
         if coming is None:
-            return self._files.open(path, direct=direct)
+            return self.files.open(path, direct=direct)
         return _File(coming.opened.result(), coming.parts)
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        return self._files.scan(path)
+        return self.files.scan(path)
 
     def close(self) -> None:
         """Ends what is under way, and lets go of the memory. Idempotent."""

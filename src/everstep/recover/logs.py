@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain as chained
+from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
@@ -87,6 +88,7 @@ class LogFound:
         bases: Collection[BaseId] = (),
         lossy_copies: bool = True,
         threads: int = 1,
+        read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> LogFound:
         """All that there is of one rank.
 
@@ -98,6 +100,8 @@ class LogFound:
             bases: of what is in copies only what leads on from one of these is looked at.
             lossy_copies: look at lossy segments in copies, too.
             threads: look at segments of ``filesystem`` at a time.
+            read_from: where to read what was found in a copy. What is damaged there is read in the
+                copy itself.
             world: leave out what another number of ranks has written. None: whoever asks looks at
                 that.
 
@@ -140,7 +144,7 @@ class LogFound:
             with own_words():
                 how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
                 here = how(files, inventory.path, known)
-            found = [*(replace(segment, files=files) for segment in here), *found]
+            found = [*(replace(segment, files=read_from(files)) for segment in here), *found]
         log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()
         log.skipped += [Skipped(one.timeline, one.last, one.problem or "") for one in bad]
@@ -234,6 +238,21 @@ class LogFound:
             about = filesystem, ring, timeout_s
             found = self._elsewhere(record.head, record.digest, error, *about)
             return replace(found, parts=record.parts)
+
+    def in_copies(self, steps: Iterable[tuple[int, int]]) -> Iterator[SegmentFound]:
+        """Segments of copies that have records of these steps which are nowhere nearer, each once,
+        in the order of the steps."""
+        seen: set[PurePath] = set()
+        for timeline, step in steps:
+            updates = self.index.of_step.get((timeline, step), ())
+            keys: list[Key] = [("update", timeline, number) for number in updates]
+            for key in (*keys, ("mark", timeline, step)):
+                if key in self._memory or key in self._lossy or key not in self._segments:
+                    continue
+                segment, _ = self._segments[key]
+                if segment.files is not None and segment.path not in seen:
+                    seen.add(segment.path)
+                    yield segment
 
     def take_mended(self) -> list[Skipped]:
         """What was damaged, and was read elsewhere, since this was asked."""

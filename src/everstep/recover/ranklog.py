@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -37,6 +37,7 @@ from everstep.recover.old_logs import InMemory, OldLogs
 from everstep.recover.peer_log import LentLog
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
+from everstep.recover.segments import SegmentFound
 from everstep.recover.sources import Place, RankRead
 from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
@@ -118,6 +119,7 @@ class RankLog:
         bases: Collection[BaseId] = (),
         *,
         lossy: bool = True,
+        read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> tuple[LogRun, ...]:
         """What there is of it now.
 
@@ -125,6 +127,7 @@ class RankLog:
             copies: places that have copies of the run, nearest first.
             bases: that this rank could begin with; of copies only what leads on from there counts.
             lossy: look at what copies have lossy gradients of, too.
+            read_from: where to read what was found in a copy.
 
         Raises:
             OSError: a directory cannot be read.
@@ -133,6 +136,7 @@ class RankLog:
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
         about = filesystem, inventory, self._records
         more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases}
+        more["read_from"] = read_from
         self._log = LogFound.of(*about, rank=self._rank, lossy_copies=lossy, **more)
         self._lent_out.close()
         self._lent_out = self._log.twin()
@@ -150,6 +154,12 @@ class RankLog:
         """What this rank reads of the logs of another number of ranks, or of another layout
         (:meth:`.OldLogs.look`)."""
         return self._old.look(inventory, copies, bases, near=near, relaid=relaid)
+
+    def in_copies(self, choice: Choice) -> Iterator[SegmentFound]:
+        """Segments of copies that a choice leads through, of those that the last look has found."""
+        if choice.reach is None or choice.readers:
+            return iter(())
+        return self._log.in_copies(_steps_of(choice.reach, choice.timelines))
 
     def with_layout(
         self, loaded: LoadedBase, base: BaseFound, places: Mapping[int, Place]
@@ -270,9 +280,7 @@ class RankLog:
         # Only now: most jobs start with as many ranks as before.
         from everstep.recover.redo_others import redo_of_others
 
-        first = reach.step - reach.count + 1
-        numbers = range(first, reach.step + 1)
-        steps = [(timeline_of(step, path) or reach.timeline, step) for step in numbers]
+        steps = _steps_of(reach, records.values())
 
         def fetch(ranks: Sequence[int], timeline: int, step: int) -> dict[int, list[LogRecord]]:
             readers = {
@@ -376,3 +384,10 @@ class RankLog:
             assert isinstance(provider, OptimizerProvider)
             groups[key] = provider.groups()
         return replace(loaded, shape=shape_digest(shape.entries, shape.aliases, groups))
+
+
+def _steps_of(reach: Reach, timelines: Iterable[TimelineRecord]) -> list[tuple[int, int]]:
+    """Timelines and steps that are redone, in order."""
+    path = path_of(reach.timeline, {record.timeline: record for record in timelines})
+    numbers = range(reach.step - reach.count + 1, reach.step + 1)
+    return [(timeline_of(step, path) or reach.timeline, step) for step in numbers]

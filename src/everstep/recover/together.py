@@ -42,7 +42,7 @@ from everstep.errors import (
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
-from everstep.recover.files_ahead import Apart, BaseAhead
+from everstep.recover.files_ahead import Apart, CopiesAhead
 from everstep.recover.held import HeldBase
 from everstep.recover.lent_files import Covers, covered
 from everstep.recover.load import LoadedBase
@@ -90,7 +90,7 @@ class _Start:
         timeout_s: float,
     ) -> None:
         self._copies, self._log = copies, log
-        self.ahead = BaseAhead(run, meeting.rank, needs, apart)
+        self.ahead = CopiesAhead(run, meeting.rank, needs, apart)
         self.ready: Callable[[], None] = lambda: None
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
@@ -222,7 +222,8 @@ class _Start:
         assert self._log is not None
         assert self.outcome.inventory is not None
         bases = offer.bases if only is None else (only,)
-        return self._log.runs(self.outcome.inventory, self._copies.logs, bases, lossy=lossy)
+        about = self.outcome.inventory, self._copies.logs, bases
+        return self._log.runs(*about, lossy=lossy, read_from=self.ahead.log_files)
 
     def fetch(self, fetch: Fetch) -> None:
         """What other nodes hold, and is needed here, comes here: also steps of which copies have
@@ -247,6 +248,7 @@ class _Start:
                 if self._load is not None:
                     self.ahead.begin(choice, self._copies.places)
                 if self._log is not None:
+                    self.ahead.begin_log(self._log.in_copies(choice))
                     looks.append(thread.submit(self._runs, offer, self._only))
 
             known = self.outcome.inventory
