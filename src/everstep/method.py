@@ -13,8 +13,9 @@ from types import MappingProxyType
 from everstep.errors import OptionError
 from everstep.given import checked, is_int, one_of
 
-__all__ = ["Method", "presets"]
+__all__ = ["HELD_STEPS_MAX", "Method", "presets"]
 
+HELD_STEPS_MAX = 8
 _PARTS_MAX = 24
 _CHUNK_BYTES_MIN = 4096
 _TIERS = (("disk",), ("memory", "peer", "disk"))
@@ -60,6 +61,11 @@ class Method:
             ``"auto"``: as many as hold training up least, by what is measured.
         overlap_forward: of ``base="multistep"``: the copies of gradients run on behind the update
             and the next forward (GoCkpt-O); False: the update waits for them (GoCkpt).
+        held_steps: of ``overlap_forward``: for how many updates of their optimizer gradients may be
+            kept on the device until they are copied, 1 to 8. The next update waits for no more than
+            that: where gradients are much of the link, more than 1 holds training up less, for
+            device memory of up to so many steps' gradients (``everstep plan multistep
+            --held-steps``). Parts of the state are copied before gradients that may still wait.
         chunk_bytes: of ``base="multistep"``: that are copied in one go, for which whatever is more
             urgent waits; ``"auto"``: 4 MiB (GoCkpt section 4.4.2) until the link has been measured,
             and then what it copies in a millisecond, if that is less.
@@ -77,6 +83,7 @@ class Method:
     disk_every: int = 1
     parts: int | str = "auto"
     overlap_forward: bool = False
+    held_steps: int = 1
     chunk_bytes: int | str = "auto"
     rebuild: str = "keeper"
 
@@ -149,6 +156,16 @@ class Method:
             raise OptionError(
                 f"Method.overlap_forward must be True or False, not {self.overlap_forward!r}"
             )
+        held = self.held_steps
+        if not is_int(held) or not 1 <= held <= HELD_STEPS_MAX:
+            raise OptionError(
+                f"Method.held_steps must be 1 to {HELD_STEPS_MAX}, not {held!r}",
+                hint="everstep plan multistep --held-steps shows what it is worth",
+            )
+        if held != 1 and not self.overlap_forward:
+            raise OptionError(
+                "held_steps is of overlap_forward=True: otherwise updates wait for their gradients"
+            )
         chunk = self.chunk_bytes
         if chunk != "auto" and (not is_int(chunk) or int(chunk) < _CHUNK_BYTES_MIN):
             raise OptionError(
@@ -159,12 +176,13 @@ class Method:
             if (
                 parts != "auto"
                 or self.overlap_forward
+                or held != 1
                 or chunk != "auto"
                 or self.rebuild != "keeper"
             ):
                 raise OptionError(
-                    "parts, overlap_forward, chunk_bytes and rebuild are of base='multistep', "
-                    f"not of {self.base!r}",
+                    "parts, overlap_forward, held_steps, chunk_bytes and rebuild are of "
+                    f"base='multistep', not of {self.base!r}",
                     hint="base='multistep'",
                 )
             return

@@ -181,3 +181,40 @@ def test_runs_are_as_large_as_they_may_be_and_keep_the_order() -> None:
     assert [len(run) for run in together.runs] == [2, 1, 3]
     assert together.runs is together.runs  # planned once
     assert Runs().runs == ()
+
+
+def test_what_yields_lets_others_go_first_between_two_of_its_copies(
+    copying: Copying, host: CpuLane
+) -> None:
+    """And jobs come behind both."""
+    order: list[str] = []
+    slow = host.submit_yielding(several(3), block_of(), lambda end: order.append(f"slow {end}"))
+    copying.until_begun(1)
+    blocks = block_of(), block_of()
+    first = host.submit(Runs(several(2)), blocks[0], lambda end: order.append(f"first {end}"))
+    job = host.run(lambda: order.append("job"))
+    second = host.submit(tuple(several(2)), blocks[1], lambda end: order.append(f"second {end}"))
+    copying.allow(1)
+    copying.until_begun(2)
+    assert not first.complete
+    copying.allow(1 << 20)
+    for transfer in (slow, first, second):
+        assert transfer.wait(TIMEOUT_S)
+        assert transfer.complete
+    job.result(TIMEOUT_S)
+    ends = [f"second {SIZE}", f"second {2 * SIZE}", f"slow {2 * SIZE}", f"slow {3 * SIZE}"]
+    assert order == [f"slow {SIZE}", f"first {2 * SIZE}", *ends, "job"]
+    assert all(block[: 2 * SIZE].view(2, SIZE)[:, -1].tolist() == [1, 2] for block in blocks)
+
+
+def test_what_goes_first_and_fails_is_told_to_whoever_waits_for_it(
+    copying: Copying, host: CpuLane
+) -> None:
+    slow = host.submit_yielding(several(3), block_of(), lambda end: None)
+    copying.until_begun(1)
+    copying.fails_at = 2
+    first = host.submit(tuple(several(2)), block_of(), lambda end: None)
+    copying.allow(1 << 20)
+    with pytest.raises(MemoryError, match="made up"):
+        first.wait(TIMEOUT_S)
+    assert slow.wait(TIMEOUT_S)

@@ -209,7 +209,9 @@ class Loop:
             self.finished += 1
             leave()
 
-        flight.transfer = self.lane.submit(gated, block, progress)
+        yields = self.rng.random() < 0.3
+        submit = self.lane.submit_yielding if yields else self.lane.submit
+        flight.transfer = submit(gated, block, progress)
         self.flights.append(flight)
         self.lane.run(finish)
 
@@ -262,10 +264,11 @@ def gate_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_for_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def behind_nothing(lane: CudaLane, device: torch.device) -> Any:
-        if device not in lane._streams:
-            lane._streams[device] = cuda_module._cuda.Stream(device)
-        return lane._streams[device]
+    def behind_nothing(lane: CudaLane, device: torch.device, yielding: bool) -> Any:
+        streams = lane._yielding if yielding else lane._streams
+        if device not in streams:
+            streams[device] = cuda_module._cuda.Stream(device)
+        return streams[device]
 
     monkeypatch.setattr(CudaLane, "_behind_current", behind_nothing)
 
@@ -283,14 +286,14 @@ def progress_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def marks_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = CudaLane.submit
+    submit = CudaLane._submit
 
-    def forgetful(lane: CudaLane, *args: Any) -> Any:
+    def forgetful(lane: CudaLane, *args: Any, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lane, "_begun", list)
-            return submit(lane, *args)
+            return submit(lane, *args, **options)
 
-    monkeypatch.setattr(CudaLane, "submit", forgetful)
+    monkeypatch.setattr(CudaLane, "_submit", forgetful)
 
 
 def jobs_not_behind_copies(monkeypatch: pytest.MonkeyPatch) -> None:

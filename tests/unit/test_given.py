@@ -58,6 +58,7 @@ FITS: dict[str, tuple[Any, ...]] = {
     "Method.disk_every": (),
     "Method.parts": (),
     "Method.overlap_forward": (False,),
+    "Method.held_steps": (),
     "Method.chunk_bytes": (),
     "Method.rebuild": (),
     "PeerOptions.bytes_per_s": (None, 5, 0.5, 10**400),

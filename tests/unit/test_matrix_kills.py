@@ -76,6 +76,11 @@ class LateLane(CpuLane):
 
         return LateTransfer(copy)
 
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        return self.submit(batches, block, progress)
+
 
 def opened(run: Path, world: World, **options: Any) -> everstep.Checkpointer:
     forget(run)

@@ -23,6 +23,7 @@ from tests.unit.test_replica import Odd
 from tests.unit.world import forget
 
 STEPS = 12
+HELD = (0, 1, 3)
 
 
 @pytest.fixture
@@ -31,8 +32,10 @@ def served(run_folder: Path) -> Iterator[Bench]:
         yield made
 
 
-def over(parts: int | str, *, overlap: bool = False) -> everstep.Method:
-    return everstep.Method(base="multistep", parts=parts, overlap_forward=overlap)
+def over(parts: int | str, *, overlap: int = 0) -> everstep.Method:
+    """Gradients are held for so many steps; 0: updates wait for them."""
+    about = {"overlap_forward": overlap > 0, "held_steps": max(1, overlap)}
+    return everstep.Method(base="multistep", parts=parts, **about)
 
 
 def restored(run: Path, world: Any, step: int | None = None) -> Any:
@@ -90,21 +93,21 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("case", ROWS)
-def test_every_trap_at_once(case: str, overlap: bool, served: Bench) -> None:
+def test_every_trap_at_once(case: str, overlap: int, served: Bench) -> None:
     check(served, matrix(case, "all"), over(3, overlap=overlap))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "all"])
-def test_each_trap(loop: str, overlap: bool, served: Bench) -> None:
+def test_each_trap(loop: str, overlap: int, served: Bench) -> None:
     check(served, matrix("AdamW-foreach", loop), over(4, overlap=overlap))
 
 
 @pytest.mark.parametrize("parts", range(1, 7))
 def test_any_number_of_parts(parts: int, served: Bench) -> None:
-    method = over(parts, overlap=parts % 2 == 0)
+    method = over(parts, overlap=parts % 3)
     ckpt = check(served, matrix("AdamW-fused", "norm"), method, every=6)
     report = ckpt.stats().multistep
     assert report is not None
@@ -113,14 +116,14 @@ def test_any_number_of_parts(parts: int, served: Bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_row_of_the_matrix(case: str, overlap: bool, served: Bench) -> None:
+def test_every_row_of_the_matrix(case: str, overlap: int, served: Bench) -> None:
     check(served, matrix(case, "all"), over(3, overlap=overlap), late=False)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
-def test_parameters_of_all_kinds_and_two_optimizers(overlap: bool, served: Bench) -> None:
+@pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
+def test_parameters_of_all_kinds_and_two_optimizers(overlap: int, served: Bench) -> None:
     """One parameter is shared by both, the rate of one is a tensor that a schedule writes to, and
     one of them updates in every other step only."""
     check(served, Odd, over(4, overlap=overlap))
@@ -153,10 +156,10 @@ class Compressed:
         return snapshot_of(self.state)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("dense_below", [0, 1000], ids=["all", "the large ones"])
 def test_gradients_that_training_consumes_compressed(
-    dense_below: int, overlap: bool, served: Bench
+    dense_below: int, overlap: int, served: Bench
 ) -> None:
     method = over(3, overlap=overlap)
     check(served, lambda *, seed: Compressed(dense_below, seed=seed), method)

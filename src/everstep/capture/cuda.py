@@ -75,8 +75,9 @@ def on_cuda(tensor: torch.Tensor) -> bool:
 
 
 class CudaLane:
-    """One side stream per device. Tensors in host memory, which most states have, too (Adam's
-    step counters), are copied by ``host``, whose thread also is the lane's own.
+    """One side stream per device, and one more for copies that yield. Tensors in host memory,
+    which most states have, too (Adam's step counters), are copied by ``host``, whose thread also is
+    the lane's own.
 
     Args:
         host: closed with this lane.
@@ -85,6 +86,7 @@ class CudaLane:
     def __init__(self, host: CpuLane) -> None:
         self._host = host
         self._streams: dict[torch.device, Any] = {}
+        self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
@@ -122,6 +124,18 @@ class CudaLane:
         self._hold_back(self._enqueue(others, block, pinned))
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        return self._submit(batches, block, progress, yielding=False)
+
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        """On a side stream of its own: the device takes turns between the two, so what goes first
+        gets half of the link, and not all of it."""
+        return self._submit(batches, block, progress, yielding=True)
+
+    def _submit(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress, *, yielding: bool
+    ) -> Transfer:
         ours, theirs = _split(batches)
         if ours:
             refuse_graph_capture()
@@ -129,10 +143,11 @@ class CudaLane:
         marks = self._begun()
         reached: list[_Reached] = []
         if ours:
-            reached = self._enqueue(ours, block, self._pin(block, ours))
+            reached = self._enqueue(ours, block, self._pin(block, ours), yielding=yielding)
         self._host.mark([batch for batch in theirs if _small(batch)], block)
         large = [batch for batch in theirs if not _small(batch)]
-        hosted = self._host.submit(large, block, lambda end: None) if large else None
+        submit = self._host.submit_yielding if yielding else self._host.submit
+        hosted = submit(large, block, lambda end: None) if large else None
         transfer = CudaTransfer(reached, hosted, large)
         end, here = batches[-1].end if batches else 0, self._here()
 
@@ -204,14 +219,19 @@ class CudaLane:
         return pinned
 
     def _enqueue(
-        self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory
+        self,
+        batches: Sequence[Batch],
+        block: torch.Tensor,
+        pinned: PinnedMemory,
+        *,
+        yielding: bool = False,
     ) -> list[_Reached]:
         """Copies behind what the current streams have been given so far."""
         reached: list[_Reached] = []
         streams: dict[torch.device, Any] = {}
         for device, group in itertools.groupby(batches, key=_device_of):
             if device not in streams:
-                streams[device] = self._behind_current(device)
+                streams[device] = self._behind_current(device, yielding)
             stream, since_bytes, end = streams[device], 0, 0
             with _cuda.stream(stream):
                 for batch in group:
@@ -229,11 +249,12 @@ class CudaLane:
                 reached.append((end, _event(stream), device))
         return reached
 
-    def _behind_current(self, device: torch.device) -> Any:
-        """The side stream, which waits for all that was enqueued on the current one."""
-        stream = self._streams.get(device)
+    def _behind_current(self, device: torch.device, yielding: bool) -> Any:
+        """A side stream, which waits for all that was enqueued on the current one."""
+        streams = self._yielding if yielding else self._streams
+        stream = streams.get(device)
         if stream is None:
-            stream = self._streams[device] = _cuda.Stream(device)
+            stream = streams[device] = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
         return stream
 
@@ -241,12 +262,12 @@ class CudaLane:
         """For the lane's thread, whatever it does with events and streams: one of our devices is
         its current one. In a thread that has named none CUDA makes a context on the first device,
         which takes some hundred MB of it, and may be another rank's."""
-        device = next(iter(list(self._streams)), None)
+        device = next(iter([*self._streams, *self._yielding]), None)
         return contextlib.nullcontext() if device is None else _cuda.device(device)
 
     def _begun(self) -> list[Any]:
         """Events behind all copies that were begun."""
-        return [_event(stream) for stream in self._streams.values()]
+        return [_event(stream) for stream in [*self._streams.values(), *self._yielding.values()]]
 
     def _hold_back(self, reached: Sequence[_Reached]) -> None:
         """The current streams wait for copies."""

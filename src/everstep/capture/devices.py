@@ -42,6 +42,11 @@ class DeviceLane:
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         return self._for_batches(batches).submit(batches, block, progress)
 
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        return self._for_batches(batches).submit_yielding(batches, block, progress)
+
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._lane.in_host_memory(tensor)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane, Progress, Transfer
+from everstep.capture.lane import CpuLane
 
 __all__ = ["EmulatedLink"]
 
@@ -22,8 +22,8 @@ class EmulatedLink(CpuLane):
 
     The link is busy from when a copy was issued, or the one before it has ended, for as long as its
     bytes take; that a thread wakes up late makes the copies behind it no later. What is under way
-    is not interrupted, and copies keep their order; but a mark, for which training stands still,
-    goes before those that were submitted: it waits for one batch of them at most.
+    is not interrupted, and copies keep the order of any CPU lane; but a mark, for which training
+    stands still, goes before those that were submitted: it waits for one batch of them at most.
 
     Args:
         bytes_per_s: of the link.
@@ -37,7 +37,6 @@ class EmulatedLink(CpuLane):
         self._lock = threading.Condition()
         self._marks = 0  # that go before what was submitted
         self._free_s = 0.0  # the link is, from then on
-        self._issued_s = 0.0  # what the thread is about to copy
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         with self._lock:
@@ -52,13 +51,8 @@ class EmulatedLink(CpuLane):
                 self._marks -= 1
                 self._lock.notify_all()
 
-    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        issued_s = time.monotonic()
-        self.run(lambda: self._issued(issued_s))
-        return super().submit(batches, block, progress)
-
-    def _issued(self, issued_s: float) -> None:
-        self._issued_s = issued_s
+    def _now(self) -> float:
+        return time.monotonic()
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
         with self._lock:

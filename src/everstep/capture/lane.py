@@ -4,6 +4,9 @@ A lane is one queue: copies start in the order of their submission. A device wit
 engine has a lane of its own (a side stream, :mod:`.cuda`); for tensors in host memory a
 thread plays the copy engine, with the same rules of ordering.
 
+Copies that were submitted as yielding are the exception: whatever is submitted later, and is not
+yielding, goes first, between two of their batches.
+
 The rules (I1): what :meth:`Lane.mark` was given may change as soon as it returns. What
 :meth:`Lane.submit` was given may not change until :meth:`Transfer.gate` has let its bytes
 through; whoever updates asks the gate first.
@@ -12,6 +15,7 @@ through; whoever updates asks the gate first.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -32,6 +36,11 @@ Progress = Callable[[int], None]
 
 class Transfer(Protocol):
     """Copies under way into one block."""
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is copied any more."""
+        ...
 
     def gate(self, end: int, timeout_s: float) -> bool:
         """Holds back what the caller does next until bytes ``[0, end)`` are copied: in host
@@ -67,12 +76,19 @@ class Lane(Protocol):
         """Queues copies into ``block`` (flat ``uint8``, in host memory), in order."""
         ...
 
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        """As :meth:`submit`; but what is submitted by that from now on goes first."""
+        ...
+
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself if it lies in host memory, or a copy of it there."""
         ...
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        """Runs ``job`` in the lane's thread, behind the copies that thread was given."""
+        """Runs ``job`` in the lane's thread, behind the copies that thread was given, whether or
+        not they yield."""
         ...
 
     def close(self) -> None:
@@ -94,6 +110,10 @@ class CpuTransfer:
         self._copied = 0
         self._over = False
         self._error: BaseException | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self._over
 
     def gate(self, end: int, timeout_s: float) -> bool:
         if self._copied >= end or self._over:  # mostly: seen without the lock
@@ -131,6 +151,8 @@ class CpuLane:
 
     def __init__(self) -> None:
         self._threads = IoThreads(1, "everstep-capture")
+        self._ready: deque[Callable[[], None]] = deque()  # copies that do not yield, in order
+        self._issued_s = 0.0  # when what the thread copies was submitted
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Nothing: pages are taken by whoever owns the memory."""
@@ -143,29 +165,49 @@ class CpuLane:
                 run_batch(batch, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        transfer = CpuTransfer()
+        transfer, issued_s = CpuTransfer(), self._now()
 
-        def tell(end: int) -> None:
-            progress(end)
-            transfer.advance(end)
+        def copy(tell: Progress) -> None:
+            self._issued_s = issued_s
+            if self._in_runs and isinstance(batches, Runs):
+                for run in batches.runs:
+                    self._copy_run(run, block, transfer, tell)
+                    tell(run[-1].end)
+            else:
+                for batch in batches:
+                    self._copy(batch, block)
+                    tell(batch.end)
 
-        def copy() -> None:
-            try:
-                if self._in_runs and isinstance(batches, Runs):
-                    for run in batches.runs:
-                        self._copy_run(run, block, transfer, tell)
-                        tell(run[-1].end)
-                else:
-                    for batch in batches:
-                        self._copy(batch, block)
-                        tell(batch.end)
-            except BaseException as error:
-                transfer.end(error)
-                raise
-            transfer.end()
-
-        self._threads.submit(copy)
+        work = _made(transfer, progress, copy)
+        self._ready.append(work)
+        self._threads.submit(lambda: self._in_turn(work))
         return transfer
+
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        transfer, issued_s = CpuTransfer(), self._now()
+
+        def copy(tell: Progress) -> None:
+            for batch in batches:
+                self._let_pass()
+                self._issued_s = issued_s
+                self._copy(batch, block)
+                tell(batch.end)
+
+        self._threads.submit(_made(transfer, progress, copy))
+        return transfer
+
+    def _in_turn(self, work: Callable[[], None]) -> None:
+        """Copies whose turn has come, unless they went before others that yield; what was submitted
+        before them is made."""
+        if self._ready and self._ready[0] is work:
+            self._ready.popleft()()
+
+    def _let_pass(self) -> None:
+        """Copies that yield are under way: those that do not, and wait, go first."""
+        while self._ready:
+            self._ready.popleft()()
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu()
@@ -175,6 +217,10 @@ class CpuLane:
 
     def close(self) -> None:
         self._threads.close()
+
+    def _now(self) -> float:
+        """When copies are submitted, for a kind of lane that asks."""
+        return 0.0
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
         _copy_alone(batch, block)
@@ -195,6 +241,26 @@ class CpuLane:
                 copy_memory(to, source, size_bytes)
             if transfer.awaited:
                 tell(batch.end)
+
+
+def _made(
+    transfer: CpuTransfer, progress: Progress, copy: Callable[[Progress], None]
+) -> Callable[[], None]:
+    """Makes copies, and ends their transfer: with what they have failed with, if they have."""
+
+    def tell(end: int) -> None:
+        progress(end)
+        transfer.advance(end)
+
+    def work() -> None:
+        try:
+            copy(tell)
+        except BaseException as error:  # handed to whoever waits for it
+            transfer.end(error)
+        else:
+            transfer.end()
+
+    return work
 
 
 def _copy_alone(batch: Batch, block: torch.Tensor) -> None:

@@ -156,7 +156,7 @@ class Multistep:
         self.stats.close(self._saver.stall_s)
         self._parts.prune()
         if self._window is None:
-            self._updates.held.release()
+            self._updates.held.settle()
         self._mark(identity, closing=closing)
         return self.open
 
@@ -239,7 +239,8 @@ class Multistep:
             self._moved()
         self._choice.gated(sum(self._saver.stall_s.values()))
         self._parts.gate(optimizer)
-        self._updates.held.gate()  # of the update before: no more than a step's are held
+        kept = 0 if optimizer is None else self._options.method.held_steps - 1
+        self._updates.held.gate(optimizer, keep=kept)
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """The gradients of an optimizer are what it is going to consume; see
@@ -328,6 +329,8 @@ class Multistep:
             self._lane.run(timed.ended)
             self.stats.parts = 1
             return save
+        self._updates.held.gate()  # of the base before
+        self._choice.settled()
         save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)
         self._last = save
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())

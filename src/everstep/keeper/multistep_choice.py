@@ -22,7 +22,6 @@ __all__ = ["Choice", "OnCopy", "Timed"]
 _STEPS = 32  # that are remembered
 _COPIES = 32
 _LEAST_BYTES = 1 << 16  # of a copy that tells something about the link
-_HELD_STEPS = 1  # gradients are copied by the next update of their optimizer
 _CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 64 << 10, 4 << 20  # at most those of GoCkpt (section 4.4.2)
 _KEPT = 0.02  # of a step: a cut is not changed for less
@@ -40,10 +39,12 @@ class Timed:
     Attributes:
         submitted_s: when it was, on the monotonic clock.
         ended: to be called in the lane's thread, behind it.
+        alone: it has had the link for itself, from when it began until it ended.
     """
 
     submitted_s: float
     ended: Callable[[], None]
+    alone: bool = True
 
 
 def _link(copies: Iterable[tuple[int, float]]) -> float:
@@ -78,6 +79,7 @@ class Choice:
         self._parts_max = PARTS_MAX
         self._told = False
         self._ended_s = 0.0  # the last copy
+        self._yielding: list[Timed] = []  # under way
         self._known: Pipeline | None = None  # that choices were made for last
         self._cuts: dict[tuple[int, int | None], Cut] = {}  # best for it
         self._asked: object = None
@@ -103,21 +105,32 @@ class Choice:
         took_s = self._clock.monotonic_s() - self._mark[0] - (stall_s - self._mark[1])
         self._immutable.append(max(0.0, took_s))
 
-    def timed(self, what: str, size_bytes: int) -> Timed:
+    def timed(self, what: str, size_bytes: int, *, yielding: bool = False) -> Timed:
         """A copy that is about to be submitted, behind which the lane's thread says that it has
         ended. One at a time is made: it begins when it is submitted, or when the one before
-        ends."""
+        ends. One that goes before others that yield says nothing about the link, nor do these."""
 
         def ended() -> None:
             end_s = self._clock.monotonic_s()
             begin_s, self._ended_s = max(timed.submitted_s, self._ended_s), end_s
-            if size_bytes >= _LEAST_BYTES and end_s > begin_s:
+            if timed in self._yielding:
+                self._yielding.remove(timed)
+            if timed.alone and size_bytes >= _LEAST_BYTES and end_s > begin_s:
                 self._copies.append((size_bytes, end_s - begin_s))
                 self._stats.link_bytes_per_s = _link(self._copies)
             self.on_copy(what, begin_s, end_s, size_bytes)
 
         timed = Timed(self._clock.monotonic_s(), ended)
+        if yielding:
+            self._yielding.append(timed)
+        elif under_way := list(self._yielding):
+            for one in [timed, *under_way]:
+                one.alone = False
         return timed
+
+    def settled(self) -> None:
+        """No copy is under way any more, whether or not anybody has said so."""
+        self._yielding.clear()
 
     def too_large(self) -> None:
         """There was no memory for the gradients of so many parts."""
@@ -165,7 +178,7 @@ class Choice:
         if pipeline is None or count == 1:
             return cut_parts(units, count)
         room_s = self._room_s(pipeline, units, arena_bytes - base_bytes)
-        held_steps = None if waits else _HELD_STEPS
+        held_steps = None if waits else self._options.method.held_steps
         explicit = isinstance(self._options.method.parts, int)
         most = count if explicit else self._most(units, base_bytes, arena_bytes)
         asked = pipeline, count, most, held_steps, room_s
@@ -221,7 +234,7 @@ class Choice:
         pipeline = self._pipeline(units)
         if pipeline is None or most <= 1:
             return 1
-        held_steps = None if waits else _HELD_STEPS
+        held_steps = None if waits else self._options.method.held_steps
         room_s = self._room_s(pipeline, units, arena_bytes - base_bytes)
 
         def lost_s(parts: int) -> float:

@@ -238,6 +238,7 @@ class _Copying:
         gradients: by ``id(parameter)``.
     """
 
+    key: str
     transfer: Transfer
     end: int
     gradients: Mapping[int, torch.Tensor]
@@ -259,15 +260,20 @@ class HeldGradients:
         self._guards: list[_Guard] = []
 
     def hold(
-        self, transfer: Transfer, end: int, held: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        key: str,
+        transfer: Transfer,
+        end: int,
+        held: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Copies are under way: nobody writes these gradients over before they are made.
 
         Args:
+            key: of the optimizer that has consumed them.
             held: parameters, and their gradients.
         """
         gradients = {id(parameter): gradient for parameter, gradient in held}
-        self._copying.append(_Copying(transfer, end, gradients))
+        self._copying.append(_Copying(key, transfer, end, gradients))
         for parameter, _ in held:
             if id(parameter) not in self._hooks:
                 # Before anything is added to its gradient.
@@ -277,15 +283,27 @@ class HeldGradients:
         if not self._guards:
             self._guards = [_Guard(owner, self.gate) for owner in self._owners()]
 
-    def gate(self) -> None:
-        """Training goes on when all copies are made."""
+    def gate(self, key: str | None = None, *, keep: int = 0) -> None:
+        """Training goes on when copies are made.
+
+        Args:
+            key: of what this optimizer has consumed; None: all.
+            keep: but for those of so many updates, the last ones.
+        """
         if os.getpid() != self._pid:  # nobody copies in a forked child
             return
-        while self._copying:
-            first = self._copying[0]
-            self._wait(first.transfer, first.end)
-            if self._copying and self._copying[0] is first:
-                del self._copying[0]
+        due = [one for one in self._copying if key in (None, one.key)]
+        for one in due[: max(0, len(due) - keep)]:
+            self._wait(one.transfer, one.end)
+            if one in self._copying:
+                self._copying.remove(one)
+
+    def settle(self) -> None:
+        """No more gradients are held: where all copies are made, nothing is in training's way any
+        more. Does not wait."""
+        self._copying = [one for one in self._copying if not one.transfer.complete]
+        if not self._copying:
+            self.release()
 
     def release(self) -> None:
         """No more gradients are held: training goes on when all copies are made, and nothing is

@@ -66,6 +66,7 @@ class UpdateCopies:
         tell: Callable[[EverstepError], None],
     ) -> None:
         self._timeout_s = options.progress_timeout_s
+        self._yields = options.method.held_steps > 1
         self._lane = lane
         self._clock = clock
         self._choice = choice
@@ -125,7 +126,7 @@ class UpdateCopies:
                 self._give_up(f"{key} calls its closure more than once", None)
                 return False
             if under.held is not None:
-                self.held.hold(under.transfer, under.layout.size_bytes, under.held)
+                self.held.hold(key, under.transfer, under.layout.size_bytes, under.held)
             else:
                 self._wait(under.transfer, under.layout.size_bytes)
             window.updates.append(under)
@@ -173,10 +174,13 @@ class UpdateCopies:
             if others := consumed.tensors.keys() - gradients.keys():  # a schedule writes to these
                 self._lane.mark(plan_batches(layout, consumed.tensors, others), into)
                 batches = plan_batches(layout, consumed.tensors, gradients.keys())
-        timed = self._choice.timed("gradients", layout.size_bytes)
+        # What may be held for several steps is less urgent than the part of the next one.
+        yielding = held is not None and self._yields
+        timed = self._choice.timed("gradients", layout.size_bytes, yielding=yielding)
         progress = check.copied if check is not None else lambda end: None
         chunks = Chunks(batches, self._choice.chunk_bytes)
-        transfer = self._lane.submit(chunks, into, progress)
+        submit = self._lane.submit_yielding if yielding else self._lane.submit
+        transfer = submit(chunks, into, progress)
         window.watch.gradient_bytes += layout.size_bytes
         if consumed.written:  # by the update, which must not begin before the copy ends
             self._wait(transfer, layout.size_bytes)

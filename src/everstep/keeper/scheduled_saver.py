@@ -249,6 +249,12 @@ class _PlannedLane:
             self._open = True
         return begin()
 
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        """As of the lane."""
+        return self._lane.submit_yielding(batches, block, progress)
+
     def release(self) -> None:
         """All copies of the capture were issued."""
         with self._lock:
