@@ -17,7 +17,6 @@ from rich.console import Console
 from everstep.bench.multistep import run, show
 from everstep.bench.multistep.figures import (
     AUTO,
-    HELD_STEPS,
     MeasuredSave,
     Measurement,
     Row,
@@ -202,7 +201,7 @@ def measured(copy_steps: float, off: Any = lambda model_s: model_s, **rows: Any)
     found = []
     for way in WAYS:
         for parts in rows.get("parts", range(1, 25)):
-            model_s = best_cut(pipeline, parts, HELD_STEPS[way]).overlap.lost_s
+            model_s = best_cut(pipeline, parts, made.held(way)).overlap.lost_s
             found.append(Row(way, parts, [save_of(off(model_s), parts)], LENGTHS))
         best = min((row.saves[0].stall_s, row.parts) for row in found if row.way == way)
         auto = rows.get("auto", best[1])
@@ -285,7 +284,7 @@ def test_own_work_is_part_of_the_model_and_hides_nothing(part_s: float) -> None:
             assert expected.lost_s == pytest.approx(expected.stall_s + own_s)
             # What waits for copies, and the bound, are as without it.
             pipeline = LENGTHS.pipeline(0.4, 0.4 / 3)
-            plain = best_cut(pipeline, parts, HELD_STEPS[way]).overlap
+            plain = best_cut(pipeline, parts, made.held(way)).overlap
             assert made.modelled_s(row) == pytest.approx(plain.stall_s)
             assert made.bound_s(row) == pytest.approx(lower_bound_s(pipeline, parts))
     if part_s:  # 96 ms of it in 24 parts
@@ -492,7 +491,9 @@ def test_a_row_that_fails_is_reported_and_nothing_stays(
 ) -> None:
     told: list[str] = []
 
-    def measure(way: str, parts: int, training: Any, speed: float, run: Path, *_: Any) -> Row:
+    def measure(
+        way: str, parts: int, training: Any, speed: float, run: Path, *_: Any, **__: Any
+    ) -> Row:
         run.mkdir()
         (run / "something").write_bytes(b"x")
         told.append(f"{way} {parts}")
@@ -517,3 +518,17 @@ def test_a_row_that_fails_is_reported_and_nothing_stays(
     errors = {(row.way, row.parts): row.error for row in found.rows if row.error}
     assert errors == {(way, 2): "failed: no disk" for way in WAYS}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_that_are_kept_longer_are_modelled_so() -> None:
+    made = Measurement(
+        4, Ratio(4, 12), STATE_BYTES, GRADIENT_BYTES, STATE_BYTES / 0.4, own=own_rows(0.0)
+    )
+    row = Row("gockpt_o", 12, [save_of(0.1, 12)], LENGTHS)
+    one_step_s, reach_s = made.modelled_s(row), made.reach_s(row)
+    made.held_steps = 4
+    pipeline = LENGTHS.pipeline(0.4, 0.4 / 3)
+    assert made.modelled_s(row) == pytest.approx(best_cut(pipeline, 12, 4).overlap.stall_s)
+    assert made.modelled_s(row) < one_step_s
+    assert made.reach_s(row) == pytest.approx(made.bound_s(row)) != reach_s
+    assert made.held("gockpt") is None

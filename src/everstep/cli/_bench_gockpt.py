@@ -38,6 +38,9 @@ def multistep(
     step_ms: Annotated[float, typer.Option(help="Milliseconds of a step.")] = 100.0,
     state_bytes: Annotated[str, typer.Option(help="Of parameters and moments.")] = "48MB",
     layers: Annotated[int, typer.Option(help="Parameters that are trained.")] = 48,
+    held_steps: Annotated[
+        int, typer.Option(help="Steps for which gockpt_o keeps gradients, in device memory.")
+    ] = 1,
     repeats: Repeats = 3,
     seed: Seed = 1234,
     free_core: FreeCore = True,
@@ -68,6 +71,7 @@ def multistep(
         step_s=step_ms / 1e3,
         state_bytes=int(parse_bytes("--state-bytes", state_bytes)),
         layers=layers,
+        held_steps=held_steps,
         seed=seed,
         free_core=free_core,
         folder=folder,

@@ -16,13 +16,10 @@ from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
 from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
 
-__all__ = ["AUTO", "HELD_STEPS", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
+__all__ = ["AUTO", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
 
 AUTO = 0
 """As a number of parts: everstep chooses it."""
-
-HELD_STEPS: Mapping[str, int | None] = {"gockpt": None, "gockpt_o": 1}
-"""For how many steps gradients are kept, in words of :func:`everstep.plan.multistep.overlap`."""
 
 _OFF_MAX = 0.15
 _OFF_S_MAX = 0.002
@@ -76,6 +73,11 @@ class MeasuredSave:
         return self.stall_s - self.causes.get("gate", 0.0) - self.causes.get("gradients", 0.0)
 
     @property
+    def waits_s(self) -> float:
+        """What of it is waiting for copies."""
+        return self.stall_s - self.other_s
+
+    @property
     def slowdown_s(self) -> float:
         """What its steps took more than as many without a save."""
         return self.wall_s - self.steps * self.step_s
@@ -125,6 +127,7 @@ class Measurement:
             thread does itself, measured apart from what it is compared with.
         units: bytes of what is captured together, in the order of the state; empty: anything can
             be cut.
+        held_steps: for which ``gockpt_o`` keeps gradients.
     """
 
     copy_steps: float
@@ -135,6 +138,12 @@ class Measurement:
     rows: Sequence[Row] = ()
     own: Sequence[Row] = ()
     units: Sequence[int] = ()
+    held_steps: int = 1
+
+    def held(self, way: str) -> int | None:
+        """For how many steps gradients are kept, in words of
+        :func:`everstep.plan.multistep.overlap`."""
+        return self.held_steps if way == "gockpt_o" else None
 
     def row(self, way: str, parts: int = 1) -> Row | None:
         """The row, if it has a figure."""
@@ -175,7 +184,7 @@ class Measurement:
         pipeline = self.pipeline(row)
         if row.way == "async":
             return pipeline.state_s
-        return self.overlap(pipeline, parts or _count(row), HELD_STEPS.get(row.way)).stall_s
+        return self.overlap(pipeline, parts or _count(row), self.held(row.way)).stall_s
 
     def expected(self, row: Row, parts: int | None = None) -> Overlap | None:
         """What is modelled of a base with the training thread's own work, of which the link makes
@@ -185,7 +194,7 @@ class Measurement:
         if own_s is None:
             return None
         pipeline = replace(self.pipeline(row), part_s=own_s / count, behind_update=True)
-        return self.overlap(pipeline, count, HELD_STEPS[row.way])
+        return self.overlap(pipeline, count, self.held(row.way))
 
     def expected_s(self, row: Row, parts: int | None = None) -> float | None:
         """That training is held up, as :meth:`expected` says; of what has no parts, as
@@ -212,7 +221,8 @@ class Measurement:
         own_s = self.own_s(row.way, _count(row))
         if own_s is None:
             return None
-        return max(self.bound_s(row), least_wait_s(self.pipeline(row))) + own_s
+        least_s = least_wait_s(self.pipeline(row)) if self.held_steps == 1 else 0.0
+        return max(self.bound_s(row), least_s) + own_s
 
     def best_modelled(self, way: str) -> tuple[int, float] | None:
         """The best number of parts as the model says, own work included, and what it holds training
@@ -246,6 +256,7 @@ class Measurement:
             "state_bytes": self.state_bytes,
             "gradient_bytes": self.gradient_bytes,
             "link_bytes_per_s": self.link_bytes_per_s,
+            "held_steps": self.held_steps,
             "rows": [self._row_as_json(row) for row in self.rows],
             "own": [
                 {"way": row.way, "parts": row.parts, "error": row.error, "saves": _saves(row)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.errors import OptionError
+from everstep.method import HELD_STEPS_MAX
 from everstep.plan.multistep import PARTS_MAX
 
 __all__ = [
@@ -56,6 +57,7 @@ class MultistepOptions:
         step_s: seconds of a step.
         state_bytes: of the state, about.
         layers: parameters that are trained; those of one part are captured together.
+        held_steps: for which ``gockpt_o`` keeps gradients.
         seed: of the weights.
         free_core: keep training on one core and everything else on the others; otherwise
             everything is on one.
@@ -72,6 +74,7 @@ class MultistepOptions:
     step_s: float = 0.1
     state_bytes: int = 48_000_000
     layers: int = 48
+    held_steps: int = 1
     seed: int = 1234
     free_core: bool = True
     folder: Path | None = None
@@ -105,6 +108,8 @@ class MultistepOptions:
             )
         if not PARTS_MAX <= self.layers <= _LAYERS_MAX:
             raise OptionError(f"layers={self.layers}: between {PARTS_MAX} and {_LAYERS_MAX}")
+        if not 1 <= self.held_steps <= HELD_STEPS_MAX:
+            raise OptionError(f"held_steps={self.held_steps}: between 1 and {HELD_STEPS_MAX}")
         if not 0 <= self.seed < 2**32:
             raise OptionError(f"seed must be in [0, 2**32), not {self.seed}")
 

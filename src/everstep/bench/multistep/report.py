@@ -189,10 +189,13 @@ class MultistepReport:
             f"{1e3 * stall_s:.1f} ms next to {1e3 * bound_s:.1f} ms, in {parts} part(s)"
             f"{_own(measurement, way, parts)}"
         )
+        waits = row.spread(lambda save: save.waits_s)
+        if waits is not None:
+            figure += f"; waiting alone {1e3 * waits.median:.1f} ms"
         return Verdict(what, figure, stall_s <= bound_s + allowed_s(bound_s))
 
     def _reach_verdict(self, measurement: Measurement, way: str) -> Verdict:
-        """What the bound leaves out: gradients that are held for one step, and own work."""
+        """With what the bound leaves out: that gradients are held for one step, and own work."""
         what = f"{way}: at its best number of parts no more than that above what any cut waits for"
         best = measurement.best_measured(way)
         row = None if best is None else measurement.row(way, best[0])

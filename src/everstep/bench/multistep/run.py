@@ -144,6 +144,7 @@ class _Bench:
             rows=self._rows(what, _wanted(self.options), speed),
             own=own,
             units=self.training.units,
+            held_steps=self.options.held_steps,
         )
 
     def _rows(self, what: str, wanted: list[tuple[str, int]], speed: float) -> list[Row]:
@@ -156,7 +157,9 @@ class _Bench:
             run = self.folder / "run"
             try:
                 rows[way, parts] = measure_row(
-                    way, parts, self.training, speed, run, self.placement, self.options.repeats
+                    *(way, parts, self.training, speed, run, self.placement),
+                    repeats=self.options.repeats,
+                    held_steps=self.options.held_steps,
                 )
             except EverstepError as error:
                 rows[way, parts].error = f"failed: {error}"

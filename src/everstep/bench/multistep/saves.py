@@ -52,6 +52,7 @@ def measure_row(
     run: Path,
     placement: Placement,
     repeats: int,
+    held_steps: int = 1,
 ) -> Row:
     """Measures one way in so many parts.
 
@@ -60,11 +61,12 @@ def measure_row(
         parts: :data:`~everstep.bench.multistep.figures.AUTO`: everstep chooses.
         run: its folder, which stays behind.
         repeats: saves that count.
+        held_steps: for which ``gockpt_o`` keeps gradients.
 
     Raises:
         EverstepError: what a save failed with.
     """
-    checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement)
+    checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement, held_steps)
     warm_ups = warm_ups_of(way, parts)
     steps: list[TimedStep] = []
     row = Row(way, parts)
@@ -91,13 +93,16 @@ def _open(
     link_bytes_per_s: float,
     run: Path,
     placement: Placement,
+    held_steps: int,
 ) -> Checkpointer:
     method: str | Method = way
     if way in WAYS:
+        overlaps = way == "gockpt_o"
         method = Method(
             base="multistep",
             parts="auto" if parts == AUTO else parts,
-            overlap_forward=way == "gockpt_o",
+            overlap_forward=overlaps,
+            held_steps=held_steps if overlaps else 1,
         )
     # Two bases, and the gradients of all steps of one.
     host_bytes = 2 * training.state_bytes + PARTS_MAX * training.gradient_bytes + _SLACK_BYTES

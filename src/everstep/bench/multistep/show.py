@@ -34,7 +34,7 @@ def present(report: MultistepReport, console: Console) -> None:
         title = (
             f"Milliseconds that a base holds training up: a copy takes {found.copy_steps:g} steps "
             f"(link of {found.link_bytes_per_s / 1e9:.3g} GB/s), gradients are {found.ratio} of "
-            "the state"
+            f"the state{_held(found.held_steps)}"
         )
         console.print(Text(titled(title, report.labels()), style="bold"), soft_wrap=True)
         console.print(_rows(found))
@@ -114,3 +114,7 @@ def _notes() -> list[str]:
         "steps next to as many without a save. bound: of copies alone, no way in so many equal "
         "parts does better. OFF: more than 15 % and more than 2 ms from the model.",
     ]
+
+
+def _held(steps: int) -> str:
+    return "" if steps == 1 else f"; gockpt_o keeps them for {steps} steps"
