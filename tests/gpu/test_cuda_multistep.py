@@ -29,13 +29,14 @@ def no_keeper_stays() -> Iterator[None]:
         assert process_gone(keeper.pid, TIMEOUT_S)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
+@pytest.mark.parametrize("overlap", [0, 1, 3], ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_a_base_is_the_state_of_its_step_up_to_rounding(
-    overlap: bool, scaled: bool, run_folder: Path
+    overlap: int, scaled: bool, run_folder: Path
 ) -> None:
     """And is never called exact: the keeper computes on the CPU what training did on the device."""
-    method = everstep.Method(base="multistep", parts=4, overlap_forward=overlap)
+    about = {"overlap_forward": overlap > 0, "held_steps": max(1, overlap)}
+    method = everstep.Method(base="multistep", parts=4, **about)
     world, wanted = World(width=2048, scaled=scaled), {}
     forget(run_folder)
     with everstep.Checkpointer(run_folder, world.state, method=method, every=5, keep=9) as ckpt:

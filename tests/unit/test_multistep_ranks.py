@@ -58,8 +58,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
     end_keepers(tmp_path)
 
 
-def over(parts: int = 3, *, overlap: bool = False, **options: Any) -> dict[str, Any]:
-    method = {"base": "multistep", "parts": parts, "overlap_forward": overlap}
+def over(parts: int = 3, *, overlap: int = 0, **options: Any) -> dict[str, Any]:
+    """Gradients are held for so many steps; 0: updates wait for them."""
+    about = {"overlap_forward": overlap > 0, "held_steps": max(1, overlap)}
+    method = {"base": "multistep", "parts": parts, **about}
     return {"method": method, "keep": 50, **options}
 
 
@@ -99,10 +101,12 @@ def check_resumed(job: Job, layout: str, step: int, wanted: list[dict[int, Any]]
         pytest.param("zero", True, marks=pytest.mark.slow),
         pytest.param("tp", True, marks=pytest.mark.slow),
         pytest.param("pp", True, marks=pytest.mark.slow),
+        pytest.param("pp", 3, marks=pytest.mark.slow),
+        pytest.param("zero", 3, marks=pytest.mark.slow),
     ],
 )
 def test_killed_within_a_base_and_resumed(
-    job: Job, undisturbed: Any, layout: str, overlap: bool
+    job: Job, undisturbed: Any, layout: str, overlap: int
 ) -> None:
     before = undisturbed(layout)
     options = over(overlap=overlap)

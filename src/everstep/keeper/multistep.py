@@ -329,8 +329,6 @@ class Multistep:
             self._lane.run(timed.ended)
             self.stats.parts = 1
             return save
-        self._updates.held.gate()  # of the base before
-        self._choice.settled()
         save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)
         self._last = save
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())

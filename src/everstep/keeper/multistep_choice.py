@@ -113,8 +113,7 @@ class Choice:
         def ended() -> None:
             end_s = self._clock.monotonic_s()
             begin_s, self._ended_s = max(timed.submitted_s, self._ended_s), end_s
-            if timed in self._yielding:
-                self._yielding.remove(timed)
+            self.over(timed)
             if timed.alone and size_bytes >= _LEAST_BYTES and end_s > begin_s:
                 self._copies.append((size_bytes, end_s - begin_s))
                 self._stats.link_bytes_per_s = _link(self._copies)
@@ -128,9 +127,10 @@ class Choice:
                 one.alone = False
         return timed
 
-    def settled(self) -> None:
-        """No copy is under way any more, whether or not anybody has said so."""
-        self._yielding.clear()
+    def over(self, timed: Timed) -> None:
+        """A copy is not under way any more, whether or not it has said so."""
+        if timed in self._yielding:
+            self._yielding.remove(timed)
 
     def too_large(self) -> None:
         """There was no memory for the gradients of so many parts."""
@@ -258,8 +258,13 @@ class Choice:
 
     def _lost_s(self, found: Overlap) -> float:
         """What a base costs training: it waits for copies, and its thread works for each part. (As
-        measured by now; choices may have been made for a little more or less.)"""
-        return found.stall_s + (self._stats.part_s or 0.0) * found.parts
+        measured by now; choices may have been made for a little more or less.) Where the gradients
+        of one base are still being copied when the next is due, that one waits for as long."""
+        lost_s = found.stall_s + (self._stats.part_s or 0.0) * found.parts
+        every, pipeline = self._options.every.steps, self._known
+        if self._options.method.held_steps > 1 and every is not None and pipeline is not None:
+            lost_s += max(0.0, found.whole_s - every * pipeline.step_s - lost_s)
+        return lost_s
 
     def _pipeline(self, units: Sequence[Unit]) -> Pipeline | None:
         """Steps and copies, as far as they are known."""

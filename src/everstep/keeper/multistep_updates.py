@@ -88,6 +88,8 @@ class UpdateCopies:
 
     def forget(self) -> None:
         """The update that is under way is of no use."""
+        if self._under is not None:
+            self._choice.over(self._under.timed)
         self._under, self._seen_lsn = None, -1
 
     def consumed(self, window: Window, key: str, lsn: int, step: int, *, over: bool) -> None:
@@ -123,6 +125,7 @@ class UpdateCopies:
         lsn, self._seen_lsn = self._seen_lsn, -1  # after going back there is another of that number
         if under is not None:
             if under.calls > 1:
+                self._choice.over(under.timed)
                 self._give_up(f"{key} calls its closure more than once", None)
                 return False
             if under.held is not None:
@@ -176,11 +179,11 @@ class UpdateCopies:
                 batches = plan_batches(layout, consumed.tensors, gradients.keys())
         # What may be held for several steps is less urgent than the part of the next one.
         yielding = held is not None and self._yields
-        timed = self._choice.timed("gradients", layout.size_bytes, yielding=yielding)
         progress = check.copied if check is not None else lambda end: None
         chunks = Chunks(batches, self._choice.chunk_bytes)
         submit = self._lane.submit_yielding if yielding else self._lane.submit
         transfer = submit(chunks, into, progress)
+        timed = self._choice.timed("gradients", layout.size_bytes, yielding=yielding)
         window.watch.gradient_bytes += layout.size_bytes
         if consumed.written:  # by the update, which must not begin before the copy ends
             self._wait(transfer, layout.size_bytes)
@@ -223,6 +226,7 @@ class UpdateCopies:
         except Exception as error:
             window.failed = window.failed or as_ours(error, step)
         finally:
+            self._choice.over(update.timed)
             update.consumed = update.held = update.check = None
 
     def _torn(self, name: str, step: int) -> AuditError:
