@@ -19,9 +19,12 @@ ARENA_BYTES = 1 << 40
 STATE_BYTES = 48 * 42 * 10_000
 
 
-def options(parts: int | str = "auto", every: int | None = 100) -> Options:
+def options(parts: int | str = "auto", every: int | None = 100, held_steps: int = 1) -> Options:
+    method = everstep.Method(
+        base="multistep", parts=parts, overlap_forward=held_steps > 1, held_steps=held_steps
+    )
     return validate_options(
-        method=everstep.Method(base="multistep", parts=parts),
+        method=method,
         every=every,
         keep=3,
         budget=None,
@@ -136,6 +139,26 @@ def test_a_base_is_lazy_where_gradients_are_as_large_as_the_state() -> None:
 def test_it_ends_before_the_next_is_due() -> None:
     assert Bench(link=48e6 / 4).parts(48_000_000, 4_800_000, waits=False) == 5
     assert Bench(link=48e6 / 4, every=3).parts(48_000_000, 4_800_000, waits=False) == 3
+
+
+def test_what_is_held_is_copied_before_the_next_is_due() -> None:
+    """Otherwise the next base waits for what the one before has left."""
+    copy_s, gradients_s, held_steps = 8.0, 8 / 3, 8
+    pipeline = Pipeline(copy_s, gradients_s, 1.0, 0.0, 0.0, behind_update=True)
+
+    def best(every: int) -> tuple[float, float, int]:
+        found = [best_cut(pipeline, parts, held_steps).overlap for parts in range(1, every + 1)]
+        late_s = [max(0.0, one.whole_s - every - one.stall_s) for one in found]
+        lost_s = [one.stall_s + late for one, late in zip(found, late_s, strict=True)]
+        parts = fewest(lost_s)
+        return found[parts - 1].stall_s, late_s[parts - 1], parts
+
+    for every in (10, 14, 100):
+        bench = Bench(link=48e6 / copy_s, every=every, held_steps=held_steps)
+        found = bench.parts(48_000_000, 16_000_000, waits=False)
+        assert found == best(every)[2], every
+    assert best(100)[:2] == (0.0, 0.0)
+    assert best(10)[2] < best(14)[2] < best(100)[2]
 
 
 def test_no_more_than_memory_holds() -> None:
