@@ -38,8 +38,8 @@ from everstep.seams.progress import silent
 from everstep.seams.threads import IoThreads
 from everstep.state.layout import ShardLayout
 from everstep.tiers.disk import (
+    create_in,
     ensure_dir,
-    remove_if_there,
     storage_errors,
     temporary,
     write_durably,
@@ -144,10 +144,8 @@ class SegmentWriter:
         if not self._has_dir:
             ensure_dir(filesystem, timeline_dir(self._run, identity.timeline) / LOG_DIR)
             self._has_dir = True
-        ensure_dir(filesystem, directory)
         path = directory / plan.name
-        remove_if_there(filesystem, temporary(path))
-        file = filesystem.create(temporary(path), direct=True)
+        file = create_in(filesystem, temporary(path), direct=True)
         limits: dict[str, Any] = {"timeout_s": self._timeout_s, "progress": silent}
         try:
             file.reserve(plan.size_bytes)
@@ -160,8 +158,10 @@ class SegmentWriter:
         filesystem.rename(temporary(path), path)
         filesystem.sync_dir(directory)
         failpoint("log.before_marker")
-        marker = Marker.of(identity, (written.record,))
-        write_durably(filesystem, directory / marker_name(identity.rank), marker.encode())
+        marker = Marker.of(identity, (written.record,)).encode()
+        # A base of its last step may be there by then: then retention takes the segment.
+        path = directory / marker_name(identity.rank)
+        write_durably(filesystem, path, marker, may_go=True)
         self.written_bytes += plan.size_bytes
         return at_s[1] - at_s[0]
 

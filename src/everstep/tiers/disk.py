@@ -13,10 +13,11 @@ from pathlib import PurePath
 
 from everstep.errors import OutOfSpaceError, PermissionDeniedError, StorageError
 from everstep.format.names import TEMPORARY_SUFFIX
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.filesystem import FileSystem, WriteFile
 
 __all__ = [
     "create_exclusive",
+    "create_in",
     "ensure_dir",
     "ensure_dirs",
     "remove_if_there",
@@ -75,12 +76,36 @@ def storage_errors(
         ) from error
 
 
-def write_durably(filesystem: FileSystem, path: PurePath, data: bytes) -> None:
-    """Writes a small file so that it is there whole, or not at all, after any crash."""
+def write_durably(
+    filesystem: FileSystem, path: PurePath, data: bytes, *, may_go: bool = False
+) -> None:
+    """Writes a small file so that it is there whole, or not at all, after any crash.
+
+    Args:
+        may_go: as soon as it is there somebody may delete it, and its directory.
+    """
     staged = temporary(path)
     _write_new(filesystem, staged, data)
     filesystem.rename(staged, path)
-    filesystem.sync_dir(path.parent)
+    try:
+        filesystem.sync_dir(path.parent)
+    except FileNotFoundError:
+        if not may_go:
+            raise
+
+
+def create_in(filesystem: FileSystem, path: PurePath, *, direct: bool = False) -> WriteFile:
+    """Makes an empty file, and its directory, which others remove wherever they find it empty; a
+    file of that name, left by a process that died, makes room."""
+    for left in reversed(range(_ATTEMPTS)):
+        ensure_dir(filesystem, path.parent)
+        remove_if_there(filesystem, path)
+        try:
+            return filesystem.create(path, direct=direct)
+        except FileNotFoundError:
+            if not left:
+                raise
+    raise AssertionError
 
 
 def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique: str) -> bool:
