@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from everstep.capture.lane import Lane
+from everstep.seams.memory import copy_view
 from everstep.state.body import Seen, pieces
 from everstep.state.layout import Placed, ShardLayout, append_objects, overlaps
 from everstep.state.tensors import host_bytes
@@ -49,7 +50,7 @@ class LiveBody:
             live = self._bytes(place)[start - place.begin : stop - place.begin]
             copied = chunk[start - begin : stop - begin]
             for source, target in zip(pieces(live), pieces(copied), strict=True):
-                target[:] = source
+                copy_view(target, source)
                 seen(target)
 
     def held(self, begin: int, end: int) -> memoryview | None:

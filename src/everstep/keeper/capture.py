@@ -13,6 +13,7 @@ from everstep.format.plan import BasePlan, ShardPlan
 from everstep.format.writer import Written
 from everstep.keeper.save import Save
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.memory import copy_view
 from everstep.state.body import Body, Seen, pieces
 
 __all__ = ["ArenaBody", "Capture", "Incoming", "RedoFile", "shard_offsets"]
@@ -246,7 +247,7 @@ class ArenaBody:
                 for live, copied in zip(
                     pieces(source), pieces(target[: stop - start]), strict=True
                 ):
-                    copied[:] = live
+                    copy_view(copied, live)
                     seen(copied)
             first += part.nbytes
 

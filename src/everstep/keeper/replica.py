@@ -24,6 +24,7 @@ from everstep.keeper.log import LoggedStep, LogStore
 from everstep.keeper.samples import Samples, check_samples
 from everstep.keeper.save import Save, done
 from everstep.seams.failpoints import failpoint
+from everstep.seams.memory import copy_view
 from everstep.state.body import pieces
 
 __all__ = ["Ask", "Replica", "ReplicaEvents", "ReplicaLimits"]
@@ -182,7 +183,7 @@ class Replica:
                 return
             source = arena.view[base.offset : base.offset + size_bytes]
             for part, copy in zip(pieces(source), pieces(memory[:size_bytes]), strict=True):
-                copy[:] = part
+                copy_view(copy, part)
             self._base, self._objects = base, dict(base.incoming.objects())
             self._durable_step = base.step
             self._unchecked = [ask for ask in self._unchecked if ask.step > base.step]

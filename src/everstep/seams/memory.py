@@ -34,7 +34,7 @@ try:
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PAGE_BYTES", "SharedMemory", "copy_memory", "memory_at", "sealed_bytes"]
+__all__ = ["PAGE_BYTES", "SharedMemory", "copy_memory", "copy_view", "memory_at", "sealed_bytes"]
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -58,6 +58,12 @@ _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 copy_memory: Callable[[int, int, int], object] = ctypes.memmove
 """Copies to an address from another so many bytes, in the calling thread; other threads run
 meanwhile. Called as it is: a function around it would keep the interpreter lock longer."""
+
+
+def copy_view(target: memoryview, source: memoryview) -> None:
+    """Copies bytes, as many as there are on both sides; other threads run meanwhile, which an
+    assignment of a memoryview would not let them."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:

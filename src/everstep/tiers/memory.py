@@ -5,21 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
 from everstep.errors import OutOfSpaceError
 from everstep.seams.clock import Clock, SystemClock
 from everstep.seams.filesystem import ReadFile
+from everstep.seams.memory import copy_view
 from everstep.tiers.contract import Item, Loss, Traits, check_name
 from everstep.tiers.streams import read_whole
 
 __all__ = ["MemoryFile", "MemoryTier"]
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    # NumPy's copy lets other threads run meanwhile, a memoryview's does not: whoever restores a
-    # base from memory would stand still while the next chunks are read.
-    np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)
 
 
 class MemoryFile:
@@ -43,7 +36,7 @@ class MemoryFile:
             start = max(offset + done - first, 0)
             if start < part.nbytes and done < buffer.nbytes:
                 take = min(part.nbytes - start, buffer.nbytes - done)
-                _copy(buffer[done : done + take], part[start : start + take])
+                copy_view(buffer[done : done + take], part[start : start + take])
                 done += take
             first += part.nbytes
         return done
