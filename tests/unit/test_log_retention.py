@@ -59,10 +59,10 @@ def test_one_that_goes_as_soon_as_its_marker_is_there(
     gone: list[PurePath] = []
 
     def take(path: PurePath) -> None:
-        if path.name == marker_name(0) and path.parent.parent.name == "log":
-            if len(gone) < 2:  # those behind it stay
-                delete_segments(FILES, run_folder, [1], lambda _: True, lambda: None, own=1)
-                gone.append(path.parent)
+        is_marker = path.name == marker_name(0) and path.parent.parent.name == "log"
+        if is_marker and len(gone) < 2:  # those behind it stay
+            delete_segments(FILES, run_folder, [1], lambda _: True, lambda: None, own=1)
+            gone.append(path.parent)
 
     around(monkeypatch, "rename", after=take)
     world = trained(run_folder, 5)
