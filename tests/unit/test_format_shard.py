@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,7 +23,7 @@ from everstep.capture.base import LiveBody
 from everstep.capture.batches import plan_batches
 from everstep.capture.lane import CpuLane
 from everstep.errors import DamageError, DeadlineError, FormatError
-from everstep.format import plan
+from everstep.format import plan, writer
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import LENGTH_BYTES, ShardIdentity
 from everstep.format.plan import plan_files
@@ -479,3 +480,40 @@ def test_chunks_go_round() -> None:
     assert ring.take(1) is first
     ring.give(second)
     ring.close()
+
+
+def test_few_copied_chunks_wait_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More would leave the cache before the disk fetches them: while one is copied, no more than
+    two are on their way, however many the ring has."""
+    shard = Written(tmp_path / "s", {"t": torch.zeros(7 * CHUNK_BYTES // 4)})
+    shard.ring.close()
+    shard.ring = ChunkRing(8, 6)
+    most, filled, over, waited = 0, 0, [0], threading.Event()
+    fill, write, wait = LiveBody.fill, writer._write, writer._wait
+
+    def filling(*args: Any) -> None:
+        nonlocal most, filled
+        most, filled = max(most, filled - over[0]), filled + 1
+        fill(*args)
+
+    def writing(*args: Any) -> None:
+        assert waited.wait(TIMEOUT_S)
+        write(*args)
+        over[0] += 1
+
+    def waiting(transfers: Any, timeout_s: float) -> None:
+        if transfers:
+            waited.set()
+        wait(transfers, timeout_s)
+
+    monkeypatch.setattr(LiveBody, "fill", filling)
+    monkeypatch.setattr(writer, "_write", writing)
+    monkeypatch.setattr(writer, "_wait", waiting)
+    file = PosixFileSystem().create(shard.path, direct=True)
+    about = file, shard.shard, IDENTITY, shard.body, shard.ring
+    write_shard(*about, timeout_s=TIMEOUT_S, progress=silent)
+    file.close()
+    shard.ring.close()
+    assert most <= 2
