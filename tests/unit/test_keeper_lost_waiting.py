@@ -8,12 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError, KeeperError
+from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes import process_gone
@@ -34,10 +35,20 @@ def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     end_keepers(tmp_path_factory.getbasetemp())
 
 
-def kill_keeper(ckpt: Checkpointer) -> None:
+def kill_keeper() -> None:
     (keeper,) = list_keepers()
     os.kill(keeper.pid, signal.SIGKILL)
     assert process_gone(keeper.pid, TIMEOUT_S)
+
+
+def wait_until_noticed(pool: CapturePool) -> KeeperError:
+    """The keeper of this pool is gone, as its reader says."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (lost := pool._lost()) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert isinstance(lost, KeeperError)
+    return lost
 
 
 @pytest.mark.parametrize("hit", [2, 5, 6])
@@ -71,7 +82,7 @@ def test_a_base_that_is_taken_once_more_is_of_the_end_of_its_step(run_folder: Pa
         ckpt.resume()
         states = run_steps(ckpt, world, 3)
         ckpt.wait()
-        kill_keeper(ckpt)
+        kill_keeper()
         torch.manual_seed(99)
         ckpt.wait()
         assert ckpt.stats().durable_step == 3
@@ -79,6 +90,38 @@ def test_a_base_that_is_taken_once_more_is_of_the_end_of_its_step(run_folder: Pa
     with opened(run_folder, other) as ckpt:
         assert ckpt.resume().step == 3
         assert other.snapshot() == states[3]
+
+
+@pytest.mark.parametrize("method", ["lazy", "logged", "gockpt"])
+def test_training_goes_on_when_the_keeper_dies_as_a_base_is_taken(
+    method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before, when another takes its place, and not later, when a base is under way."""
+    acquire, killed = CapturePool.acquire, list[KeeperError]()
+
+    def acquire_of_the_dead(pool: CapturePool, *args: Any, **options: Any) -> Room:
+        if not killed:
+            kill_keeper()
+            killed.append(wait_until_noticed(pool))
+        return acquire(pool, *args, **options)
+
+    world = World()
+    with opened(run_folder, world, method=method, every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        ckpt.wait()
+        monkeypatch.setattr(CapturePool, "acquire", acquire_of_the_dead)
+        save = ckpt.save()
+        assert save.durable.exception(TIMEOUT_S) is killed[0]
+        states = run_steps(ckpt, world, 3)  # the first of them takes the base anew
+        ckpt.wait()
+        assert ckpt.stats().keeper_restarts == 1
+        durable_step = ckpt.stats().durable_step
+    other = World(seed=9)
+    with opened(run_folder, other, method=method) as ckpt:
+        step = ckpt.resume().step
+        assert step >= durable_step >= 3
+        assert other.snapshot() == states[step]
 
 
 @pytest.mark.parametrize("method", ["lazy", "logged"])
