@@ -19,6 +19,7 @@ from everstep.keeper.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes import process_gone
 from tests.keepers import end_keepers
+from tests.unit.following import until
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.world import TIMEOUT_S
 
@@ -41,12 +42,10 @@ def kill_keeper() -> None:
     assert process_gone(keeper.pid, TIMEOUT_S)
 
 
-def wait_until_noticed(pool: CapturePool) -> KeeperError:
-    """The keeper of this pool is gone, as its reader says."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while (lost := pool._lost()) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+def lost_of(pool: CapturePool) -> KeeperError:
+    """What its reader says of the keeper of this pool, once it has noticed."""
+    until(lambda: pool._lost() is not None, "the loss of the keeper")
+    lost = pool._lost()
     assert isinstance(lost, KeeperError)
     return lost
 
@@ -102,7 +101,7 @@ def test_training_goes_on_when_the_keeper_dies_as_a_base_is_taken(
     def acquire_of_the_dead(pool: CapturePool, *args: Any, **options: Any) -> Room:
         if not killed:
             kill_keeper()
-            killed.append(wait_until_noticed(pool))
+            killed.append(lost_of(pool))
         return acquire(pool, *args, **options)
 
     world = World()
