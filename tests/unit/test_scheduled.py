@@ -526,7 +526,7 @@ def test_save_makes_the_capture_of_this_step_durable(keeper: Bench, run_folder: 
 
 
 def test_save_without_a_keeper_is_lost_and_told_once(keeper: Bench, run_folder: Path) -> None:
-    """It was lost behind the last look whether it is there; the next takes its place, and says so."""
+    """Behind the last look whether it is there; the next takes its place, and says so."""
     forget(run_folder)
     loop, reported = Loop(), list[EverstepError]()
     options: dict[str, Any] = {"every": 100, "on_failure": reported.append}
