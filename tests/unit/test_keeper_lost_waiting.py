@@ -82,6 +82,7 @@ def test_a_base_that_is_taken_once_more_is_of_the_end_of_its_step(run_folder: Pa
         states = run_steps(ckpt, world, 3)
         ckpt.wait()
         kill_keeper()
+        until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
         torch.manual_seed(99)
         ckpt.wait()
         assert ckpt.stats().durable_step == 3
