@@ -333,7 +333,7 @@ class Multistep:
         self._last = save
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
         room: Room | None = None
-        with telling(save, self._channel.post):
+        with telling(save, self._saver.post):
             size_bytes = prepared.plan(identity).size_bytes
             if self._options.leaves_bases_fuzzy:
                 size_bytes += redo_bytes(plan.cut)
@@ -412,7 +412,7 @@ class Multistep:
         tell = partial(mark.tell, self._choice.timed("part", last.size_bytes))
         self._window, self._ended = None, window
         try:
-            with telling(save, self._channel.post):  # the keeper is gone, or an interrupt
+            with telling(save, self._saver.post):  # the keeper is gone, or an interrupt
                 self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
         finally:
             self._lane.run(mark.left)

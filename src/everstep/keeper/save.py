@@ -9,7 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from everstep.errors import AuditError, EverstepError, KeeperError
+from everstep.errors import AuditError, EverstepError
 
 __all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "follow", "telling"]
 
@@ -73,9 +73,7 @@ def _pass_on(future: Future[_T], ended: Future[_T]) -> None:
 
 @dataclass(slots=True)
 class telling:  # noqa: N801 - a context manager; one made of a generator takes three times as long
-    """Whoever waits for ``save`` hears what fails inside; it goes to ``post``, and no further. A
-    keeper that is gone does not go there: training goes on, and whoever puts another in its place
-    tells of it, with or without a base under way.
+    """Whoever waits for ``save`` hears what fails inside; it goes to ``post``, and no further.
     Anything else, an interrupt or a mistake, cancels the save, and goes on to the caller."""
 
     save: Save
@@ -88,8 +86,7 @@ class telling:  # noqa: N801 - a context manager; one made of a generator takes 
         if isinstance(error, EverstepError):
             failed(self.save.staged, error)
             failed(self.save.durable, error)
-            if not isinstance(error, KeeperError):
-                self.post(error)
+            self.post(error)
             return True
         if error is not None:
             self.save.staged.cancel()

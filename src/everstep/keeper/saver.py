@@ -18,7 +18,7 @@ from everstep.capture.base import LiveBody
 from everstep.capture.cuda import refuse_graph_capture
 from everstep.capture.lane import Lane, Transfer
 from everstep.capture.versions import Versions
-from everstep.errors import AuditError, DeadlineError, EverstepError
+from everstep.errors import AuditError, DeadlineError, EverstepError, KeeperError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
@@ -192,11 +192,19 @@ class Saver:
         save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
-        with telling(save, self._channel.post):
+        with telling(save, self.post):
             self._take(identity, save, survey, show=show)
         self._last = save
         self._channel.check()
         return save
+
+    def post(self, error: EverstepError) -> None:
+        """Reports what failed while a base was taken. Not that its keeper is gone: training goes
+        on, and whoever puts another in its place tells of it, with or without a base under way."""
+        keeper = self._keeper
+        gone = isinstance(keeper, RemoteKeeper) and error is keeper.lost
+        if not (gone and isinstance(error, KeeperError)):
+            self._channel.post(error)
 
     def asked(self, survey: Survey, identity: ShardIdentity) -> Prepared:
         """A base is not taken here, but asked for; returns what a base of this state is like."""
