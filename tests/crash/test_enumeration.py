@@ -128,6 +128,7 @@ def test_errors_while_cleaning_up_after_a_crash() -> None:
     passes(report, operations_min=30)
 
 
+@pytest.mark.slow
 def test_errors_in_background_saves() -> None:
     scenario = TrainingScenario(done=1, keep=1, method="async")
     report = enumerate_errors(scenario, errnos_injected=[errno.ENOSPC], images_per_point=0)

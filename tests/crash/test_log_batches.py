@@ -133,8 +133,9 @@ def test_segments_have_these_lengths() -> None:
     assert [last - after for after, last in found] == list(LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lengths")
-@pytest.mark.parametrize("images", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("images", [0, 3])
 def test_a_crash_with_segments_of_changing_lengths(images: int) -> None:
     report = watch_crashes(Logged(), images_per_point=images)
     print(report)

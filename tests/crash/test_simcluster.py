@@ -17,10 +17,10 @@ from everstep.testing.simrank import SimRank
 from everstep.testing.simtruth import ViolatedError
 from tests.crash.cluster_bugs import BUGS
 
-SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "360"))
+SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "2040"))
 MORE = 3000
 SEARCHED = 120
-PARTS = 12  # a test each, so that they can be shared out
+PARTS = 24  # a test each, so that they can be shared out
 
 FOUND: dict[str, int] = {
     "number instead of timeline": 40,

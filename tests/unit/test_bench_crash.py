@@ -259,6 +259,7 @@ def test_dcp_gives_back_every_bit_of_its_newest_whole_save(tmp_path: Path) -> No
     assert left == ["4", "6"]
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_from_the_disk_and_trains_the_same_steps(tmp_path: Path) -> None:
     """Real SIGKILLs of training and keeper; the child's losses are compared with our own."""
     options = CrashOptions(params=100_000, batch=1, seed=3)

@@ -75,7 +75,8 @@ def test_the_arithmetic_on_figures() -> None:
     assert back.as_json()["steps_per_s"] == 4.0
 
 
-@pytest.mark.parametrize("to", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["memory", "disk"])
 def test_what_was_killed_is_back(to: str, tmp_path: Path) -> None:
     found = measure_recovery(tmp_path, params=TINY, steps=3, to=to, seed=7)
     assert (found.steps, found.source) == (3, to)

@@ -134,6 +134,7 @@ def test_naive_differences_add_up_to_what_was_stored(tmp_path: Path, steps: int,
     assert bool(differ) == (steps != base)  # what compression leaves out is not there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["lowdiff", "lowdiff_plus", "lazy"])
 def test_arms_of_ours_take_memory_and_end_their_keepers(tmp_path: Path, arm: str) -> None:
     if why := missing(arm):

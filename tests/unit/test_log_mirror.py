@@ -148,8 +148,9 @@ def test_whoever_dies_before_a_marker_leaves_nothing_that_is_read() -> None:
     assert copying.there() == [(0, 2), (0, 4)], "a keeper begins with what is in memory"
 
 
-def test_behind_retries_nobody_notices_faults() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_behind_retries_nobody_notices_faults(part: int) -> None:
+    for seed in range(5 * part, 5 * part + 5):
         print("seed", seed)
         faulty = FaultyTier.seeded(MemoryTier(), seed)
         copying = Copying()

@@ -90,6 +90,7 @@ def test_contract(endpoint: str) -> None:
     assert len(results) == len(CHECKS)
 
 
+@pytest.mark.slow
 def test_contract_behind_faults(proxy: FaultProxy) -> None:
     """Every third request or so fails in some way; the client's own retries are part of it."""
     place = Place(lambda: retrying(tier_at(proxy.url)), large_bytes=2 * PART_BYTES + 1)

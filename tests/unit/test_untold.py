@@ -532,7 +532,9 @@ ALL = dataclasses.replace(LOOPS["all"], frozen=False)  # which makes new state, 
 
 
 @pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("loop", [ALL, LOOPS["zeroed"]], ids=["all", "zeroed"])
+@pytest.mark.parametrize(
+    "loop", [pytest.param(ALL, marks=pytest.mark.slow), LOOPS["zeroed"]], ids=["all", "zeroed"]
+)
 def test_no_false_alarm(run_folder: Path, loop: Loop, steps: int) -> None:
     """With each optimizer and variant of the matrix; two of the steps overflow."""
     fleet = Fleet(loop)
