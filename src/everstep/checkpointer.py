@@ -368,6 +368,7 @@ class Checkpointer:
             if self._keepers.revive(self._timeline):
                 self._take_over()
                 again = self._info.world == 1 and self._watched.is_of_a_step  # other ranks do not
+                self._base_due = not again if self._info.world == 1 else self._base_due
                 save = self._take(self._watched.whole_at_mark, show=True) if again else None
                 self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
@@ -398,7 +399,7 @@ class Checkpointer:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
         self._joint.left()
-        persist_parked(self._saver, failed)
+        persist_parked(self._saver, failed, again=self._watched.is_of_a_step)  # one rank parks
         if self._saver.last_is_in_memory and not self._overwritten.partly:
             whole = self._watched.is_between_steps
             return stays_with_bases(self._run, self.save if whole else None, failed)
@@ -434,8 +435,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        here = self._open and os.getpid() == self._pid
-        if here and self._keeper_stays:  # no base of all ranks: they may be gone
+        if self._open and os.getpid() == self._pid and self._keeper_stays:  # others may be gone
             self._release(stay=True)
             return
         self._watched.leave()

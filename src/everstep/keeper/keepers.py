@@ -28,6 +28,7 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.saver import Keeper
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.starting import StartingKeeper
+from everstep.keeper.waiting import unless_gone
 from everstep.options import Options
 from everstep.recover.held import Recalled
 from everstep.recover.scan import newest_timeline
@@ -429,7 +430,7 @@ class Keepers:
         return False
 
     def _replace(self, timeline: int) -> None:
-        lost = self.lost
+        lost, seat = self.lost, self._seat
         steps = self._remote.lost_steps if self._remote is not None else ()
         with storage_errors("look for newer timelines", self._run):
             newest = newest_timeline(self._seams.filesystem, self._run)
@@ -442,13 +443,12 @@ class Keepers:
             )
         self.open()
         assert self._remote is not None
-        self._remote.settle(self._options.progress_timeout_s)  # it may still write what we took
+        with unless_gone(self._remote):  # the next call sees to that
+            self._remote.settle(self._options.progress_timeout_s)  # it may still write what we took
+            if seat is not None:  # where the other ranks look for it
+                self.listen(*seat.peers[seat.rank])
         self.restarts += 1
-        seat = self._seat
-        if seat is not None:  # where the other ranks look for it
-            self.listen(*seat.peers[seat.rank])
-            seat = dataclasses.replace(seat, again=True, lost=steps)
-        self.serve(timeline, seat=seat)
+        self.serve(timeline, seat=seat and dataclasses.replace(seat, again=True, lost=steps))
         _log.warning("%s", lost)
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=5)
         if callable(self._options.on_failure) and lost is not None:

@@ -193,6 +193,7 @@ def finish_at_exit(
     if stay:
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
+        _tell_if_gone(keeper, shown)
         let_go(keeper, stay=True)
         return
     while True:
@@ -203,10 +204,21 @@ def finish_at_exit(
             wait_for_bases(saver, keeper, None)
             break
         except EverstepError as error:
-            print(f"everstep: a base was lost at exit: {error}", file=shown)
+            if not (isinstance(keeper, RemoteKeeper) and error is keeper.lost):
+                print(f"everstep: a base was lost at exit: {error}", file=shown)
             if isinstance(error, DeadlineError):
                 break
+    _tell_if_gone(keeper, shown)
     keeper.close()
+
+
+def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
+    """Nobody is left to put another in its place."""
+    if isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
+        steps = ", ".join(map(str, keeper.lost_steps))
+        bases = f" (bases of steps {steps})" if steps else ""
+        why = keeper.lost.message
+        print(f"everstep: what was not durable{bases} was lost at exit: {why}", file=shown)
 
 
 def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
@@ -265,12 +277,12 @@ def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper
     no longer that of the step. Says so."""
     if options.log is None or options.log.to != "memory":
         return False
-    stays = isinstance(keeper, RemoteKeeper)
-    where = (
-        f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
-        if stays
-        else "was in the memory of this process only, and is lost with it"
-    )
+    remote = keeper if isinstance(keeper, RemoteKeeper) else None
+    stays = remote is not None and remote.lost is None
+    where = f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
+    if not stays:
+        whose = "this process only" if remote is None else "a keeper that is gone"
+        where = f"was in the memory of {whose}, and is lost with it"
     print(
         f"everstep: {run}: no last base is taken of step {step}: the state has moved on within the "
         f"next step. What the log has since the newest base {where}",
@@ -279,11 +291,12 @@ def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper
     return stays
 
 
-def persist_parked(saver: Saver, failed: list[EverstepError]) -> None:
+def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) -> None:
     """The newest of captures of every step becomes durable, as they end with us.
 
     Args:
         failed: gets what fails.
+        again: if its keeper is gone, whoever waits next says so, and takes a base anew.
     """
     if not isinstance(saver, ScheduledSaver):
         return
@@ -291,7 +304,8 @@ def persist_parked(saver: Saver, failed: list[EverstepError]) -> None:
         saver.finish_captures()
         saver.persist_parked()
     except EverstepError as error:
-        failed.append(error)
+        if not (again and isinstance(error, KeeperError)):
+            failed.append(error)
 
 
 def stays_with_bases(

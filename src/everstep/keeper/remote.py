@@ -343,7 +343,7 @@ class RemoteKeeper:
         with progress(what, total) as bar:
             while True:
                 with self._changed:
-                    if not self._waiting and not self._asked.pending:
+                    if self.lost is not None or not (self._waiting or self._asked.pending):
                         break
                     self._changed.wait(_LOOK_AGAIN_S)
                 if show:

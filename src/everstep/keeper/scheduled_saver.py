@@ -91,7 +91,7 @@ class ScheduledSaver(Saver):
         if not self._parks or not isinstance(self._keeper, RemoteKeeper):
             return
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
-        with telling(save, self._channel.post):
+        with telling(save, self.post):
             self._take(identity, save, None, show=False)
         self._last = save
         self._channel.check()

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from everstep.errors import DeadlineError, KeeperError
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
 
-__all__ = ["keeper_gone", "keeper_silent", "not_durable_yet", "storage_hangs"]
+from everstep.errors import DeadlineError, EverstepError, KeeperError
+
+__all__ = ["keeper_gone", "keeper_silent", "not_durable_yet", "storage_hangs", "unless_gone"]
+
+
+class _MayBeLost(Protocol):
+    lost: EverstepError | None
+
+
+@contextlib.contextmanager
+def unless_gone(keeper: _MayBeLost) -> Iterator[None]:
+    """What is asked of a keeper that is lost meanwhile stays undone, without an error: whoever
+    looks whether it is there sees to its loss."""
+    try:
+        yield
+    except KeeperError:
+        if keeper.lost is None:
+            raise
 
 
 def storage_hangs(count: int) -> DeadlineError:
