@@ -214,12 +214,15 @@ class RankDisk:
 
     def _write_manifest(self, base: BaseId, directory: PurePath, manifest: Manifest) -> Event:
         """Only beside this rank's own marker: where that is gone, a newer timeline has swept up,
-        and what is made here now must count for nothing."""
+        and what is made here now must count for nothing. Nor may it where a newer timeline has
+        begun meanwhile: it took its inventory without this, and may be sweeping up on other disks.
+        One that begins later finds it."""
         marker = marker_name(self._rank)
         try:
             if marker in {entry.name for entry in self._filesystem.scan(directory)}:
                 keep_manifest(self._filesystem, self._run, manifest, self._unique, make=False)
-                if marker in {entry.name for entry in self._filesystem.scan(directory)}:
+                there = marker in {entry.name for entry in self._filesystem.scan(directory)}
+                if there and newest_timeline(self._filesystem, self._run) <= base.timeline:
                     return ManifestDurable()
         except FileNotFoundError:
             pass
@@ -228,7 +231,7 @@ class RankDisk:
     def _fenced(self, base: BaseId) -> FencedError:
         newest = newest_timeline(self._filesystem, self._run)
         return FencedError(
-            f"{base} is swept up: timeline {newest} has taken the run over",
+            f"{base}: timeline {newest} has taken the run over",
             step=base.step,
             rank=self._rank,
             path=self._run,
