@@ -153,7 +153,7 @@ def test_a_resume_on_a_processor_with_other_vector_code(
 def test_cuda_that_comes_into_use_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a call of the driver: it is asked with each record."""
     before = changeable()
-    assert before == (torch.get_num_threads(), False)
+    assert before == (torch.get_num_threads(), False, False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver is asked"))
-    assert changeable() == (torch.get_num_threads(), True)
+    assert changeable() == (torch.get_num_threads(), True, False)

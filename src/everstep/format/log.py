@@ -53,7 +53,7 @@ __all__ = [
 LOG_OBJECT = "everstep/log"
 NOT_EXACT = (
     "the log is of a state that was not exact, or of steps with another number of torch's threads, "
-    "or use of CUDA, than at the start of their timeline"
+    "use of CUDA, or treatment of denormals, than at the start of their timeline"
 )
 """Of records whose head says so."""
 

@@ -47,6 +47,7 @@ from everstep.keeper.saver import Saver
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
+from everstep.seams.fingerprint import Opened
 from everstep.state.image import State
 from everstep.state.survey import Shape, Survey
 
@@ -94,6 +95,7 @@ class Multistep:
         self._ended: Window | None = None  # nothing has been updated since
         self._digest: tuple[object, str] = (None, "")
         self._void = 0  # windows in a row
+        self._opened = Opened()
         self.stats = MultistepStats()
         self._choice = Choice(options, clock, self.stats)
         about = lane, clock, self._choice, saver.stall_s
@@ -110,8 +112,9 @@ class Multistep:
         """Whether a base is under way that is not all there."""
         return self._window is not None
 
-    def start(self, keeper: object, pool: CapturePool | None) -> None:
+    def start(self, keeper: object, pool: CapturePool | None, timeline: int) -> None:
         """From now on bases go to ``keeper``, through the memory of ``pool``."""
+        self._opened.began(timeline)
         Multistep.drop(self, "its keeper is no longer in service")  # other ranks go on
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
         self._pool, self._last = pool, None
@@ -139,7 +142,7 @@ class Multistep:
         if last is not None and (last.timeline, last.step) == base and not last.is_lost:
             return last
         self._ended = None
-        if sharp or self._void >= VOID_MAX:
+        if sharp or self._void >= VOID_MAX or not self._opened.holds:
             self._void = 0
             return self._saver.take(identity, show=sharp, survey=survey)
         return self._begin(identity, survey or self._state.survey())
@@ -252,6 +255,8 @@ class Multistep:
             # Where a hook of somebody else came last it is too late to tell.
             if not over and (name := window.parts.written(key)) is not None:
                 self._give_up(written(name))
+            elif not self._opened.holds:  # whoever makes it whole goes by the timeline's record
+                self._give_up("updates are computed otherwise than when the timeline was opened")
             else:
                 self._updates.consumed(window, key, lsn, step, over=over)
 

@@ -43,9 +43,9 @@ class RankMultistep(Multistep):
         self._asked: PartsPlan | None = None  # of the base that they have agreed on
         self._identity: ShardIdentity | None = None  # of the last mark
 
-    def start(self, keeper: object, pool: CapturePool | None) -> None:
+    def start(self, keeper: object, pool: CapturePool | None, timeline: int) -> None:
         """From now on bases go to ``keeper``, through the memory of ``pool``."""
-        super().start(keeper, pool)
+        super().start(keeper, pool, timeline)
         self._asked = None
 
     # --- At step marks ------------------------------------------------------------------

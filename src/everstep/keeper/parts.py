@@ -102,7 +102,7 @@ class Parts:
         if self.standby is not None:
             self.standby.start(keeper)
         if self.multistep is not None:
-            self.multistep.start(keeper, pool)
+            self.multistep.start(keeper, pool, timeline)
 
     def close(self, *, stay: bool = False) -> None:
         """Lets go of everything.

@@ -45,7 +45,7 @@ from everstep.keeper.untold import Untold
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.fingerprint import changeable
+from everstep.seams.fingerprint import Opened
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log_parts import updated_elsewhere
@@ -126,7 +126,7 @@ class Recorder:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self._timeline, self._exact, self._opened_with = 0, True, changeable()
+        self._timeline, self._exact, self._opened = 0, True, Opened()
         self._step_bytes = 0  # of the step under way
         self._followed: int | None = None  # the step whose mark was the last
         self._last_lsn = -1  # of which consumption was told
@@ -175,7 +175,8 @@ class Recorder:
             seen: the state, if it has been surveyed.
         """
         self._drop()
-        self._timeline, self._exact, self._opened_with = timeline, exact, changeable()
+        self._timeline, self._exact = timeline, exact
+        self._opened.began(timeline)
         self.nonfinite.first = None
         self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
@@ -183,7 +184,9 @@ class Recorder:
         survey = (seen or self._state.survey()) if self.rooms.into is not None else None
         self._replaced.start(survey)
         self.untold.start(survey, step)
-        self._followed, self._last_lsn = None, -1
+        self._followed, self._last_lsn, self._entries = None, -1, None
+        if survey is not None:  # save() may take a base before there is a mark
+            self._learn(survey)
         self.base_due = self.base_due or "a new timeline"
         self._leads_here = False
 
@@ -308,25 +311,26 @@ class Recorder:
         """The state was restored, from a base of this step (None: there was nothing), and surveyed
         then."""
         self.base_step = base_step or 0
-        self.untold.follows_base = base_step is not None
-        leads = base_step is not None and self._exact and self.rooms.into is not None
-        if leads and survey is not None:
-            digest = digest_of(survey.shape, self._consumption.regroup())
-            self._digest, self._leads_here = digest, True
+        self.untold.follows_base = there = base_step is not None
+        self._leads_here = there and self._exact and None not in (survey, self.rooms.into)
 
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk, or (0) the keeper is gone; in any thread."""
         self.disk.reached(number)
         self.rooms.release()
 
-    def _mark(self, into: Into, survey: Survey, lsn: int, step: int) -> None:
+    def _learn(self, survey: Survey) -> None:
+        """What the state consists of from now on."""
         shape = survey.shape
+        self._entries, self._digest = shape.entries, digest_of(shape, self._consumption.regroup())
+        self._in_marks = [e.name for e in shape.entries if shape.owners[e.name].in_marks]
+
+    def _mark(self, into: Into, survey: Survey, lsn: int, step: int) -> None:
         written = self.untold.at_mark(survey, step)
         regrouped = not self._consumption.grouped_as_before()
-        if shape.entries is not self._entries or regrouped:
-            self._in_marks = [e.name for e in shape.entries if shape.owners[e.name].in_marks]
-            changed, self._entries = self._entries is not None, shape.entries
-            before, self._digest = self._digest, digest_of(shape, self._consumption.regroup())
+        if survey.shape.entries is not self._entries or regrouped:
+            changed, before = self._entries is not None, self._digest
+            self._learn(survey)
             self._leads_here = self._leads_here and self._digest == before
             if changed:
                 self.base_due = "what the state consists of has changed"
@@ -476,7 +480,7 @@ class Recorder:
     def _head(
         self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""
     ) -> RecordHead:
-        exact = self._exact and changeable() == self._opened_with  # all that replay asks for
+        exact = self._exact and self._opened.holds  # all that replay asks for
         return RecordHead(kind, self._timeline, step, lsn, self._digest, exact, declared)
 
     def _lost(self, error: EverstepError) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from everstep.seams.machine import processor_model
 
-__all__ = ["changeable", "cuda_in_use", "fingerprint", "fingerprint_of_all"]
+__all__ = ["Opened", "changeable", "cuda_in_use", "fingerprint", "fingerprint_of_all"]
 
 _DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and no getter
+_SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # names, or Python multiplies them once
 
 
 def cuda_in_use() -> bool:
@@ -38,11 +40,31 @@ def fingerprint() -> dict[str, str]:
     return found
 
 
-def changeable() -> tuple[int, bool]:
+def changeable() -> tuple[int, bool, bool]:
     """What of :func:`fingerprint` a program changes while it trains, by one call: torch's threads,
-    and whether CUDA is in use. Asked with each record, so not whether a device is available, which
-    is a call of the driver."""
-    return torch.get_num_threads(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    whether CUDA is in use, and whether this thread flushes denormals (so do some libraries when
+    they are imported). Asked with each record, so not whether a device is available, which is a
+    call of the driver, nor by way of a tensor."""
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return torch.get_num_threads(), in_use, _SMALLEST_NORMAL * _HALF == 0.0
+
+
+class Opened:
+    """Whether :func:`changeable` is what the record of a timeline says, which is written when that
+    is opened."""
+
+    def __init__(self) -> None:
+        self._timeline, self._then = 0, changeable()
+
+    def began(self, timeline: int) -> None:
+        """``timeline`` is opened; or a keeper of it comes into service, which is no new record."""
+        if timeline != self._timeline:
+            self._timeline, self._then = timeline, changeable()
+
+    @property
+    def holds(self) -> bool:
+        """Whether all is as it was when the timeline was opened."""
+        return changeable() == self._then
 
 
 def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
