@@ -24,6 +24,7 @@ from everstep.commit.offers import Choice, Offer
 from everstep.commit.retention import RetentionPlan
 from everstep.commit.steps import Do, Send
 from everstep.commit.watermark import Watermark
+from everstep.keeper import ranks
 from everstep.keeper.ranks import RankDisk
 from everstep.recover import ranks as recover_ranks
 from everstep.testing import simrank
@@ -102,9 +103,16 @@ def stale_process_is_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_process_commits(patch: pytest.MonkeyPatch) -> None:
-    """A rank looks at the fence when it begins, and not again before the manifest (I11)."""
-    real = BaseCommit._on_fence
+    """A rank looks at the fence neither before the manifest nor behind it (I11)."""
+    real, write = BaseCommit._on_fence, RankDisk._write_manifest
+
+    def blindly(self: RankDisk, *about: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(ranks, "newest_timeline", lambda *_: 0)
+            return write(self, *about)
+
     patch.setattr(BaseCommit, "_on_fence", lambda self, newest: real(self, 0))
+    patch.setattr(RankDisk, "_write_manifest", blindly)
 
 
 def one_look_at_the_fence(patch: pytest.MonkeyPatch) -> None:
