@@ -47,6 +47,7 @@ from everstep.bench.workloads.training import (  # noqa: E402
 )
 from everstep.replay import engine  # noqa: E402
 from everstep.seams import failpoints  # noqa: E402
+from tests.keepers import end_keepers  # noqa: E402
 from tests.trainers import end_server  # noqa: E402
 
 SEED = 20240229
@@ -150,6 +151,14 @@ def disarmed() -> Iterator[None]:
 def run_folder(tmp_path: Path) -> Path:
     """Where a run can be made; it does not exist yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture
+def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nor is there one of another test, which had still to end."""
+    end_keepers(tmp_path_factory.getbasetemp())
+    yield
+    end_keepers(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -410,6 +410,8 @@ def _do_at(step: int, ckpt: Any) -> None:
             last.durable.exception(_HANGS_S)
     elif found == "draw":
         torch.rand(1)
+    elif found == "flush":
+        assert torch.set_flush_denormal(True)
     elif found == "raise":
         raise ValueError("planted")
 

@@ -35,7 +35,6 @@ from everstep.recover.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes import PidWatch, process_gone
 from everstep.seams.progress import silent
-from tests.keepers import end_keepers
 from tests.leftovers import MARK, processes_marked
 from tests.unit.serving import die, serving
 from tests.unit.test_keeper_process import PRELUDE, finish, start
@@ -52,13 +51,7 @@ from tests.unit.world import opened as opened_here
 
 ARENA = "memfd:everstep-arena"
 
-
-@pytest.fixture(autouse=True)
-def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nor is there one of another test, which had still to end."""
-    end_keepers(tmp_path_factory.getbasetemp())
-    yield
-    end_keepers(tmp_path_factory.getbasetemp())
+pytestmark = pytest.mark.usefixtures("no_keeper_stays")
 
 
 class World:

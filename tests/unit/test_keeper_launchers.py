@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everstep.keeper.registry import list_keepers
-from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer
 from tests.unit.test_keeper_process import PRELUDE, finish
 from tests.unit.world import TIMEOUT_S
+
+pytestmark = pytest.mark.usefixtures("no_keeper_stays")
 
 SCRIPT = (
     PRELUDE
@@ -38,14 +38,6 @@ say(digest=digest())
 {ending}
 """
 )
-
-
-@pytest.fixture(autouse=True)
-def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Nor is there one of another test, which had still to end."""
-    end_keepers(tmp_path_factory.getbasetemp())
-    yield
-    end_keepers(tmp_path_factory.getbasetemp())
 
 
 def script(folder: Path, ending: str) -> Path:

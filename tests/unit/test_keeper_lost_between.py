@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,17 @@ from everstep.errors import KeeperError
 from everstep.keeper.lifetime import finish_at_exit
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.remote import RemoteKeeper
-from tests.keepers import end_keepers
 from tests.unit.following import until
 from tests.unit.test_keeper_lost_waiting import kill_keeper, lost_of
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.world import TIMEOUT_S
 
-pytestmark = pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("no_keeper_stays"),
+    pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning"),
+]
 
 FAILPOINTS = "EVERSTEP_FAILPOINTS"
-
-
-@pytest.fixture(autouse=True)
-def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    end_keepers(tmp_path_factory.getbasetemp())
-    yield
-    end_keepers(tmp_path_factory.getbasetemp())
 
 
 def kill_noticed(ckpt: Any) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,16 @@ from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes import process_gone
-from tests.keepers import end_keepers
 from tests.unit.following import until
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.world import TIMEOUT_S
 
-pytestmark = pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("no_keeper_stays"),
+    pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning"),
+]
 
 FAILPOINTS = "EVERSTEP_FAILPOINTS"
-
-
-@pytest.fixture(autouse=True)
-def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nor is there one of another test, which had still to end."""
-    end_keepers(tmp_path_factory.getbasetemp())
-    yield
-    end_keepers(tmp_path_factory.getbasetemp())
 
 
 def kill_keeper() -> None:

@@ -15,11 +15,12 @@ import pytest
 from everstep.keeper.registry import list_keepers
 from everstep.seams import failpoints
 from everstep.seams.processes import process_gone
-from tests.keepers import end_keepers
 from tests.trainers import Popen, Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("no_keeper_stays")
 
 PRELUDE = """
 import hashlib, json, os, signal, sys, threading, warnings
@@ -93,14 +94,6 @@ def finish(process: Popen | Trainer) -> tuple[int, list[dict[str, Any]], str]:
 def keepers_gone() -> None:
     for keeper in list_keepers():
         assert process_gone(keeper.pid, TIMEOUT_S), f"keeper {keeper.pid} stays"
-
-
-@pytest.fixture(autouse=True)
-def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Nor is there one of another test, which had still to end."""
-    end_keepers(tmp_path_factory.getbasetemp())
-    yield
-    end_keepers(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

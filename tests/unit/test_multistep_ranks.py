@@ -220,6 +220,17 @@ def test_a_rank_whose_window_is_void_takes_its_part_in_one_step(
     check_resumed(job, "ddp", 6, undisturbed("ddp"))
 
 
+def test_a_rank_that_computes_otherwise_than_when_it_began_takes_its_part_in_one_step(
+    job: Job, undisturbed: Any
+) -> None:
+    """Its updates could not be repeated bit for bit: no window is begun there."""
+    said = job.train("ddp", over(every=4, on_failure="raise"), {}, {1: "flush"}, last=7)
+    assert job.committed() == {6}
+    assert [one["windows"] for one in report(said)] == [1, 0]
+    assert [one["abandoned"] for one in report(said)] == [0, 0]
+    check_resumed(job, "ddp", 6, undisturbed("ddp"))
+
+
 @pytest.mark.parametrize(
     ("last", "draws", "step"),
     [

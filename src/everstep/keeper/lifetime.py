@@ -204,7 +204,7 @@ def finish_at_exit(
             wait_for_bases(saver, keeper, None)
             break
         except EverstepError as error:
-            if not (isinstance(keeper, RemoteKeeper) and error is keeper.lost):
+            if not saver.is_loss(error):
                 print(f"everstep: a base was lost at exit: {error}", file=shown)
             if isinstance(error, DeadlineError):
                 break
@@ -217,7 +217,7 @@ def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
     if isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
         steps = ", ".join(map(str, keeper.lost_steps))
         bases = f" (bases of steps {steps})" if steps else ""
-        why = keeper.lost.message
+        why = f"{keeper.lost.message}; resume() goes on from the newest base that is durable"
         print(f"everstep: what was not durable{bases} was lost at exit: {why}", file=shown)
 
 
@@ -304,7 +304,7 @@ def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) ->
         saver.finish_captures()
         saver.persist_parked()
     except EverstepError as error:
-        if not (again and isinstance(error, KeeperError)):
+        if not (again and saver.is_loss(error)):
             failed.append(error)
 
 

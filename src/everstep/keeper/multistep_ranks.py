@@ -141,7 +141,7 @@ class RankMultistep(Multistep):
     def _wanted(self) -> int:
         """Into how many parts this rank would cut the base that is due."""
         self._asked, pool, void = None, self._pool, self._void >= VOID_MAX
-        if self._identity is None or pool is None or void:
+        if self._identity is None or pool is None or void or not self._opened.holds:
             self._void = 0
             return 1
         try:

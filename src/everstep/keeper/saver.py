@@ -201,10 +201,14 @@ class Saver:
     def post(self, error: EverstepError) -> None:
         """Reports what failed while a base was taken. Not that its keeper is gone: training goes
         on, and whoever puts another in its place tells of it, with or without a base under way."""
+        if not self.is_loss(error):
+            self._channel.post(error)
+
+    def is_loss(self, error: EverstepError) -> bool:
+        """Whether ``error`` is that the keeper is gone, and nothing else."""
         keeper = self._keeper
         gone = isinstance(keeper, RemoteKeeper) and error is keeper.lost
-        if not (gone and isinstance(error, KeeperError)):
-            self._channel.post(error)
+        return gone and isinstance(error, KeeperError)
 
     def asked(self, survey: Survey, identity: ShardIdentity) -> Prepared:
         """A base is not taken here, but asked for; returns what a base of this state is like."""
