@@ -32,6 +32,7 @@ from everstep.keeper.lifetime import (
     stays_for_the_log,
     stays_with_bases,
     tell_if_lost_again,
+    tell_if_lost_for_all,
     wait_for_bases,
     wait_through,
 )
@@ -266,7 +267,7 @@ class Checkpointer:
             self._multistep.stats.deferred += 1
         if due or self._base_due:
             # As soon as there is a keeper, and nothing is under way. Several ranks: now, or none.
-            later = self._keepers.lost is not None or under_way
+            later = under_way or (self._info.world == 1 and self._keepers.lost is not None)
             in_memory = not self._base_due and self._options.stays_in_memory(self._step)
             self._base_due = later and self._info.world == 1
             if not later:
@@ -364,15 +365,19 @@ class Checkpointer:
         check_timeout(timeout_s)
         self._saver.finish_captures()
         if self._keeper is not None:
-            wait_for_bases(self._saver, self._keeper, timeout_s)
+            keeper = self._keeper
+            wait_for_bases(self._saver, keeper, timeout_s)
             if self._keepers.revive(self._timeline):
                 self._take_over()
-                again = self._info.world == 1 and self._watched.is_of_a_step  # other ranks do not
-                self._base_due = not again if self._info.world == 1 else self._base_due
+                alone = self._info.world == 1
+                again = alone and self._watched.is_of_a_step  # other ranks do not
+                self._base_due = not again if alone else self._base_due
                 save = self._take(self._watched.whole_at_mark, show=True) if again else None
                 self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
                 tell_if_lost_again(save, self._keepers.lost, self._channel)
+                if not alone:
+                    tell_if_lost_for_all(keeper, self._channel)
         self._channel.check()
 
     def close(self) -> None:
@@ -449,24 +454,18 @@ class Checkpointer:
         return logs or len(set(self._info.nodes)) > 1 or self._options.method.in_memory
 
     def _identity(self) -> ShardIdentity:
-        return ShardIdentity(
-            run=self._run_id,
-            timeline=self._timeline,
-            step=self._step,
-            lsn=self._updates.lsn,
-            rank=self._info.rank,
-            world=self._info.world,
-            exact=self._exact,
-        )
+        at = self._timeline, self._step, self._updates.lsn
+        return ShardIdentity(self._run_id, *at, self._info.rank, self._info.world, self._exact)
 
     def _ready(self) -> None:
         """Before anything is counted or saved: open, healthy, and with a timeline."""
         self._check_open()
         self._channel.check()
         self._overwritten.check()
+        keepers = self._keepers
         if self._keeper is None:
             self._start_timeline(self._starts.fresh(), exact=True)
-        elif self._keepers.revive(self._timeline) or self._keeper is not self._keepers.current:
+        elif keepers.revive(self._timeline, self._step) or self._keeper is not keepers.current:
             self._take_over()
             self._base_due = self._info.world == 1
 

@@ -80,12 +80,9 @@ class Keepers:
         replica_bytes: int = 0,
         info: RankInfo = ONE_RANK,
     ) -> None:
-        self._options = options
-        self._seams = seams
-        self._run = run
-        self._run_id = run_id
-        self._channel = channel
-        self._ring = ring
+        self._options, self._seams = options, seams
+        self._run, self._run_id = run, run_id
+        self._channel, self._ring = channel, ring
         self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self._replica_bytes = replica_bytes
         self._info = info
@@ -405,8 +402,9 @@ class Keepers:
         its place is gone, too."""
         return self._why_not is not None or self.lost is not None
 
-    def revive(self, timeline: int) -> bool:
-        """Replaces a keeper process that is gone; says so. True if one was replaced.
+    def revive(self, timeline: int, again: int | None = None) -> bool:
+        """Replaces a keeper process that is gone; says so. True if one was replaced. Other ranks
+        are told which bases were lost: not that of step ``again``, which may be taken now.
 
         Raises:
             EverstepError: why it could not be, by the policy: FencedError when it has gone over
@@ -418,7 +416,7 @@ class Keepers:
             now_s = self._seams.clock.monotonic_s()
             if self._why_not is None or now_s >= self._try_again_s:
                 self._why_not, self._try_again_s = None, now_s + _TRY_AGAIN_S
-                self._replace(timeline)
+                self._replace(timeline, again)
                 return True
         except EverstepError as error:
             self._why_not = error
@@ -429,9 +427,9 @@ class Keepers:
         self._channel.check()
         return False
 
-    def _replace(self, timeline: int) -> None:
+    def _replace(self, timeline: int, again: int | None) -> None:
         lost, seat = self.lost, self._seat
-        steps = self._remote.lost_steps if self._remote is not None else ()
+        steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
         with storage_errors("look for newer timelines", self._run):
             newest = newest_timeline(self._seams.filesystem, self._run)
         if newest > timeline:

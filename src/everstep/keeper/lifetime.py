@@ -46,6 +46,7 @@ __all__ = [
     "stays_for_the_log",
     "stays_with_bases",
     "tell_if_lost_again",
+    "tell_if_lost_for_all",
     "wait_for_bases",
     "wait_through",
 ]
@@ -215,7 +216,7 @@ def finish_at_exit(
 def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
     """Nobody is left to put another in its place."""
     if isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
-        steps = ", ".join(map(str, keeper.lost_steps))
+        steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
         why = f"{keeper.lost.message}; resume() goes on from the newest base that is durable"
         print(f"everstep: what was not durable{bases} was lost at exit: {why}", file=shown)
@@ -261,6 +262,26 @@ def tell_if_lost_again(
             step=save.step,
             hint="dmesg tells whether they were killed for memory; each call of save() or wait() "
             "tries again",
+        )
+    )
+
+
+def tell_if_lost_for_all(keeper: Keeper, channel: BackgroundChannel) -> None:
+    """Other ranks hear from their keepers that no rank has a base which was lost with this one's
+    keeper; whoever waits for it here must hear of it, too.
+
+    Args:
+        keeper: that is gone.
+    """
+    if not isinstance(keeper, RemoteKeeper) or keeper.lost is None or not keeper.lost_steps:
+        return
+    steps = sorted(keeper.lost_steps)
+    bases = f"the base{'s'[: len(steps) > 1]} of step {', '.join(map(str, steps))}"
+    channel.post(
+        KeeperError(
+            f"no rank has {bases}: {keeper.lost.message}",
+            step=steps[-1],
+            hint="training goes on; the next base is taken as usual",
         )
     )
 

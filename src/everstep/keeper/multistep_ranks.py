@@ -186,7 +186,7 @@ class RankMultistep(Multistep):
             with self._counted():
                 self._end_at(window, identity)
         try:
-            if (window is None or self._ended is not window) and not self._keeper_is_lost:
+            if window is None or self._ended is not window:
                 taken = self._last = self._saver.take(identity, show=False)
         finally:
             self._together.taken(identity.step, taken)

@@ -79,9 +79,8 @@ class RemoteKeeper:
         self._writing: dict[int, Capture] = {}  # until they are durable or have failed
         self._replies: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
-        self._layouts: set[int] = set()
+        self._layouts, self._abandoned = set[int](), set[int]()
         self._telling = threading.Lock()  # of captures
-        self._abandoned: set[int] = set()
         self._log_layouts: dict[int, tuple[int, ShardLayout]] = {}
         self._asked = Asked(self._changed)
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
@@ -93,7 +92,7 @@ class RemoteKeeper:
         self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
         self._timeline, self._heard_s, self._written_bytes = 0, clock.monotonic_s(), 0
         self._hung = self._closing = self._recalled = False
-        self.lost_steps: tuple[int, ...] = ()  # of bases that were lost with it
+        self.lost_steps = set[int]()  # of bases lost with it, or due when it was gone
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
         )
@@ -298,6 +297,7 @@ class RemoteKeeper:
         """
         with self._changed:
             if self.lost is not None:
+                self.lost_steps.add(save.step)
                 failed(save.durable, self.lost)
                 return
             number = self._asked.add(save, exact=exact)
@@ -489,7 +489,7 @@ class RemoteKeeper:
                 return
             self.lost = error or KeeperError("this keeper was let go")
             captures = list(self._writing.values())
-            self.lost_steps = (*(capture.step for capture in captures), *self._asked.steps)
+            self.lost_steps.update((capture.step for capture in captures), self._asked.steps)
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()

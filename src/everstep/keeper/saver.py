@@ -194,7 +194,9 @@ class Saver:
         self.last_save_s = self._clock.monotonic_s()
         with telling(save, self.post):
             self._take(identity, save, survey, show=show)
-        self._last = save
+        self._last, keeper = save, self._keeper
+        if save.is_lost and isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
+            keeper.lost_steps.add(save.step)  # other ranks have their parts of it
         self._channel.check()
         return save
 
