@@ -79,6 +79,7 @@ class Hosts:
                 str(rank),
                 meet,
                 str(world),
+                ENDS=environment.get("DIES", ""),
                 **(environment if only in (None, rank) else {}),
             )
             for rank in range(world)

@@ -27,6 +27,7 @@ _LAUNCHER_S = 9 * TIMEOUT_S  # it loads torch five times
 
 TRAINING = """
 import hashlib, json, os, signal, sys, time, warnings
+from concurrent import futures
 import torch, torch.distributed as dist
 import everstep
 from everstep.keeper.registry import list_keepers
@@ -86,7 +87,13 @@ for step in range(recovery.step + 1, 8):
     optimizer.zero_grad()
     ckpt.step()
     say(step=step, digest=digest(), shared=shared())
-    if first and os.environ.get("DIES") == f"{rank} {step}":
+    dies = os.environ.get("DIES", "")
+    if first and os.environ.get("ENDS", dies).endswith(f" {step}"):
+        last = ckpt._saver._last  # is with the keepers of all ranks, whatever time they took
+        if last is not None:
+            futures.wait([last.staged], 60)
+        dist.barrier()
+    if first and dies == f"{rank} {step}":
         deadline_s = time.monotonic() + 60
         while deadly and armed & {info.pid for info in list_keepers()}:  # first it, then this
             assert time.monotonic() < deadline_s, "the keeper lives on"
@@ -127,8 +134,9 @@ class Job:
 
     def until_one_dies(self, *environments: dict[str, str]) -> list[str]:
         """As a launcher does: when one rank has died, all are killed; what they said."""
-        ranks = self.start(*environments)
         dying = next(rank for rank, env in enumerate(environments) if env)
+        ends = {"ENDS": environments[dying].get("DIES", "")}
+        ranks = self.start(*[{**ends, **environment} for environment in environments])
         status, _, err = finish_trainer(ranks[dying], TIMEOUT_S)
         assert status == -signal.SIGKILL, err
         said = []
