@@ -487,9 +487,9 @@ class RemoteKeeper:
         with self._changed:
             if self.lost is not None:
                 return
-            self.lost = error or KeeperError("this keeper was let go")
             captures = list(self._writing.values())
             self.lost_steps.update((capture.step for capture in captures), self._asked.steps)
+            self.lost = error or KeeperError("this keeper was let go")  # others look at it first
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()

@@ -55,5 +55,6 @@ def keeper_gone(pid: int, error: BaseException | None) -> KeeperError:
     why = f": {error}" if error is not None else ""
     return KeeperError(
         f"the keeper (process {pid}) is gone{why}",
-        hint="training goes on; a new keeper is started, and a new base taken",
+        hint="training goes on; a new keeper is started, and a new base taken (of several ranks, "
+        "as the next one is due)",
     )
