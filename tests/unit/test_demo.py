@@ -1042,6 +1042,7 @@ class TestEndToEnd:
         assert nothing_remains(temporary)
         assert no_keeper_remains(temporary)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="keeper processes are for Linux")
     def test_an_interrupt_ends_a_keeper_that_was_spared(
         self, temporary: Path, children: list[Child]

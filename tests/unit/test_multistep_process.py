@@ -146,13 +146,10 @@ def test_a_keeper_that_is_killed_where_recovery_makes_it_whole(
     check_lost_keeper(run_folder, failing=f"{place}=kill:1", rebuild="recovery")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
-    [
-        "rebuild.before=kill:1",
-        pytest.param("rebuild.after=kill:1", marks=pytest.mark.slow),
-        pytest.param("keeper.before_persist=kill:1", marks=pytest.mark.slow),
-    ],
+    ["rebuild.before=kill:1", "rebuild.after=kill:1", "keeper.before_persist=kill:1"],
 )
 def test_a_keeper_that_is_killed_is_replaced_and_a_base_taken(run_folder: Path, place: str) -> None:
     check_lost_keeper(run_folder, failing=place)

@@ -220,6 +220,7 @@ def test_a_rank_whose_window_is_void_takes_its_part_in_one_step(
     check_resumed(job, "ddp", 6, undisturbed("ddp"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_otherwise_than_when_it_began_takes_its_part_in_one_step(
     job: Job, undisturbed: Any
 ) -> None:
