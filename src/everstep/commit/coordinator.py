@@ -82,8 +82,18 @@ class Coordinator(Member):
     @property
     def is_settled(self) -> bool:
         """Whether nothing is being told, read back or deleted: no rank is waited for."""
-        under_way = self._kept or self._deletions or self._reading is not None
-        return not under_way and not any(self._owes(rank) for rank in self.cluster.leaders)
+        return not self._deletions and not self.awaited
+
+    @property
+    def awaited(self) -> set[int]:
+        """Ranks that have not answered what they were told or asked; this one is among them."""
+        leaders = set(self.cluster.leaders)
+        found = {rank for rank in leaders if self._owes(rank)}
+        for kept in self._kept.values():
+            found |= leaders - kept
+        if self._reading is not None:
+            found |= set(range(self.cluster.world)) - self._read.keys()
+        return found
 
     def heard(self, sender: int, message: Message) -> list[Out]:
         """A message of this session has come from ``sender``."""

@@ -118,6 +118,13 @@ class Member:
         self._deletions: list[BaseDeletion] = []
         self._of_no_use: tuple[BaseId, ...] = ()  # that ranks cannot read
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a base is committed here of which the watermark is still to be told: whoever
+        tells it asks then what this rank's disk holds."""
+        newest = max(self._manifests, default=None)
+        return newest is not None and (self.watermark.base is None or self.watermark.base < newest)
+
     # What drivers call.
 
     def persist(self, identity: ShardIdentity) -> list[Out]:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from everstep.commit.cluster import COORDINATOR, Cluster
 from everstep.commit.coordinator import Coordinator
@@ -42,18 +41,17 @@ from everstep.commit.steps import (
     Withdraw,
 )
 from everstep.errors import (
-    DamageError,
     DeadlineError,
     EverstepError,
     FencedError,
     FormatError,
     StateError,
-    StorageError,
 )
 from everstep.format.names import base_dir
 from everstep.format.plan import BasePlan
 from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing, Written
+from everstep.keeper.commit_errors import damaged_behind_commit, why_not_durable
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.ranks import RankDisk
 from everstep.keeper.retain_history import promises
@@ -167,7 +165,7 @@ class RankCommits:
         self._again: list[Do] = []  # what the disk has refused
         self._withdrawing: dict[BaseId, str] = {}
         self._complained: set[str] = set()
-        self._released = self._closing = False
+        self._released = self._closing = self._in_vain = False
         self._late: BaseId | None = None  # waits for ranks that are silent
         for step in seat.lost:
             self.refuse(BaseId(timeline, step), f"the keeper of rank {seat.rank} was lost with it")
@@ -294,13 +292,19 @@ class RankCommits:
         coordinator = self._member
         if not isinstance(coordinator, Coordinator) or coordinator.fenced is not None:
             return True
-        return coordinator.is_settled or self._closing
+        return coordinator.is_settled or self._in_vain or self._closing
+
+    def _is_in_vain(self) -> bool:
+        """Whether a rank is waited for that has gone; the next start does what is left to do."""
+        awaited = self._member.awaited if isinstance(self._member, Coordinator) else ()
+        return any(self._mailbox.is_gone(rank) for rank in awaited if rank != COORDINATOR)
 
     def _is_dispensable(self) -> bool:
         """Whether no other rank will ask this one for anything that it cannot do without."""
         if self._seat.rank == COORDINATOR:
             return self._is_settled()
-        return self._mailbox.is_gone(COORDINATOR) or self._member.watermark.before is None
+        may_delete = self._member.watermark.before is not None or self._member.is_behind
+        return self._mailbox.is_gone(COORDINATOR) or not may_delete
 
     # The thread.
 
@@ -312,6 +316,8 @@ class RankCommits:
                 with self._changed:
                     if data is not None:
                         self._hear(data)
+                    # Of a rank that has gone there may be messages until there are none.
+                    self._in_vain = data is None and self._is_in_vain()
                     self._absorb(self._member.tick(self._clock.monotonic_s()))
                     self._try_again()
                     self._changed.notify_all()
@@ -431,43 +437,16 @@ class RankCommits:
 
     def _report(self, out: Out) -> None:
         if isinstance(out, IsDamaged):
-            self._post(
-                DamageError(
-                    f"{out.base} was committed, but read back it is damaged: {out.problem}; "
-                    "older bases are kept",
-                    step=out.base.step,
-                    rank=out.rank,
-                    path=self._run,
-                    hint="the disk or memory of the rank's machine may be failing",
-                )
-            )
+            self._post(damaged_behind_commit(out, self._run))
         elif isinstance(out, IsDurable | GaveUp | IsLate):
             self._late = out.base if isinstance(out, IsLate) else None
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, IsDurable)
-                work.error = self._why_not(out)
+                work.error = why_not_durable(out, self._run, self._timeout_s)
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
         self._changed.notify_all()
-
-    def _why_not(self, out: IsDurable | GaveUp | IsLate) -> EverstepError | None:
-        where: dict[str, Any] = {"step": out.base.step, "path": self._run}
-        if isinstance(out, GaveUp):
-            return StorageError(
-                f"no rank has the base of step {out.base.step}: {out.reason}",
-                **where,
-                hint="training goes on; the next base is taken as usual",
-            )
-        if isinstance(out, IsLate):
-            silent = ", ".join(map(str, out.missing)) or "that lead on a disk"
-            return DeadlineError(
-                f"rank(s) {silent} have not written their parts of the base of step "
-                f"{out.base.step} within {self._timeout_s:g} s",
-                **where,
-                hint="they have died or hang; everstep ps on their machine shows their keepers",
-            )
-        return None
 
     # Files.
 
