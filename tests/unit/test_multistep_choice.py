@@ -218,3 +218,13 @@ def test_small_copies_that_are_held_up_do_not_make_the_link_slow() -> None:
             bench.clock.advance(slower * size_bytes / 3e8)
             timed.ended()
     assert bench.stats.link_bytes_per_s == pytest.approx(3e8)
+
+
+def test_a_first_base_that_was_slow_is_not_believed_for_long() -> None:
+    """A base of which most copies share the link has one that says something about it."""
+    bench = Bench()
+    for size_bytes, link in ((48 << 20, 2e8), (7 << 20, 3e8)):
+        timed = bench.choice.timed("part", size_bytes)
+        bench.clock.advance(size_bytes / link)
+        timed.ended()
+        assert bench.stats.link_bytes_per_s == pytest.approx(link)

@@ -50,11 +50,14 @@ class Timed:
 def _link(copies: Iterable[tuple[int, float]]) -> float:
     """Bytes per second that half of all bytes went at, or faster. Not their mean: small copies
     beside an update, whose thread is kept from its next chunk, say nothing about the link, and
-    parts cut for a slower one than there is wait."""
-    rates = sorted(((size / took_s, size) for size, took_s in copies), reverse=True)
-    left_bytes = sum(size for _, size in rates) / 2
-    for rate, size in rates:
-        left_bytes -= size
+    parts cut for a slower one than there is wait. Nor does one copy count for more than half of
+    them have: the first base is a single one, of the whole state, beside a keeper that begins."""
+    found = list(copies)
+    most_bytes = statistics.median_low(size for size, _ in found)
+    rates = sorted(((size / s, min(size, most_bytes)) for size, s in found), reverse=True)
+    left_bytes = sum(counted for _, counted in rates) / 2
+    for rate, counted in rates:
+        left_bytes -= counted
         if left_bytes <= 0:
             return rate
     raise AssertionError("unreachable")
