@@ -64,13 +64,12 @@ def end(ranks: list[RankTraining]) -> None:
     on_all(*(one.ckpt.close for one in ranks))
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_no_rank_leaves_before_the_base_before_its_last_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is its second one: until it hears of the last, there is nothing that it could delete."""
     SlowToTell(monkeypatch)
-    paths = tmp_path / "a", tmp_path / ("a" if shared else "b")
+    paths = tmp_path / "a", tmp_path / "b"
     with trainings(*paths, method="lazy", every=2, keep=1) as ranks:
         end(ranks)
     for path in paths:
