@@ -4,12 +4,10 @@ What can be told without one is told in ``tests/unit/test_cuda_lane.py``."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
 from everstep.state.layout import plan_shards
 from everstep.state.tensors import byte_view, stored_form
-from tests.gpu.world import DEVICE, NEEDS_CUDA
+from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
 from tests.unit.world import TIMEOUT_S
 
 pytestmark = NEEDS_CUDA
@@ -280,9 +278,8 @@ assert not torch._C._cuda_hasPrimaryContext(0), "a context on a device that nobo
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device only")
 def test_the_lanes_thread_makes_no_context_on_the_first_device() -> None:
     """Which is another rank's: of eight ranks seven would take some hundred MB of it."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(
-        [sys.executable, "-c", SECOND], env=environment, timeout=6 * TIMEOUT_S, check=True
+        [sys.executable, "-c", SECOND], env=ENVIRONMENT, timeout=6 * TIMEOUT_S, check=True
     )
 
 
@@ -294,7 +291,8 @@ def test_what_is_used_is_pinned_until_the_lane_is_closed(arena: Arena) -> None:
     lane.warm([torch.ones(1, device=DEVICE)], block)
     lane.run(lambda: None).result(TIMEOUT_S)
     assert block.is_pinned()
-    assert not block_of(arena, offset=128 << 20).is_pinned()
+    # A tensor of its own: torch looks at where the memory begins.
+    assert not torch.frombuffer(arena.view[128 << 20 :], dtype=torch.uint8).is_pinned()
     lane.close()
     assert not block.is_pinned()
 

@@ -21,7 +21,7 @@ from everstep.capture.devices import DeviceLane
 from everstep.errors import AuditError, StateError
 from everstep.keeper.registry import list_keepers
 from everstep.seams.processes import process_gone
-from tests.gpu.world import DEVICE, NEEDS_CUDA, World, opened, restored
+from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored
 from tests.unit.test_keeper_process import finish
 from tests.unit.world import TIMEOUT_S
 
@@ -280,7 +280,7 @@ def test_a_generator_is_restored_before_its_device_is_in_use(run_folder: Path) -
     wanted = torch.rand(9, device=DEVICE).tolist()
     found = subprocess.run(
         [sys.executable, "-c", LATER, str(run_folder)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=6 * TIMEOUT_S,
@@ -321,7 +321,7 @@ def test_a_killed_training_comes_back_from(source: str, run_folder: Path) -> Non
     for _ in range(2):
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(run_folder), source],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ from torch import nn
 import everstep
 from tests.unit.world import forget
 
-__all__ = ["DEVICE", "NEEDS_CUDA", "World", "bytes_of", "opened", "restored"]
+__all__ = ["DEVICE", "ENVIRONMENT", "NEEDS_CUDA", "World", "bytes_of", "opened", "restored"]
 
 DEVICE = torch.device("cuda")
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+}
+"""Of a process of its own, which finds what this one has found."""
 
 NEEDS_CUDA = [
     pytest.mark.gpu,

@@ -136,6 +136,13 @@ def stall(
     repeats: Repeats = 5,
     seed: Seed = 1234,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Of parameters, gradients and moments: float32 or bfloat16.")
+    ] = "float32",
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Sequences of a step [default: 1 on a CPU, 64 on a GPU]."),
+    ] = None,
     link: Link = None,
     writers: Annotated[int, typer.Option(help="Other processes that flush as much.")] = 0,
     free_core: FreeCore = True,
@@ -187,6 +194,8 @@ def stall(
         python_heavy=python_heavy,
         ablate=ablate,
         arms=parse_arms(arms),
+        batch=batch,
+        dtype=dtype,
         curves=curves is not None or json_output or trace is not None,
         folder=folder,
     )

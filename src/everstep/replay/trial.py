@@ -34,7 +34,9 @@ LONG: Shapes = {**SMALL, "long": (2 * 65536 + 37,), "odd": (1003,), "longer": (3
 """Longer than the chunks that CUDA's kernels over lists of tensors cut them into."""
 
 _UPDATES = 4
-_CLOSE = 1e-5  # some hundred roundings of float32
+# Some hundred roundings of float32. CUDA's fused Adam takes 1 - beta2 in float32, too, which for
+# 0.999 is off by 1.3e-5 of it.
+_CLOSE = 3e-5
 _WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 Results = Sequence[Sequence[torch.Tensor]]

@@ -32,6 +32,8 @@ class Block:
         calls_s: inside all calls of the library together.
         causes: seconds that training was held up, by cause.
         within_s: of these, within steps; None: ``gate``, and nothing else.
+        device_s: what a device spent within hooks, where it waits instead of the thread; None
+            without one.
         staged_s: the state was copied; None if that is not known.
         done_s: the library said so; None without a save.
         sync_s: what it had left unsynced.
@@ -54,6 +56,7 @@ class Block:
     calls_s: float = 0.0
     causes: Mapping[str, float] = field(default_factory=dict)
     within_s: float | None = None
+    device_s: float | None = None
     staged_s: float | None = None
     done_s: float | None = None
     sync_s: float = 0.0
@@ -74,8 +77,9 @@ class Block:
 
     @property
     def stall_s(self) -> float:
-        """What the training thread spent in the library: its calls, and its hooks."""
-        return self.calls_s + self._within_s
+        """What the training thread spent in the library: its calls, and its hooks. Where there
+        is a device, what that spent within the hooks: the thread runs ahead of it there."""
+        return self.calls_s + (self._within_s if self.device_s is None else self.device_s)
 
     @property
     def other_s(self) -> float:
@@ -229,11 +233,13 @@ class Interval:
     Attributes:
         every: steps of a block, at least.
         ideals: by number of the round.
+        pinned_bytes_per_s: of a plain copy from the device into pinned memory, likewise.
     """
 
     every: int
     ideals: dict[int, Ideal]
     rows: list[Row]
+    pinned_bytes_per_s: dict[int, float] = field(default_factory=dict)
 
     def row(self, name: str) -> Row | None:
         """The row of an arm, if it has a figure."""
@@ -266,6 +272,17 @@ class Interval:
     def loop_rate(self, row: Row) -> Spread | None:
         """How fast the loop goes while a save is under way, relative to ideal."""
         return self._paired(row, lambda ideal, block: ideal.loop_rate(block))
+
+    def link_share(self, row: Row, size_bytes: int) -> Spread | None:
+        """How fast a state of this size was in host memory, from the call on, next to a plain
+        copy into pinned memory."""
+        found = []
+        for number in sorted(self.pinned_bytes_per_s.keys() & row.blocks.keys()):
+            block = row.blocks[number]
+            if block.staged_s is not None:
+                rate = size_bytes / (block.staged_s - block.begin_s)
+                found.append(rate / self.pinned_bytes_per_s[number])
+        return Spread.of(found)
 
     def trainer_cpu_s(self, row: Row) -> Spread | None:
         """Processor time of the training process for a save."""

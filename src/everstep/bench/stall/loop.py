@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from everstep.bench.persist.state import flatten
+from everstep.bench.stall.device import DeviceClock
 from everstep.bench.workloads import GPTConfig, Training, TrainingConfig, gpt_of, stdlib_text
 from everstep.bench.workloads.training import training_of
 from everstep.errors import UnavailableError
@@ -23,7 +24,7 @@ _TEXT_BYTES = 1 << 20
 _SCHEDULE_STEPS = 1_000_000
 _CALIBRATE = 3
 _CALIBRATE_ROUNDS = 20_000
-_CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (512, 16)}  # short steps, so that a save fills some
+_CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (128, 64)}  # short steps, so that a save fills some
 
 
 class Workload(Protocol):
@@ -66,6 +67,8 @@ class Step(NamedTuple):
         forward_end_s: the loss is known, backward begins; None if nobody looked.
         applied: from the first hook behind the update to the last: where gradients are waited
             for; None if nobody looked.
+        device_s: what the device spent within both: it waits there, and not the thread; None where
+            there is none, or nobody looked.
     """
 
     begin_s: float
@@ -73,6 +76,7 @@ class Step(NamedTuple):
     hooks: Span | None = None
     forward_end_s: float | None = None
     applied: Span | None = None
+    device_s: float | None = None
 
 
 class Loop:
@@ -81,6 +85,7 @@ class Loop:
     Args:
         options: size, seed, device, whether there is a part of pure Python.
         batch: sequences of a step; None: so few that a save fills some steps.
+        dtype: of the parameters, and so of gradients and moments.
 
     Attributes:
         training: the run; its optimizer has made its state.
@@ -91,7 +96,9 @@ class Loop:
         loss: before the update of the last step.
     """
 
-    def __init__(self, options: Workload, *, batch: int | None = None) -> None:
+    def __init__(
+        self, options: Workload, *, batch: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("this torch sees no CUDA device", hint="leave out --device cuda")
         context, usual = _CONTEXT_BATCH[options.device]
@@ -99,15 +106,19 @@ class Loop:
         shape: GPTConfig = gpt_of(options.params, context=context)
         config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
         text = stdlib_text(_TEXT_BYTES)
-        self.training: Training = training_of(shape, config, text, device=options.device)
+        self.training: Training = training_of(
+            shape, config, text, device=options.device, dtype=dtype
+        )
         self.loss = self.training.step()  # makes the optimizer's state
         tensors = flatten(self.nested())
         self.tensors = len(tensors)
         self.size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         self.description = (
             f"GPT of {shape.params:,} parameters ({shape.layers} layers, width {shape.width}) "
-            f"with AdamW, float32, on {options.device}; batches of {batch} x {context} bytes"
+            f"with AdamW, {str(dtype).removeprefix('torch.')}, on {options.device}; batches of "
+            f"{batch} x {context} bytes"
         )
+        self._clock = DeviceClock() if options.device == "cuda" else None
         self._data = text
         self._rounds = 0
         self._hooks: Span | None = None
@@ -123,25 +134,33 @@ class Loop:
         self.loss = self.training.step()  # ends with it on the host, behind the update
         if self._rounds:
             _churn(self._data, self._rounds)
-        return Step(begin_s, time.monotonic(), self._hooks, self._forward_end_s, self._applied)
+        end_s = time.monotonic()
+        device_s = None if self._clock is None else self._clock.taken_s()
+        return Step(begin_s, end_s, self._hooks, self._forward_end_s, self._applied, device_s)
 
     def watch_hooks(self) -> None:
         """From now on steps say when forward ended, and when the hooks before and behind the
         update ran: all that are there."""
-        optimizer = self.training.optimizer
+        optimizer, clock = self.training.optimizer, self._clock
         begin_s = dict.fromkeys(("before", "behind"), 0.0)
 
         def first(where: str) -> Callable[..., None]:
             def begun(*_: Any) -> None:
                 begin_s[where] = time.monotonic()
+                if clock is not None:
+                    clock.begin()
 
             return begun
 
         def gated(*_: Any) -> None:
             self._hooks = Span(begin_s["before"], time.monotonic())
+            if clock is not None:
+                clock.end()
 
         def applied(*_: Any) -> None:
             self._applied = Span(begin_s["behind"], time.monotonic())
+            if clock is not None:
+                clock.end()
 
         def forward(*_: Any) -> None:
             self._forward_end_s = time.monotonic()

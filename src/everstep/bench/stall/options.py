@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from everstep.errors import OptionError
 from everstep.given import nearest
 
@@ -70,6 +72,7 @@ ABLATIONS = (
 """``lazy-buffered`` has no keeper process, since its file system is a replaced seam: it is
 compared with the arm that has none either."""
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE_CORE = "lazy-one-core"
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _PARAMS_MIN, _PARAMS_MAX = 100_000, 10_000_000_000
@@ -94,6 +97,7 @@ class StallOptions:
         ablate: add arms that lack one mechanism each.
         arms: names of arms; None for all. The ideal is always among them.
         batch: sequences of a step; None: so few that a save fills some steps.
+        dtype: of the parameters, and so of gradients and moments: ``"float32"`` or ``"bfloat16"``.
         curves: also record, for each of our arms, what keeper and link do over some saves.
         folder: a folder is made in it, and removed at the end.
 
@@ -113,6 +117,7 @@ class StallOptions:
     ablate: bool = False
     arms: tuple[str, ...] | None = None
     batch: int | None = None
+    dtype: str = "float32"
     curves: bool = False
     folder: Path | None = None
 
@@ -124,6 +129,8 @@ class StallOptions:
             raise OptionError(f"every={self.every!r}: blocks have at least one step")
         if self.device not in ("cpu", "cuda"):
             raise OptionError(f"no device {self.device!r}; there are: cpu, cuda")
+        if self.dtype not in _DTYPES:
+            raise OptionError(f"no dtype {self.dtype!r}; there are: {', '.join(_DTYPES)}")
         if not 0 <= self.writers <= _WRITERS_MAX:
             raise OptionError(f"writers={self.writers}: between 0 and {_WRITERS_MAX}")
         if self.link_bytes_per_s is not None:
@@ -138,6 +145,11 @@ class StallOptions:
             check_arm(name, _known())
         if self.arms is not None and not set(self.arms) - {IDEAL, NEIGHBOUR}:
             raise OptionError("no arm that saves was chosen", hint="like --arms lazy,torch.save")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The same as torch's."""
+        return _DTYPES[self.dtype]
 
     def names(self) -> tuple[str, ...]:
         """The arms to measure, the ideal first, each once, in the order of :data:`ARMS`."""

@@ -19,6 +19,7 @@ _ONE_CORE = "lazy-one-core"
 _STALL_S_MAX = 0.002
 _SLOWDOWN_MAX = 0.1
 _RATE_MIN = 0.98
+_LINK_SHARE_MIN = 0.9
 
 
 @dataclass(slots=True)
@@ -81,11 +82,17 @@ class StallReport:
     def verdicts(self, interval: Interval) -> list[Verdict]:
         """The targets, each with the measured figure."""
         ours = interval.row(_OURS)
-        return [
+        found = [
             self._stall_verdict(ours),
             self._slowdown_verdict(interval, ours),
             self._rate_verdict(interval, ours),
         ]
+        return [*found, self._link_verdict(interval, ours)] if self.on_device else found
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the state is in a device's memory."""
+        return self.options.device != "cpu"
 
     def all_met(self) -> bool:
         """Whether every target is met in every interval."""
@@ -97,6 +104,7 @@ class StallReport:
         return {
             **facts_as_json(self),
             "device": options.device,
+            "dtype": options.dtype,
             "emulated_link_bytes_per_s": options.link_bytes_per_s,
             "writers": options.writers,
             "python_part_s": self.python_part_s,
@@ -149,12 +157,22 @@ class StallReport:
             figure += f"; without: {beside.median:.3f}"
         return Verdict(what, figure, found.median >= _RATE_MIN)
 
+    def _link_verdict(self, interval: Interval, ours: Row | None) -> Verdict:
+        what = f"from the device by a {_OURS} save: at least {_LINK_SHARE_MIN} of a pinned copy"
+        share = None if ours is None else interval.link_share(ours, self.size_bytes)
+        limit = Spread.of([rate / 1e9 for rate in interval.pinned_bytes_per_s.values()])
+        if share is None or limit is None:
+            return Verdict(what, "-", None)
+        figure = f"{share.median:.3f} of {limit.median:.1f} GB/s"
+        return Verdict(what, figure, share.median >= _LINK_SHARE_MIN)
+
     def _interval_as_json(self, interval: Interval) -> dict[str, Any]:
         step = interval.step_s()
         return {
             "every": interval.every,
             "ideal_step_s": step and step.as_json(),
             "noise_s": interval.noise_s(),
+            "pinned_bytes_per_s": list(interval.pinned_bytes_per_s.values()),
             "arms": [self._row_as_json(interval, row) for row in interval.rows],
             "ablations": [
                 {"mechanism": a.mechanism, "without": a.without, "with": a.with_it}
@@ -209,6 +227,7 @@ class StallReport:
             "ideal_step_s": None if ideal is None else ideal.step_s,
             "stall_s": block.stall_s,
             "stall_by_cause_s": {**block.causes, "other": block.other_s},
+            "device_s": block.device_s,
             "durable_s": block.durable_s,
             "sync_s": block.sync_s,
             "after_s": block.after_s,

@@ -22,6 +22,7 @@ from everstep.bench.persist.workspace import (
 from everstep.bench.stall.arms import TIMEOUT_S, Arm, Pending
 from everstep.bench.stall.arms import Ideal as IdealArm
 from everstep.bench.stall.cores import Placement, descendants
+from everstep.bench.stall.device import PinnedLink
 from everstep.bench.stall.figures import Block, Ideal, Interval, Row
 from everstep.bench.stall.gauges import (
     cpu_s,
@@ -48,7 +49,7 @@ _IDEAL_STEPS_MIN = 4
 _WARM_UPS = 3  # from then on files are recycled, and buffers and stagers are warm
 _CURVE_SAVES = 3
 _COPIES_IN_MEMORY = 2.0  # that an arm holds, at most
-_COPIES_ON_DISK = 3  # bases and recycled files of one run
+_COPIES_ON_DISK = 2  # of one run: a base, and the file of the one before it, or the next
 _COPIES_OF_MULTISTEP = 4.0  # besides: gradients of several steps
 _TORCH_BYTES = 512 << 20  # of a keeper that replays
 _KEEPER_BYTES = 256 << 20
@@ -87,7 +88,7 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
         placement = Placement(free_core=options.free_core)
         with placement.pinned(), contextlib.ExitStack() as stack:
             display.begin("making a model", 1)
-            loop = Loop(options, batch=options.batch)
+            loop = Loop(options, batch=options.batch, dtype=options.torch_dtype)
             _check_room(options, machine, loop.size_bytes, folder)
             if any(name.startswith("dcp") for name in options.names()):
                 from everstep.bench.stall.dcp import single_rank_group
@@ -134,6 +135,7 @@ class _Bench:
         self._display = display
         self._signals = signals
         self._random = random.Random(options.seed)
+        self._link = PinnedLink() if options.device == "cuda" else None
 
     def open(self, folder: Path, stack: contextlib.ExitStack) -> list[_Opened]:
         """Opens the arms one after the other, and lets each save until it is warm."""
@@ -165,6 +167,8 @@ class _Bench:
                 rows[id(opened)].error = opened.error
             if number:
                 interval.ideals[number] = Ideal(tuple(alone))
+                if self._link is not None:
+                    interval.pinned_bytes_per_s[number] = self._link.bytes_per_s()
         return interval
 
     def curves(self, arms: list[_Opened], every: int) -> list[Curve]:
@@ -279,6 +283,7 @@ class _Bench:
             calls_s=called_s - begin_s + after_steps_s if saves else 0.0,
             causes={cause: s - stalls[cause] for cause, s in arm.stalls().items()} if saves else {},
             within_s=within_s,
+            device_s=_on_device_s(steps) if saves else None,
             staged_s=None if pending is None else pending.staged_s,
             done_s=None if pending is None else pending.done_s,
             sync_s=sync_s,
@@ -332,6 +337,11 @@ class _Bench:
             if opened.arm.role != "peer" or self._signals:
                 raise
             opened.error = _in_a_line(error)
+
+
+def _on_device_s(steps: Sequence[Step]) -> float | None:
+    found = [step.device_s for step in steps if step.device_s is not None]
+    return sum(found) if found else None
 
 
 def _in_a_line(error: BaseException) -> str:

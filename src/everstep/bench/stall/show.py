@@ -84,7 +84,7 @@ def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
     step = interval.step_s()
     ideal = "" if step is None else f"; an ideal step takes {1e3 * step.median:.1f} ms"
     title = f"What a save costs training, ms; {_steps(interval)}{ideal}"
-    made = plain_table(_COST)
+    made = plain_table((*_COST, "on the GPU", "link") if report.on_device else _COST)
     for row in interval.rows:
         if not row.blocks:
             made.add_row(row.name, "-", *[""] * (len(_COST) - 2))
@@ -104,8 +104,14 @@ def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
             _ms(interval.difference_s(row)),
             "-" if share is None else f"{100 * share.median:.1f} %",
             _plain(report.gb_per_s(row), 2),
+            *(_of_device(report, interval, row) if report.on_device else ()),
         )
     return title, made
+
+
+def _of_device(report: StallReport, interval: Interval, row: Row) -> tuple[str, str]:
+    held = row.spread(lambda block: block.device_s)
+    return _ms(held), _plain(interval.link_share(row, report.size_bytes), 2)
 
 
 def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
@@ -169,6 +175,13 @@ def _notes(report: StallReport) -> list[str]:
         "torch.save serialise is tried without a file; for DCP and torchsnapshot it is part of "
         "file. memory: of host memory at most, kept and in passing, processes beside included.",
     ]
+    if report.on_device:
+        notes.append(
+            "On the GPU: what the device spent in hooks around the update, waiting for copies "
+            "above all, by its own clock. The training thread runs ahead of it there, so of "
+            "hooks it is this that counts as stall. link: how fast the state was in host memory, "
+            "from the call on, next to a plain copy of 1 GiB into pinned memory in the same round."
+        )
     for interval in report.intervals:
         noise_s = interval.noise_s()
         if noise_s is not None:

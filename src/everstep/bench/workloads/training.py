@@ -138,18 +138,22 @@ def training_of(
     text: bytes,
     *,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     wrap: Callable[[GPT], GPT] = lambda model: model,
 ) -> Training:
-    """Builds a training run; the weights come from torch's generator as it stands.
+    """Builds a training run; the weights come from the device's generator as it stands.
 
     Args:
+        dtype: of the parameters, and so of gradients and moments.
         wrap: makes of the model what is trained, before there is an optimizer.
 
     Raises:
         OptionError: when ``text`` does not fill one batch.
     """
     loader = WindowLoader(text, context=model.context, batch=training.batch, seed=training.seed)
-    gpt = wrap(GPT(model).to(device))
+    with torch.device(device):  # a billion weights take the host's generator half a minute
+        made = GPT(model).to(dtype)
+    gpt = wrap(made)
     parameters = list(gpt.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": training.weight_decay},
