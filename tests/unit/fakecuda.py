@@ -21,8 +21,8 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
 from tests.unit.world import TIMEOUT_S
 
-__all__ = ["POISON", "Actor", "FakeCuda", "FakeHost", "FakeThreads", "cuda_device"]
+__all__ = ["POISON", "Actor", "FakeCuda", "FakeHost", "FakeThreads", "Token", "cuda_device"]
 
 POISON = 0xAA
 _CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ class FakeCuda:
         monkeypatch.setattr(cuda_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_launch_something", self._launch)
-        for name in ("_device", "_packed", "_send", "_used_on"):
+        for name in ("_device", "_done", "_packed", "_send", "_used_on"):
             monkeypatch.setattr(cuda_module, name, getattr(self, f"play{name}"))
 
     # --- What torch.cuda has ---
@@ -261,7 +261,24 @@ class FakeCuda:
         self.current_stream(device).push(run)
         return packed
 
-    def play_send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def play_done(self, issued: Future[Any], timeout_s: float | None) -> bool:
+        if timeout_s == 0.0 or issued.done():
+            return issued.done()
+        if self._actor() is not None:
+            self.run_until(issued.done)
+        elif found := [actor for actor in self.actors if actor.name == "issue"]:
+            with self._lock:
+                while not issued.done():  # nothing else goes on
+                    next(actor for actor in found if actor.may_go_on).go_on()
+        else:  # a thread of its own
+            wait([issued], timeout_s)
+        return issued.done()
+
+    def play_send(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self._play_copy(source, target)
+
+    def _play_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         begin, end = target.data_ptr(), target.data_ptr() + target.numel()
         assert any(a <= begin and end <= e for a, e in self.registered.items()), (
             "a copy to memory that is not pinned, or that goes over an edge of a registration"
@@ -382,6 +399,7 @@ class Actor:
     """A thread that runs only between two calls of :meth:`go_on` and :meth:`give_way`."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self.name = name
         self.over = self._stopped = False
         self._there: Callable[[], bool] = lambda: True
         self._error: BaseException | None = None
@@ -441,6 +459,10 @@ class FakeHost(CpuLane):
         self._cuda = cuda
         self._threads: Any = FakeThreads(cuda)
 
+    def thread(self, name: str) -> Any:
+        """Goes on when the schedule lets it, too."""
+        return FakeThreads(self._cuda, "issue")
+
     @property
     def ident(self) -> int | None:
         """Of its thread."""
@@ -451,24 +473,24 @@ class FakeHost(CpuLane):
 class FakeThreads:
     """One thread, an actor."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, name: str = "lane") -> None:
         self._cuda = cuda
         self._jobs: deque[Callable[[], None] | None] = deque()
-        self._actor = cuda.start("lane", self._work)
+        self._actor = cuda.start(name, self._work)
         self.ident = self._actor.ident
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
 
         def job() -> None:
             try:
-                work()
+                result = work()
             except AssertionError:
                 raise  # the test's
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(result)
 
         self._jobs.append(job)
         return future

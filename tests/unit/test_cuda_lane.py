@@ -33,7 +33,7 @@ from everstep.capture.pinned import PinnedMemory
 from everstep.errors import OutOfSpaceError, RecoveryError, StateError, UnavailableError
 from everstep.state.layout import plan_shards
 from everstep.state.tensors import stored_form
-from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, cuda_device
+from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
 from tests.unit.world import TIMEOUT_S, freeze, opened
 
 PAGE = 4096
@@ -264,11 +264,12 @@ def gate_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_for_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def behind_nothing(lane: CudaLane, device: torch.device, yielding: bool) -> Any:
-        streams = lane._yielding if yielding else lane._streams
-        if device not in streams:
-            streams[device] = cuda_module._cuda.Stream(device)
-        return streams[device]
+    behind_current = CudaLane._behind_current
+
+    def behind_nothing(lane: CudaLane, *args: Any, **options: Any) -> Any:
+        found = behind_current(lane, *args, **options)
+        never = cuda_module._cuda.Event(blocking=True)  # recorded: nobody waits for it
+        return {device: (stream, never) for device, (stream, _) in found.items()}
 
     monkeypatch.setattr(CudaLane, "_behind_current", behind_nothing)
 
@@ -367,7 +368,8 @@ def test_the_gate_does_not_hold_the_cpu(cuda: FakeCuda) -> None:
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     weight = on_device(cuda, 1)
     transfer = lane.submit(batches_of(weight), block, lambda end: None)
-    assert transfer.gate(100, 0.0)
+    assert not transfer.gate(100, 0.0), "the copy is not even enqueued"
+    assert transfer.gate(100, TIMEOUT_S)
     cuda.later(weight, torch.full((100,), 2, dtype=torch.uint8))
     assert block[0] == 0
     assert not transfer.wait(0.0)
@@ -388,9 +390,9 @@ def test_the_gate_waits_for_no_more_than_it_must(
     transfer = lane.submit(batches_of(*tensors), block, lambda end: None)
     stream = cuda.current_stream(GPU)
     assert transfer.gate(0, 0.0)
-    assert not isinstance(stream.queue[-1], type(transfer._reached[0][1].token))
-    assert transfer.gate(250, 0.0)
-    waits = [transfer._reached[n][1].token for n in (2, 1)]
+    assert not isinstance(stream.queue[-1], Token)
+    assert transfer.gate(250, TIMEOUT_S)
+    waits = [transfer._reached()[n][1].token for n in (2, 1)]
     assert stream.queue[-1] is waits[0]
     assert cuda.current_stream(cuda_device(1)).queue[-1] is waits[1]
     lane.close()
@@ -403,7 +405,7 @@ def test_small_tensors_in_host_memory_are_copied_at_once(cuda: FakeCuda) -> None
     told: list[int] = []
     transfer = lane.submit(batches_of(weight, step), block, told.append)
     step.fill_(8)
-    assert transfer.gate(104, 0.0)
+    assert transfer.gate(104, TIMEOUT_S)
     assert told == []
     lane.close()
     assert told == [100, 104]
@@ -449,6 +451,32 @@ def test_a_copy_that_fails_is_told_and_nothing_after_it(
     assert ran.is_set(), "who waits for the end would never learn of it"
 
 
+def test_a_job_is_behind_copies_that_are_yet_to_be_enqueued(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody waits for them any more, since another copy has failed."""
+    monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", 0)
+    host = FakeHost(cuda)
+
+    def fails(batch: Batch, block: torch.Tensor) -> None:
+        raise OSError("lost")
+
+    monkeypatch.setattr(host, "_copy", fails)
+    lane, block = CudaLane(host), block_of()
+    tensors = on_device(cuda, 1), torch.ones(8, dtype=torch.uint8)
+    transfer = lane.submit(batches_of(*tensors), block, lambda end: None)
+    seen: list[int] = []
+    lane.run(lambda: seen.append(int(block[:100].sum())))
+    thread = next(actor for actor in cuda.actors if actor.name == "lane")
+    while thread.may_go_on:
+        thread.go_on()
+    assert not seen
+    lane.close()
+    assert seen == [100]
+    with pytest.raises(OSError, match="lost"):
+        transfer.wait(0.0)
+
+
 def test_a_device_that_fails_is_told(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(event: FakeEvent) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -467,6 +495,29 @@ def test_a_device_that_fails_is_told(cuda: FakeCuda, monkeypatch: pytest.MonkeyP
     lane.close()
 
 
+def test_a_job_is_behind_copies_that_were_enqueued_before_one_failed(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is given back then is not copied into any more."""
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    weight, turned = on_device(cuda, 1), on_device(cuda, 2).view(4, -1).t()
+    monkeypatch.setattr(cuda_module, "_EVENT_BYTES", 1)
+
+    def full(batch: Batch) -> torch.Tensor:
+        raise OutOfSpaceError("the GPU has no 100 bytes left")
+
+    monkeypatch.setattr(cuda_module, "_packed", full)
+    copies = [*batches_of(weight, weight), Batch(200, 300, (), turned)]
+    transfer = lane.submit(copies, block, lambda end: None)
+    seen: list[int] = []
+    lane.run(lambda: seen.append(int(block[:200].sum())))
+    lane.close()
+    with pytest.raises(OutOfSpaceError, match="no 100 bytes"):
+        transfer.wait(0.0)
+    assert seen == [200]
+    assert transfer.gate(300, TIMEOUT_S), "training goes on"
+
+
 @pytest.mark.parametrize("what", ["record", "synchronize", "stream", "device"])
 def test_a_device_that_has_failed_holds_up_neither_jobs_nor_the_end(
     what: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
@@ -481,7 +532,8 @@ def test_a_device_that_has_failed_holds_up_neither_jobs_nor_the_end(
         yield fails()
 
     lane = CudaLane(FakeHost(cuda))
-    lane.submit(batches_of(on_device(cuda, 1)), block_of(), lambda end: None)
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block_of(), lambda end: None)
+    assert transfer.gate(1, TIMEOUT_S)
     ran = threading.Event()
     with monkeypatch.context() as patch:
         if what in ("stream", "device"):
@@ -632,6 +684,7 @@ def test_the_arena_of_another_keeper_takes_its_place(cuda: FakeCuda) -> None:
         lane.submit(batches_of(on_device(cuda, n + 1)), block, lambda end: None)
         for n, block in enumerate(blocks)
     ]
+    assert all(transfer.gate(1, TIMEOUT_S) for transfer in transfers)
     assert len(cuda.registered) == 2
     cuda.run_until(lambda: len(cuda.registered) == 1)
     assert transfers[0].wait(0.0)

@@ -1,9 +1,11 @@
 """The lane of CUDA devices: copies run on a side stream, and updates wait for them there.
 
-The trainer's thread only enqueues. The side stream waits for what the current stream has
-been given so far (the update that made the state); the current stream waits, at the gate,
-for the copies that it is about to overtake. Nobody waits on the CPU but the lane's thread,
-which sees how far the copies have come (DataStates-LLM section V; DESIGN: I1).
+The trainer's thread only says from where on: the side stream waits for what the current stream
+has been given so far (the update that made the state); the current stream waits, at the gate,
+for the copies that it is about to overtake. A thread of its own enqueues the copies, some
+microseconds for each of hundreds, in which the device would have nothing to do between two steps;
+the gate waits for that thread, which mostly is long done. Nobody else waits on the CPU but the
+lane's thread, which sees how far the copies have come (DataStates-LLM section V; DESIGN: I1).
 
 Why a thread, and no progress word that the device writes behind its copies. With torch alone
 that would be one more asynchronous copy, of 8 bytes, on the same stream. Streams promise that
@@ -15,7 +17,7 @@ sign, bytes that are not there. ``cuStreamWriteValue64`` does promise it: it put
 system scope before the word. torch does not offer it. So the thread waits for an event, which
 makes the bytes visible here, and then sets the word by a store, whose order the arena keeps.
 It sleeps while it waits (``blocking=True``) instead of spinning on a core, and wakes once per
-32 MiB.
+64 MiB.
 
 What has not been ordered before the current stream is not ordered before the copies either:
 who trains on another stream than the one that is current at ``step()`` and ``save()`` makes
@@ -30,13 +32,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.batches import Batch
+from everstep.capture.batches import Batch, Chunks
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import OutOfSpaceError, StateError
@@ -46,12 +49,53 @@ __all__ = ["CudaLane", "CudaTransfer", "on_cuda", "refuse_graph_capture"]
 
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
-_EVENT_BYTES = 32 << 20  # between two of them: each costs the trainer's thread microseconds
+_EVENT_BYTES = 64 << 20  # between two of them: a millisecond of a fast link
 _DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, while one capture's marks are copied
 _AT_ONCE_BYTES = 256 << 10  # of host memory: copied sooner than another thread would wake up
+_SPLITS_MAX = 4  # of batches that are asked for again and again
 
 _Reached = tuple[int, Any, torch.device]
 """The end of some batches, the event behind their copies, and where they come from."""
+
+
+class _Enqueued(NamedTuple):
+    """Copies that run by themselves from here on.
+
+    Attributes:
+        begun: events behind what was enqueued before ``error``.
+        error: why it is not all.
+    """
+
+    reached: Sequence[_Reached]
+    begun: Sequence[Any] = ()
+    error: BaseException | None = None
+
+    def events(self) -> Iterable[Any]:
+        """Behind all of them."""
+        return [*(event for _, event, _ in self.reached), *self.begun]
+
+
+_Issued = Future[_Enqueued]
+"""What was enqueued, once it is; fails only with what nobody can go on after."""
+
+_Behind = dict[torch.device, tuple[Any, Any]]
+"""A stream of each device, and the event that it waits for first."""
+
+
+class _Split(NamedTuple):
+    """Batches by where they lie.
+
+    Attributes:
+        ours: on CUDA devices.
+        devices: of these, each once.
+        small, large: in host memory: copied at once, and by the lane's thread.
+    """
+
+    batches: Sequence[Batch]
+    ours: Sequence[Batch]
+    devices: Sequence[torch.device]
+    small: Sequence[Batch]
+    large: Sequence[Batch]
 
 
 def refuse_graph_capture() -> None:
@@ -88,6 +132,9 @@ class CudaLane:
         self._streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
+        self._issuing = host.thread("everstep-issue")
+        self._issued: list[_Issued] = []  # perhaps not yet
+        self._splits: deque[_Split] = deque(maxlen=_SPLITS_MAX)
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Pins ``block``, in the lane's thread."""
@@ -103,15 +150,17 @@ class CudaLane:
         """Copies from duplicates, made in the order of the current stream: the sources may
         change. What is too much to be duplicated is copied itself, and the current stream
         waits until it is."""
-        ours, theirs = _split(batches)
-        self._host.mark(theirs, block)
-        if not ours:
+        split = self._split(batches)
+        self._host.mark(split.small, block)
+        self._host.mark(split.large, block)
+        if not split.ours:
             return
         refuse_graph_capture()
-        pinned = self._pin(block, ours)
+        pinned = self._pinned_of(block, split.devices[0])
+        pinned.pin(block)
         duplicates, others = [], []
         room = _DUPLICATES_BYTES_MAX
-        for batch in ours:
+        for batch in split.ours:
             size = batch.end - batch.begin
             if size <= room:
                 with contextlib.suppress(OutOfSpaceError):
@@ -120,8 +169,11 @@ class CudaLane:
                     room -= size
                     continue
             others.append(batch)
-        self._enqueue(duplicates, block, pinned)
-        self._hold_back(self._enqueue(others, block, pinned))
+        behind = self._behind_current(split.devices)
+        self._enqueue(duplicates, block, pinned, behind, [])
+        reached: list[_Reached] = []
+        self._enqueue(others, block, pinned, behind, reached)
+        self._hold_back(reached)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         return self._submit(batches, block, progress, yielding=False)
@@ -136,19 +188,20 @@ class CudaLane:
     def _submit(
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress, *, yielding: bool
     ) -> Transfer:
-        ours, theirs = _split(batches)
-        if ours:
-            refuse_graph_capture()
+        split = self._split(batches)
         # The marks of this capture, on any device, lie anywhere in the block.
         marks = self._begun()
-        reached: list[_Reached] = []
-        if ours:
-            reached = self._enqueue(ours, block, self._pin(block, ours), yielding=yielding)
-        self._host.mark([batch for batch in theirs if _small(batch)], block)
-        large = [batch for batch in theirs if not _small(batch)]
+        issued: _Issued | None = None
+        if split.ours:
+            refuse_graph_capture()
+            pinned = self._pinned_of(block, split.devices[0])
+            behind = self._behind_current(split.devices, yielding=yielding)
+            issued = self._issue(split.ours, block, pinned, behind)
+        self._host.mark(split.small, block)
+        large = split.large
         submit = self._host.submit_yielding if yielding else self._host.submit
         hosted = submit(large, block, lambda end: None) if large else None
-        transfer = CudaTransfer(reached, hosted, large)
+        transfer = CudaTransfer(issued, hosted, large)
         end, here = batches[-1].end if batches else 0, self._here()
 
         def watch() -> None:
@@ -158,9 +211,13 @@ class CudaLane:
                 with here:
                     for mark in marks:
                         mark.synchronize()
-                    for upto, event, _ in reached:
-                        event.synchronize()
-                        progress(upto)
+                    if issued is not None:
+                        _done(issued, None)
+                        for upto, event, _ in issued.result().reached:
+                            event.synchronize()
+                            progress(upto)
+                        if (error := issued.result().error) is not None:
+                            raise error
                 if end:
                     progress(end)
             except BaseException as error:
@@ -179,6 +236,7 @@ class CudaLane:
         ``job`` itself fetches from a device comes on the side streams, not behind whatever
         training has enqueued meanwhile."""
         streams, here = list(self._streams.values()), self._here()
+        issued = self._under_way()  # before the next line: what is no longer is behind its events
         begun: list[Any] = []
         # A device that has failed copies no more, and its transfers say what happened; the job,
         # which may give memory back, is done all the same.
@@ -192,6 +250,11 @@ class CudaLane:
                     for event in begun:
                         event.synchronize()
                 with contextlib.suppress(RuntimeError):
+                    for one in issued:
+                        _done(one, None)
+                        for event in one.result().events():
+                            event.synchronize()
+                with contextlib.suppress(RuntimeError):
                     for stream in streams:
                         stack.enter_context(_cuda.stream(stream))
                 job()
@@ -203,6 +266,7 @@ class CudaLane:
         pinned, self._pinned = self._pinned, None
         if pinned is not None:
             self.run(pinned.release)
+        self._issuing.close()
         self._host.close()
 
     def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
@@ -213,50 +277,80 @@ class CudaLane:
             self._pinned = PinnedMemory(block, device)
         return self._pinned
 
-    def _pin(self, block: torch.Tensor, ours: Sequence[Batch]) -> PinnedMemory:
-        pinned = self._pinned_of(block, _device_of(ours[0]))
-        pinned.pin(block)
-        return pinned
+    def _split(self, batches: Sequence[Batch]) -> _Split:
+        for known in self._splits:
+            if known.batches is batches:
+                return known
+        ours: list[Batch] = []
+        small: list[Batch] = []
+        large: list[Batch] = []
+        for batch in batches:
+            if _device_of(batch).type == "cuda":
+                ours.append(batch)
+            else:
+                (small if _small(batch) else large).append(batch)
+        devices = list(dict.fromkeys(map(_device_of, ours)))
+        split = _Split(batches, ours, devices, small, large)
+        if isinstance(batches, tuple | Chunks):  # which stay what they are
+            self._splits.append(split)
+        return split
+
+    def _issue(
+        self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory, behind: _Behind
+    ) -> _Issued:
+        """Has the copies enqueued."""
+
+        def work() -> _Enqueued:
+            reached: list[_Reached] = []
+            # In a thread that has named no device, to leave one means to go to the first.
+            with _cuda.device(next(iter(behind))):
+                try:
+                    pinned.pin(block)
+                    self._enqueue(batches, block, pinned, behind, reached)
+                except Exception as error:
+                    begun: list[Any] = []
+                    with contextlib.suppress(RuntimeError):
+                        begun = [_event(stream) for stream, _ in behind.values()]
+                    return _Enqueued(reached, begun, error)
+            return _Enqueued(reached)
+
+        self._issued = self._under_way()
+        issued = self._issuing.submit(work)
+        self._issued.append(issued)
+        return issued
+
+    def _under_way(self) -> list[_Issued]:
+        """What may not be enqueued yet."""
+        return [one for one in self._issued if not one.done()]
 
     def _enqueue(
         self,
         batches: Sequence[Batch],
         block: torch.Tensor,
         pinned: PinnedMemory,
-        *,
-        yielding: bool = False,
-    ) -> list[_Reached]:
-        """Copies behind what the current streams have been given so far."""
-        reached: list[_Reached] = []
-        streams: dict[torch.device, Any] = {}
+        behind: _Behind,
+        reached: list[_Reached],
+    ) -> None:
+        for stream, moment in behind.values():
+            moment.wait(stream)
         for device, group in itertools.groupby(batches, key=_device_of):
-            if device not in streams:
-                streams[device] = self._behind_current(device, yielding)
-            stream, since_bytes, end = streams[device], 0, 0
+            stream, _ = behind[device]
             with _cuda.stream(stream):
-                for batch in group:
-                    _use(batch, stream)
-                    flat = batch.sources[0] if len(batch.sources) == 1 else _packed(batch)
-                    for first, last in pinned.pieces(block, batch.begin, batch.end):
-                        part = flat[first - batch.begin : last - batch.begin]
-                        _send(part, block[first:last])
-                    end = batch.end
-                    since_bytes += end - batch.begin
-                    if since_bytes >= _EVENT_BYTES:
-                        reached.append((end, _event(stream), device))
-                        since_bytes = 0
-            if since_bytes:
-                reached.append((end, _event(stream), device))
-        return reached
+                for end, parts, targets in _runs(group, stream, block, pinned):
+                    _send(parts, targets)
+                    reached.append((end, _event(stream), device))
 
-    def _behind_current(self, device: torch.device, yielding: bool) -> Any:
-        """A side stream, which waits for all that was enqueued on the current one."""
+    def _behind_current(
+        self, devices: Iterable[torch.device], *, yielding: bool = False
+    ) -> _Behind:
+        """Side streams, and what they wait for: all that was enqueued on the current ones."""
         streams = self._yielding if yielding else self._streams
-        stream = streams.get(device)
-        if stream is None:
-            stream = streams[device] = _cuda.Stream(device)
-        stream.wait_stream(_cuda.current_stream(device))
-        return stream
+        found: _Behind = {}
+        for device in devices:
+            if device not in streams:
+                streams[device] = _cuda.Stream(device)
+            found[device] = streams[device], _event(_cuda.current_stream(device))
+        return found
 
     def _here(self) -> contextlib.AbstractContextManager[Any]:
         """For the lane's thread, whatever it does with events and streams: one of our devices is
@@ -279,25 +373,27 @@ class CudaTransfer(CpuTransfer):
     """Copies on side streams, and in the lane's thread what lies in host memory.
 
     Args:
-        reached: in the order of their ends.
+        issued: the copies on side streams, in the order of their ends; None: there are none.
         hosted: the copies in the thread, of the batches ``large``, if there are any.
     """
 
     def __init__(
-        self, reached: Sequence[_Reached], hosted: Transfer | None, large: Sequence[Batch]
+        self, issued: _Issued | None, hosted: Transfer | None, large: Sequence[Batch]
     ) -> None:
         super().__init__()
-        self._reached = reached
+        self._issued = issued
         self._hosted = hosted
         self._large = large
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        """The current stream of each device waits; the CPU does so only for what lies in host
-        memory."""
+        """The current stream of each device waits; the CPU does so only until the copies are
+        enqueued, and for what lies in host memory."""
         if end <= 0:
             return True
+        if self._issued is not None and not _done(self._issued, timeout_s):
+            return False
         last: dict[torch.device, Any] = {}
-        for upto, event, device in self._reached:
+        for upto, event, device in self._reached():
             last[device] = event
             if upto >= end:
                 break
@@ -308,14 +404,31 @@ class CudaTransfer(CpuTransfer):
         ends = [batch.end for batch in self._large if batch.begin < end]
         return not ends or self._hosted.gate(ends[-1], timeout_s)
 
+    def _reached(self) -> Sequence[_Reached]:
+        return () if self._issued is None else self._issued.result().reached
 
-def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Those of CUDA devices, and the others."""
-    ours: list[Batch] = []
-    theirs: list[Batch] = []
+
+def _runs(
+    batches: Iterable[Batch], stream: Any, block: torch.Tensor, pinned: PinnedMemory
+) -> Iterator[tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+    """As many copies at a time as there is one event for: where they end, what is copied, and
+    where to. For the side stream, which is the current one."""
+    parts: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    since_bytes = end = 0
     for batch in batches:
-        (ours if _device_of(batch).type == "cuda" else theirs).append(batch)
-    return ours, theirs
+        _use(batch, stream)
+        flat = batch.sources[0] if len(batch.sources) == 1 else _packed(batch)
+        for first, last in pinned.pieces(block, batch.begin, batch.end):
+            parts.append(flat[first - batch.begin : last - batch.begin])
+            targets.append(block[first:last])
+        end = batch.end
+        since_bytes += end - batch.begin
+        if since_bytes >= _EVENT_BYTES:
+            yield end, parts, targets
+            parts, targets, since_bytes = [], [], 0
+    if parts:
+        yield end, parts, targets
 
 
 def _small(batch: Batch) -> bool:
@@ -334,6 +447,11 @@ def _use(batch: Batch, stream: Any) -> None:
 
 
 # --- What a test replaces to play a device ----------------------------------------------
+
+
+def _done(issued: _Issued, timeout_s: float | None) -> bool:
+    """Waits until it is, or has failed."""
+    return issued.done() or bool(wait([issued], timeout_s).done)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -366,9 +484,10 @@ def _packed(batch: Batch) -> torch.Tensor:
         ) from error
 
 
-def _send(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies to pinned host memory, in the order of the current stream."""
-    target.copy_(source, non_blocking=True)
+def _send(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copies to pinned host memory, in the order of the current stream. In one call: behind each
+    the interpreter's lock would be wanted back, which training has."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def _used_on(tensor: torch.Tensor, stream: Any) -> None:

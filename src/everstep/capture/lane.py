@@ -215,6 +215,10 @@ class CpuLane:
     def run(self, job: Callable[[], None]) -> Future[None]:
         return self._threads.submit(job)
 
+    def thread(self, name: str) -> IoThreads:
+        """One beside its own, for a lane that is made of this one."""
+        return IoThreads(1, name)
+
     def close(self) -> None:
         self._threads.close()
 

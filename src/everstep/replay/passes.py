@@ -38,7 +38,7 @@ Program = Callable[
 COUNT_MAX = 2**24
 """Steps are counted in float32, which has every whole number up to this one."""
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # of fp16 Adam, other bits: torch 2.13
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _OF_SGD = ("lr", "momentum", "dampening", "weight_decay")
 _OF_ADAM = ("lr", "eps", "weight_decay")
 
@@ -52,6 +52,13 @@ def _widened(gradient: torch.Tensor, parameter: torch.Tensor, wide: torch.Tensor
     if parameter.dim() == 1:
         return wide[: parameter.numel()].copy_(gradient)
     return gradient.to(parameter.dtype)
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """``tensor.mul_(factor)`` as Python calls it. TorchScript's is of another overload, in which
+    torch rounds the factor to the dtype of the tensor: 0.95 is 0.9492 in bfloat16."""
+    one = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    return one.mul_(torch.scalar_tensor(factor, dtype=torch.float64, device="cpu"))
 
 
 def _adam(
@@ -70,11 +77,12 @@ def _adam(
             work = room[: parameter.numel()] if line else torch.empty_like(square)
             gradient = _widened(logged[i], parameter, wide)
             if own[0] == 1.0:
-                parameter.mul_(own[1])
+                _times(parameter, own[1])
             elif own[0] == 2.0:
                 gradient = torch.add(gradient, parameter, alpha=own[1], out=work)
             mean.lerp_(gradient, own[2])
-            square.mul_(own[3]).addcmul_(gradient, gradient, value=own[4])
+            _times(square, own[3])
+            square.addcmul_(gradient, gradient, value=own[4])
             torch.sqrt(square, out=work)
             work.div_(own[5]).add_(own[6])
             parameter.addcdiv_(mean, work, value=own[7])
@@ -115,7 +123,8 @@ def _sgd(
                 gradient = torch.add(gradient, parameter, alpha=own[0], out=work)
             if len(moments) > 0:
                 buffer = moments[0][i]
-                buffer.mul_(own[1]).add_(gradient, alpha=own[2])
+                _times(buffer, own[1])
+                buffer.add_(gradient, alpha=own[2])
                 if own[3] != 0.0:
                     gradient = torch.add(gradient, buffer, alpha=own[1], out=work)
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Case:
 
     Attributes:
         kind: one of :data:`~everstep.replay.forms.KINDS`.
-        options: hyperparameters of a group. Their values matter little: whether they are zero,
+        options: hyperparameters of a group. Their values do not matter: whether they are zero,
             one, or at most a half.
         scaled: whether there are a scaler's ``grad_scale`` and ``found_inf``.
         dtype: of the parameters.
@@ -101,11 +102,15 @@ def _form(value: Any) -> str:
 
 def tried(way: Way, case: Case) -> list[Results] | None:
     """What ``step()`` and another way give, for each set of shapes; None: one of them fails."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what depends on it is asked elsewhere: ``thread_dependence``
     try:
         return [_both(way, case, tiny, shapes) for tiny, shapes in way.shapes]
     except Exception as error:  # of torch, or of a compiler
         _log.debug("replay: self-test of %s, %s: %r", case.kind.__name__, way.name, error)
         return None
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _both(way: Way, case: Case, tiny: bool, shapes: Shapes) -> Results:
@@ -130,12 +135,7 @@ def _both(way: Way, case: Case, tiny: bool, shapes: Shapes) -> Results:
 
 
 def _updates(case: Case, shapes: Shapes, drawn: torch.Generator) -> Iterator[Update]:
-    # A learning rate of a warm-up's first steps would hide what it multiplies.
-    rate, options = case.options.get("lr"), case.options
-    if isinstance(rate, torch.Tensor):
-        options = {**options, "lr": torch.full_like(rate, 0.01)}
-    elif rate:
-        options = {**options, "lr": 0.01}
+    options = {key: _telling(key, value) for key, value in case.options.items()}
     for lsn in range(1, _UPDATES + 1):
         gradients = _tensors(shapes, case.dtype, drawn)
         if lsn == 3:
@@ -146,6 +146,21 @@ def _updates(case: Case, shapes: Shapes, drawn: torch.Generator) -> Iterator[Upd
         scale = torch.tensor(4.0, device="cpu") if case.scaled[0] else None
         inf = torch.tensor(0.0, device="cpu") if case.scaled[1] else None
         yield Update(lsn, "", (options,), gradients, scale, inf)
+
+
+def _telling(key: str, value: Any) -> Any:
+    """Another value of a hyperparameter, alike by :func:`_form`: one that does not hide how it is
+    rounded, or what it multiplies. A learning rate of a warm-up's first steps would, and so would a
+    factor of 0.999, which leaves any bfloat16 as it is, whether it is rounded to one or not."""
+    if key == "lr" and isinstance(value, torch.Tensor):
+        return torch.full_like(value, 0.13)
+    if isinstance(value, tuple):
+        return tuple(_telling(key, item) for item in value)
+    if key not in ("lr", "betas", "momentum", "dampening", "weight_decay"):
+        return value
+    if not isinstance(value, float) or value in (0, 1):
+        return value
+    return math.copysign(0.13 if abs(value) <= 0.5 else 0.83, value)
 
 
 def _tensors(shapes: Shapes, dtype: torch.dtype, drawn: torch.Generator) -> dict[str, torch.Tensor]:
