@@ -102,6 +102,13 @@ class FakeEvent:
         if self.token is not None:
             stream.push(self.token)
 
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.token is not None
+        assert other.token is not None
+        assert self.token.reached
+        assert other.token.reached
+        return 2.0
+
     def synchronize(self) -> None:
         self.cuda.named_device()
         token = self.token
@@ -171,7 +178,10 @@ class FakeCuda:
     def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
         return FakeStream(self, device)
 
-    def Event(self, *, blocking: bool = False) -> FakeEvent:  # noqa: N802
+    def Event(  # noqa: N802
+        self, *, enable_timing: bool = False, blocking: bool = False
+    ) -> FakeEvent:
+        assert enable_timing
         return FakeEvent(self, blocking=blocking)
 
     def current_stream(self, device: torch.device) -> FakeStream:

@@ -268,7 +268,7 @@ def no_wait_for_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def behind_nothing(lane: CudaLane, *args: Any, **options: Any) -> Any:
         found = behind_current(lane, *args, **options)
-        never = cuda_module._cuda.Event(blocking=True)  # recorded: nobody waits for it
+        never = FakeEvent(cuda_module._cuda, blocking=True)  # recorded: nobody waits for it
         return {device: (stream, never) for device, (stream, _) in found.items()}
 
     monkeypatch.setattr(CudaLane, "_behind_current", behind_nothing)
@@ -534,6 +534,8 @@ def test_a_device_that_has_failed_holds_up_neither_jobs_nor_the_end(
     lane = CudaLane(FakeHost(cuda))
     transfer = lane.submit(batches_of(on_device(cuda, 1)), block_of(), lambda end: None)
     assert transfer.gate(1, TIMEOUT_S)
+    while any(stream.may_run for stream in cuda.streams):  # it has failed behind the copy
+        next(stream for stream in cuda.streams if stream.may_run).run_one()
     ran = threading.Event()
     with monkeypatch.context() as patch:
         if what in ("stream", "device"):

@@ -33,8 +33,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,20 +60,23 @@ _Reached = tuple[int, Any, torch.device]
 
 
 class _Enqueued(NamedTuple):
-    """Copies that run by themselves from here on.
-
-    Attributes:
-        begun: events behind what was enqueued before ``error``.
-        error: why it is not all.
-    """
+    """Copies that run by themselves: events in front of them, by device, and behind them. Or why it
+    is not all of them, and events behind what was begun."""
 
     reached: Sequence[_Reached]
+    first: Mapping[torch.device, Any] = MappingProxyType({})
     begun: Sequence[Any] = ()
     error: BaseException | None = None
 
     def events(self) -> Iterable[Any]:
         """Behind all of them."""
         return [*(event for _, event, _ in self.reached), *self.begun]
+
+    def copied_s(self) -> float | None:
+        """Of the device that took longest; all are over."""
+        last = {device: event for _, event, device in self.reached}
+        taken_ms = [self.first[device].elapsed_time(event) for device, event in last.items()]
+        return max(taken_ms) / 1e3 if taken_ms else None
 
 
 _Issued = Future[_Enqueued]
@@ -83,13 +87,8 @@ _Behind = dict[torch.device, tuple[Any, Any]]
 
 
 class _Split(NamedTuple):
-    """Batches by where they lie.
-
-    Attributes:
-        ours: on CUDA devices.
-        devices: of these, each once.
-        small, large: in host memory: copied at once, and by the lane's thread.
-    """
+    """Batches on CUDA devices, and which these are; and those in host memory, which are copied at
+    once, and by the lane's thread."""
 
     batches: Sequence[Batch]
     ours: Sequence[Batch]
@@ -170,9 +169,9 @@ class CudaLane:
                     continue
             others.append(batch)
         behind = self._behind_current(split.devices)
-        self._enqueue(duplicates, block, pinned, behind, [])
+        self._enqueue(duplicates, block, pinned, behind, [], {})
         reached: list[_Reached] = []
-        self._enqueue(others, block, pinned, behind, reached)
+        self._enqueue(others, block, pinned, behind, reached, {})
         self._hold_back(reached)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
@@ -218,6 +217,7 @@ class CudaLane:
                             progress(upto)
                         if (error := issued.result().error) is not None:
                             raise error
+                        transfer.copied_s = issued.result().copied_s()
                 if end:
                     progress(end)
             except BaseException as error:
@@ -302,17 +302,18 @@ class CudaLane:
 
         def work() -> _Enqueued:
             reached: list[_Reached] = []
+            first: dict[torch.device, Any] = {}
             # In a thread that has named no device, to leave one means to go to the first.
             with _cuda.device(next(iter(behind))):
                 try:
                     pinned.pin(block)
-                    self._enqueue(batches, block, pinned, behind, reached)
+                    self._enqueue(batches, block, pinned, behind, reached, first)
                 except Exception as error:
                     begun: list[Any] = []
                     with contextlib.suppress(RuntimeError):
                         begun = [_event(stream) for stream, _ in behind.values()]
-                    return _Enqueued(reached, begun, error)
-            return _Enqueued(reached)
+                    return _Enqueued(reached, first, begun, error)
+            return _Enqueued(reached, first)
 
         self._issued = self._under_way()
         issued = self._issuing.submit(work)
@@ -330,9 +331,11 @@ class CudaLane:
         pinned: PinnedMemory,
         behind: _Behind,
         reached: list[_Reached],
+        first: dict[torch.device, Any],
     ) -> None:
-        for stream, moment in behind.values():
+        for device, (stream, moment) in behind.items():
             moment.wait(stream)
+            first[device] = _event(stream)
         for device, group in itertools.groupby(batches, key=_device_of):
             stream, _ = behind[device]
             with _cuda.stream(stream):
@@ -460,7 +463,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 def _event(stream: Any) -> Any:
     """An event behind everything that the stream has been given."""
-    event = _cuda.Event(blocking=True)  # who waits for it sleeps
+    event = _cuda.Event(enable_timing=True, blocking=True)  # who waits for it sleeps
     event.record(stream)
     return event
 

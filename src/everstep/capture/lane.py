@@ -42,6 +42,12 @@ class Transfer(Protocol):
         """Nothing is copied any more."""
         ...
 
+    @property
+    def copied_s(self) -> float | None:
+        """How long the copies took, by a device's clock, once they are complete; None: as long as
+        from when they were submitted, or the ones before were complete."""
+        ...
+
     def gate(self, end: int, timeout_s: float) -> bool:
         """Holds back what the caller does next until bytes ``[0, end)`` are copied: in host
         memory by waiting, on a device by making the current stream wait.
@@ -106,6 +112,7 @@ class CpuTransfer:
 
     def __init__(self) -> None:
         self.awaited = False
+        self.copied_s: float | None = None
         self._changed = threading.Condition()
         self._copied = 0
         self._over = False

@@ -77,7 +77,10 @@ class Dispatch:
         arrived_s: for each unit, when its batches had arrived.
         duplicated_bytes: of what was duplicated.
         complete: nothing is copied any more.
+        copied_s: not known.
     """
+
+    copied_s: float | None = None
 
     def __init__(
         self,

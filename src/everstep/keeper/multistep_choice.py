@@ -38,12 +38,13 @@ class Timed:
 
     Attributes:
         submitted_s: when it was, on the monotonic clock.
-        ended: to be called in the lane's thread, behind it.
+        ended: to be called in the lane's thread, behind it, with what it took by the clock of a
+            device, if there is one.
         alone: it has had the link for itself, from when it began until it ended.
     """
 
     submitted_s: float
-    ended: Callable[[], None]
+    ended: Callable[..., None]
     alone: bool = True
 
 
@@ -111,11 +112,14 @@ class Choice:
     def timed(self, what: str, size_bytes: int, *, yielding: bool = False) -> Timed:
         """A copy that is about to be submitted, behind which the lane's thread says that it has
         ended. One at a time is made: it begins when it is submitted, or when the one before
-        ends. One that goes before others that yield says nothing about the link, nor do these."""
+        ends. One that goes before others that yield says nothing about the link, nor do these.
+        A device begins only when it has come so far, of which its own clock tells."""
 
-        def ended() -> None:
+        def ended(copied_s: float | None = None) -> None:
             end_s = self._clock.monotonic_s()
             begin_s, self._ended_s = max(timed.submitted_s, self._ended_s), end_s
+            if copied_s is not None:
+                begin_s = end_s - copied_s
             self.over(timed)
             if timed.alone and size_bytes >= _LEAST_BYTES and end_s > begin_s:
                 self._copies.append((size_bytes, end_s - begin_s))

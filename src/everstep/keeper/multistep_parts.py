@@ -59,7 +59,7 @@ class PartCopies:
             try:
                 if not transfer.wait(self._timeout_s):
                     raise DeadlineError("copying the state hangs", step=step)
-                timed.ended()
+                timed.ended(transfer.copied_s)
                 if copies.check is not None and sample is not None:
                     torn = copies.check.differing(sample, window.block)
                     if torn is not None:

@@ -216,7 +216,7 @@ class UpdateCopies:
         try:
             if not update.transfer.wait(self._timeout_s):
                 raise DeadlineError("copying gradients hangs", step=step)
-            update.timed.ended()
+            update.timed.ended(update.transfer.copied_s)
             assert update.consumed is not None
             update.objects = {UPDATE_OBJECT: encode(update.consumed.about, checked=True)}
             room, check = update.room, update.check

@@ -52,6 +52,9 @@ ARMS = (
 """All arms that a plain run has, in the order in which they are shown."""
 
 
+_NAMED = ("gockpt_o-held",)  # takes a device's memory
+
+
 @dataclass(frozen=True, slots=True)
 class Ablation:
     """A mechanism, and two arms that differ in nothing else."""
@@ -237,5 +240,7 @@ def check_arm(name: str, known: Collection[str]) -> None:
 
 
 def _known() -> tuple[str, ...]:
-    """Those of a plain run, then those that lack a mechanism."""
-    return ARMS + tuple(a.without for a in ABLATIONS if a.without not in ARMS)
+    """Those of a plain run, then those that are run only when they are named, or lack a
+    mechanism."""
+    ablated = (a.without for a in ABLATIONS if a.without not in ARMS)
+    return (*ARMS, *_NAMED, *ablated)

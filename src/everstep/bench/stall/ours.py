@@ -19,6 +19,7 @@ from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
 from everstep.checkpointer import Checkpointer
 from everstep.errors import UnavailableError
+from everstep.method import Method
 from everstep.options import Budget, KeeperOptions
 from everstep.seams import PosixFileSystem, ReadFile, Seams, WriteFile
 
@@ -34,6 +35,7 @@ _DETAILS = {
     "gockpt": "the copy in parts over several steps; updates wait for copies of gradients",
     "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
 }
+_HELD_STEPS = 8  # the most that there may be
 _MULTISTEP = ("gockpt", "gockpt_o")
 _GRADIENT_COPIES = 12  # of all gradients: in 24 parts, the most that there are
 
@@ -89,6 +91,7 @@ class Ours(Arm):
         lane: what copies; None: the engine's own.
         copies: what ``lane`` has copied, if it tells.
         one_core: the keeper, too, on training's core.
+        held_steps: of ``gockpt_o``.
     """
 
     role: Role = "ours"
@@ -107,11 +110,15 @@ class Ours(Arm):
         lane: Callable[[], Lane] | None = None,
         copies: Copies | None = None,
         one_core: bool = False,
+        held_steps: int = 1,
     ) -> None:
         super().__init__(name, f'method="{method}", keep=1: {detail}')
         self.one_core = one_core
         self.captures_in_steps = method in _MULTISTEP
-        self._method = method
+        self._method: str | Method = method
+        if held_steps > 1:
+            assert method == "gockpt_o"
+            self._method = Method(base="multistep", overlap_forward=True, held_steps=held_steps)
         self._loop = loop
         self._run = run
         cores = (placement.training,) if one_core else placement.others
@@ -232,6 +239,9 @@ def ours_arm(
     if name == "lazy-buffered":
         what = f"{detail}; the keeper is a thread, no O_DIRECT"
         return made(what, process=False, filesystem=Buffered())
+    if name == "gockpt_o-held":
+        what = f"{detail}; gradients held on the device for up to {_HELD_STEPS} steps"
+        return made(what, held_steps=_HELD_STEPS)
     if name == "lazy-one-core":
         return made(f"{detail}; everything on training's core", one_core=True)
     if name == "lazy-unpacked":
