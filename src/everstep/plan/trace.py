@@ -96,7 +96,7 @@ def trace_training(
         recorder.gradients([parameter])
         recorder.enter("update")
         one = apart[parameter]  # type: ignore[index]
-        one.step()
+        _update(one, None)
         one.zero_grad(set_to_none=True)
         recorder.enter("backward")
 
@@ -174,11 +174,14 @@ def _checked(loss: Any) -> Tensor:
 
 
 def _update(optimizer: Optimizer, scaler: GradScaler | None) -> None:
-    if scaler is None:
-        optimizer.step()
-        return
-    scaler.step(optimizer)
-    scaler.update()
+    # Counters of steps are numbers that are read: not on the meta device, should that be the
+    # default, where some versions of torch (2.11) would make them.
+    with torch.device("cpu"):
+        if scaler is None:
+            optimizer.step()
+            return
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def state_of(
