@@ -516,3 +516,4 @@ class FakeThreads:
             if job is None:
                 return
             job()
+            del job  # as the real ones do

@@ -5,9 +5,11 @@ play notices."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from everstep.capture import batches as batches_module
 from everstep.capture import cuda as cuda_module
 from everstep.capture import pinned as pinned_module
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.batches import Batch, Chunks, plan_batches
 from everstep.capture.cuda import CudaLane, CudaTransfer, on_cuda, refuse_graph_capture
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane
@@ -449,6 +451,20 @@ def test_a_copy_that_fails_is_told_and_nothing_after_it(
         transfer.wait(0.0)
     assert told == []
     assert ran.is_set(), "who waits for the end would never learn of it"
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda batches: Chunks(batches, 64)], ids=["all", "cut"])
+def test_what_is_copied_is_not_kept(kind: Callable[[Any], Any], cuda: FakeCuda) -> None:
+    """Gradients, which the next step makes anew: they would take the memory of a device."""
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    gradient = on_device(cuda, 1)
+    kept = weakref.ref(gradient)
+    transfer = lane.submit(kind(batches_of(gradient)), block, lambda end: None)
+    del gradient
+    cuda.run_until(lambda: transfer.complete)
+    gc.collect()
+    assert kept() is None
+    lane.close()
 
 
 def test_a_job_is_behind_copies_that_are_yet_to_be_enqueued(

@@ -144,7 +144,12 @@ class Runs(tuple[Batch, ...]):
 
     A thread copies a run of them with hardly anything in between: behind each copy it takes the
     interpreter lock, and while it holds that to tell how far it is, training stands still.
+
+    Attributes:
+        split: what a lane has found out about them, kept as long as they are, and no longer.
     """
+
+    split: object = None
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[Batch, ...], ...]:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.batches import Batch, Chunks
+from everstep.capture.batches import Batch, Runs
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import OutOfSpaceError, StateError
@@ -53,7 +52,6 @@ _cuda: Any = torch.cuda  # its constructors have no annotations
 _EVENT_BYTES = 64 << 20  # between two of them: a millisecond of a fast link
 _DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, while one capture's marks are copied
 _AT_ONCE_BYTES = 256 << 10  # of host memory: copied sooner than another thread would wake up
-_SPLITS_MAX = 4  # of batches that are asked for again and again
 
 _Reached = tuple[int, Any, torch.device]
 """The end of some batches, the event behind their copies, and where they come from."""
@@ -90,7 +88,6 @@ class _Split(NamedTuple):
     """Batches on CUDA devices, and which these are; and those in host memory, which are copied at
     once, and by the lane's thread."""
 
-    batches: Sequence[Batch]
     ours: Sequence[Batch]
     devices: Sequence[torch.device]
     small: Sequence[Batch]
@@ -133,7 +130,6 @@ class CudaLane:
         self._pinned: PinnedMemory | None = None
         self._issuing = host.thread("everstep-issue")
         self._issued: list[_Issued] = []  # perhaps not yet
-        self._splits: deque[_Split] = deque(maxlen=_SPLITS_MAX)
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Pins ``block``, in the lane's thread."""
@@ -278,9 +274,8 @@ class CudaLane:
         return self._pinned
 
     def _split(self, batches: Sequence[Batch]) -> _Split:
-        for known in self._splits:
-            if known.batches is batches:
-                return known
+        if isinstance(batches, Runs) and isinstance(batches.split, _Split):
+            return batches.split
         ours: list[Batch] = []
         small: list[Batch] = []
         large: list[Batch] = []
@@ -290,9 +285,9 @@ class CudaLane:
             else:
                 (small if _small(batch) else large).append(batch)
         devices = list(dict.fromkeys(map(_device_of, ours)))
-        split = _Split(batches, ours, devices, small, large)
-        if isinstance(batches, tuple | Chunks):  # which stay what they are
-            self._splits.append(split)
+        split = _Split(ours, devices, small, large)
+        if isinstance(batches, Runs):
+            batches.split = split
         return split
 
     def _issue(
