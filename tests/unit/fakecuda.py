@@ -90,9 +90,10 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, cuda: FakeCuda, *, blocking: bool) -> None:
+    def __init__(self, cuda: FakeCuda, *, blocking: bool, timed: bool = False) -> None:
         assert blocking, "who waits for it would spin"
         self.cuda = cuda
+        self.timed = timed
         self.token: Token | None = None
 
     def record(self, stream: FakeStream) -> None:
@@ -103,10 +104,10 @@ class FakeEvent:
             stream.push(self.token)
 
     def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.token is not None
-        assert other.token is not None
-        assert self.token.reached
-        assert other.token.reached
+        for event in (self, other):
+            assert event.timed
+            assert event.token is not None
+            assert event.token.reached
         return 2.0
 
     def synchronize(self) -> None:
@@ -181,8 +182,7 @@ class FakeCuda:
     def Event(  # noqa: N802
         self, *, enable_timing: bool = False, blocking: bool = False
     ) -> FakeEvent:
-        assert enable_timing
-        return FakeEvent(self, blocking=blocking)
+        return FakeEvent(self, blocking=blocking, timed=enable_timing)
 
     def current_stream(self, device: torch.device) -> FakeStream:
         found = self._current.get((self._thread, device))

