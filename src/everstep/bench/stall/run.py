@@ -46,7 +46,7 @@ __all__ = ["run_stall"]
 
 _IDEAL_BLOCKS = 2  # in each round; how much they differ is the noise
 _IDEAL_STEPS_MIN = 4
-_WARM_UPS = 3  # from then on files are recycled, and buffers and stagers are warm
+_WARM_UPS = 2  # and a round: from then on files are recycled, and buffers and stagers are warm
 _CURVE_SAVES = 3
 _COPIES_IN_MEMORY = 2.0  # that an arm holds, at most
 _COPIES_ON_DISK = 2  # of one run: a base, and the file of the one before it, or the next
