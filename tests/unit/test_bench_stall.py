@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.bench.stall import run, timeline
+from everstep.bench.stall import device, run, timeline
 from everstep.bench.stall.figures import Block, Ideal, Split
 from everstep.bench.stall.loop import Span, Step
 from everstep.bench.stall.options import (
@@ -77,6 +79,8 @@ def test_arms_by_name() -> None:
         {"repeats": 0},
         {"seed": -1},
         {"device": "tpu"},
+        {"dtype": "float8"},
+        {"batch": 0},
         {"writers": -1},
         {"writers": 1000},
         {"link_bytes_per_s": 0.0},
@@ -290,6 +294,59 @@ def test_targets_that_could_not_be_looked_at() -> None:
     assert "no core is free; without: 1.000" in found[2][0]
     quick = row_of("dcp-warm", "peer", block_of(0, 0.0, [0.5], window_s=0.1))
     assert verdicts_of(report_of(interval_of([ideal_of(1.0)], lazy, quick)))[1][1] is None
+
+
+def test_what_a_device_waits_for_is_a_stall_and_not_the_hooks_of_the_thread() -> None:
+    """The thread runs ahead of the device there; and how much of its link a save has."""
+    block = replace(saved(0.001, gate_s=0.3), device_s=0.02)
+    assert block.stall_s == pytest.approx(0.021)
+    assert saved(0.001, gate_s=0.3).stall_s == pytest.approx(0.301)
+    lazy = row_of("lazy", "ours", block, replace(block, staged_s=11.0))
+    interval = interval_of([ideal_of(1.0), ideal_of(1.0)], lazy)
+    interval.pinned_bytes_per_s.update({1: 2.1e9, 2: 1.05e9})
+    report = report_of(interval, device="cuda", dtype="bfloat16")  # a GB in 0.5 s, and in 1 s
+    figure, met = verdicts_of(report)[3]
+    assert (figure, met) == ("0.952 of 1.6 GB/s", True)
+    text = shown_by(report)
+    assert "on the GPU  link" in text
+    assert "20.0  0.95" in text
+    found = report.as_json()["intervals"][0]
+    assert found["pinned_bytes_per_s"] == [2.1e9, 1.05e9]
+    assert found["arms"][0]["blocks"][0]["device_s"] == 0.02
+    interval.pinned_bytes_per_s.update({1: 4e9, 2: 4e9})
+    assert verdicts_of(report)[3][1] is False
+    interval.pinned_bytes_per_s.clear()
+    assert verdicts_of(report)[3] == ("-", None)
+
+
+class _Moment:
+    """An event on a stream that takes a millisecond for whatever it is given."""
+
+    count = 0
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self) -> None:
+        _Moment.count += 1
+        self.at = _Moment.count
+
+    def elapsed_time(self, other: _Moment) -> float:
+        return float(other.at - self.at)
+
+
+def test_the_clock_of_a_device_tells_what_lies_between_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "_cuda", SimpleNamespace(Event=_Moment))
+    clock = device.DeviceClock()
+    clock.end()  # without a beginning
+    for _ in range(2):
+        clock.begin()
+        device._now()
+        clock.end()
+    clock.begin()
+    assert clock.taken_s() == pytest.approx(0.004)
+    assert clock.taken_s() == 0.0
 
 
 def test_the_rate_without_a_free_core_stands_beside() -> None:
