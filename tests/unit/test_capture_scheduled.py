@@ -234,6 +234,24 @@ def test_without_the_guards_some_orders_tear(removed: str, monkeypatch: pytest.M
     assert not all(any_order(seed)[1] for seed in range(30))
 
 
+def test_a_copy_that_fails_ends_the_capture_behind_all_others() -> None:
+    """Who gave it up would leave its memory to copies that are under way; and it would be asked at
+    each update, for ever."""
+    capture = Capture([0, 0, 0])
+    capture.dispatch.reach(0)
+
+    def fails() -> None:
+        transfer: Any = capture.dispatch._transfers[1]
+        transfer.end(OSError("the link is gone"))
+
+    capture.lane.queue[1] = fails
+    with pytest.raises(OSError, match="the link is gone"):
+        capture.dispatch.wait(1.0)
+    assert capture.dispatch.complete
+    assert not capture.lane.queue
+    assert capture.over == 1
+
+
 def test_an_error_in_a_hook_is_the_captures_and_not_trainings() -> None:
     capture = Capture([0, 3])
     capture.dispatch.reach(0)

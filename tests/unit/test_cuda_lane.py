@@ -11,7 +11,9 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -465,6 +467,89 @@ def test_what_is_copied_is_not_kept(kind: Callable[[Any], Any], cuda: FakeCuda) 
     gc.collect()
     assert kept() is None
     lane.close()
+
+
+def test_what_could_not_be_copied_is_not_kept(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all where the device has no memory left; nor does the error keep it."""
+
+    def full(batch: Batch) -> torch.Tensor:
+        try:
+            raise MemoryError("the device's own")
+        except MemoryError as error:
+            raise OutOfSpaceError("the GPU has no 100 bytes left") from error
+
+    monkeypatch.setattr(cuda_module, "_packed", full)
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    gradient, turned = on_device(cuda, 1), on_device(cuda, 2)
+    kept = [weakref.ref(gradient), weakref.ref(turned)]
+    copies = [*batches_of(gradient), Batch(100, 200, (), turned.view(4, -1).t())]
+    transfer = lane.submit(copies, block, lambda end: None)
+    del gradient, turned, copies
+    cuda.run_until(lambda: transfer.complete)
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+    with pytest.raises(OutOfSpaceError, match="no 100 bytes"):
+        transfer.wait(0.0)
+    lane.close()
+
+
+def test_an_interrupt_behind_the_handing_over(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are made, and nobody has them: their memory is not given away before."""
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    thread = lane._issuer._thread
+
+    def interrupted(work: Callable[[], Any]) -> Any:
+        thread.submit(work)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane._issuer, "_thread", SimpleNamespace(submit=interrupted))
+        patch.setattr(Future, "cancel", lambda future: False)  # it has begun
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    seen: list[int] = []
+    lane.run(lambda: seen.append(int(block[:100].sum())))
+    lane.close()
+    assert seen == [100]
+
+
+def test_an_interrupt_before_the_handing_over(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what is not begun, and it is not begun later."""
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    late: list[Callable[[], Any]] = []
+
+    def interrupted(work: Callable[[], Any]) -> Any:
+        late.append(work)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane._issuer, "_thread", SimpleNamespace(submit=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    ran: list[int] = []
+    lane.run(lambda: ran.append(1))
+    lane.close()
+    assert ran
+    late[0]()
+    assert not cuda.copying(block.data_ptr(), block.data_ptr() + block.numel())
+
+
+def test_a_clock_that_has_not_seen_all_copies_tells_nothing(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", 0)
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    alone = lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    tensors = on_device(cuda, 1), torch.ones(8, dtype=torch.uint8)
+    both = lane.submit(batches_of(*tensors), block, lambda end: None)
+    lane.close()
+    assert (alone.copied_s, both.copied_s) == (0.002, None)
 
 
 def test_a_job_is_behind_copies_that_are_yet_to_be_enqueued(

@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import blocked, passes, proof
+from everstep.replay import blocked, passes, proof, trial
 from everstep.replay.blocked import Blocked
 from everstep.replay.updates import Update
 from tests.unit.replays import Run, record, replayed, replayer_at, tensors_of
@@ -250,6 +250,11 @@ def test_the_self_test_tells_rounded_factors(
         update = Update(1, "", (group,), {})
         assert not proof.compiled_is_exact(kind, update, 0, torch.bfloat16), kind
         assert proof.compiled_is_exact(kind, update, 0, torch.float32), kind
+
+
+def test_factors_that_tell_do_so_in_whatever_they_come() -> None:
+    assert trial._telling("betas", (0.9, 0.999)) == (0.83, 0.83)
+    assert trial._telling("betas", [0.9, 0.999]) == [0.83, 0.83]
 
 
 def _with_plain_factors(folder: Path) -> Any:

@@ -32,14 +32,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from everstep.capture.batches import Batch, Runs
+from everstep.capture.issuing import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import OutOfSpaceError, StateError
@@ -52,33 +52,6 @@ _cuda: Any = torch.cuda  # its constructors have no annotations
 _EVENT_BYTES = 64 << 20  # between two of them: a millisecond of a fast link
 _DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, while one capture's marks are copied
 _AT_ONCE_BYTES = 256 << 10  # of host memory: copied sooner than another thread would wake up
-
-_Reached = tuple[int, Any, torch.device]
-"""The end of some batches, the event behind their copies, and where they come from."""
-
-
-class _Enqueued(NamedTuple):
-    """Copies that run by themselves: events in front of them, by device, and behind them. Or why it
-    is not all of them, and events behind what was begun."""
-
-    reached: Sequence[_Reached]
-    first: Mapping[torch.device, Any] = MappingProxyType({})
-    begun: Sequence[Any] = ()
-    error: BaseException | None = None
-
-    def events(self) -> Iterable[Any]:
-        """Behind all of them."""
-        return [*(event for _, event, _ in self.reached), *self.begun]
-
-    def copied_s(self) -> float | None:
-        """Of the device that took longest; all are over."""
-        last = {device: event for _, event, device in self.reached}
-        taken_ms = [self.first[device].elapsed_time(event) for device, event in last.items()]
-        return max(taken_ms) / 1e3 if taken_ms else None
-
-
-_Issued = Future[_Enqueued]
-"""What was enqueued, once it is; fails only with what nobody can go on after."""
 
 _Behind = dict[torch.device, tuple[Any, Any]]
 """A stream of each device, and the event that it waits for first."""
@@ -128,8 +101,7 @@ class CudaLane:
         self._streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
-        self._issuing = host.thread("everstep-issue")
-        self._issued: list[_Issued] = []  # perhaps not yet
+        self._issuer = Issuer(host.thread("everstep-issue"))
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Pins ``block``, in the lane's thread."""
@@ -166,7 +138,7 @@ class CudaLane:
             others.append(batch)
         behind = self._behind_current(split.devices)
         self._enqueue(duplicates, block, pinned, behind, [], {})
-        reached: list[_Reached] = []
+        reached: list[Reached] = []
         self._enqueue(others, block, pinned, behind, reached, {})
         self._hold_back(reached)
 
@@ -184,11 +156,12 @@ class CudaLane:
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress, *, yielding: bool
     ) -> Transfer:
         split = self._split(batches)
-        # The marks of this capture, on any device, lie anywhere in the block.
-        marks = self._begun()
-        issued: _Issued | None = None
         if split.ours:
             refuse_graph_capture()
+        # The marks of this capture, on any device, lie anywhere in the block.
+        marks = self._begun()
+        issued: Issued | None = None
+        if split.ours:
             pinned = self._pinned_of(block, split.devices[0])
             behind = self._behind_current(split.devices, yielding=yielding)
             issued = self._issue(split.ours, block, pinned, behind)
@@ -213,7 +186,8 @@ class CudaLane:
                             progress(upto)
                         if (error := issued.result().error) is not None:
                             raise error
-                        transfer.copied_s = issued.result().copied_s()
+                        if hosted is None:
+                            transfer.copied_s = issued.result().copied_s()
                 if end:
                     progress(end)
             except BaseException as error:
@@ -232,7 +206,7 @@ class CudaLane:
         ``job`` itself fetches from a device comes on the side streams, not behind whatever
         training has enqueued meanwhile."""
         streams, here = list(self._streams.values()), self._here()
-        issued = self._under_way()  # before the next line: what is no longer is behind its events
+        issued = self._issuer.under_way()  # asked first: what is over then is behind `begun`
         begun: list[Any] = []
         # A device that has failed copies no more, and its transfers say what happened; the job,
         # which may give memory back, is done all the same.
@@ -245,10 +219,10 @@ class CudaLane:
                     stack.enter_context(here)
                     for event in begun:
                         event.synchronize()
-                with contextlib.suppress(RuntimeError):
-                    for one in issued:
-                        _done(one, None)
-                        for event in one.result().events():
+                for one in issued:
+                    _done(one, None)
+                    with contextlib.suppress(RuntimeError):
+                        for event in _enqueued(one).events():
                             event.synchronize()
                 with contextlib.suppress(RuntimeError):
                     for stream in streams:
@@ -262,7 +236,7 @@ class CudaLane:
         pinned, self._pinned = self._pinned, None
         if pinned is not None:
             self.run(pinned.release)
-        self._issuing.close()
+        self._issuer.close()
         self._host.close()
 
     def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
@@ -292,32 +266,29 @@ class CudaLane:
 
     def _issue(
         self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory, behind: _Behind
-    ) -> _Issued:
+    ) -> Issued:
         """Has the copies enqueued."""
 
-        def work() -> _Enqueued:
-            reached: list[_Reached] = []
+        def enqueue() -> Enqueued:
+            reached: list[Reached] = []
             first: dict[torch.device, Any] = {}
-            # In a thread that has named no device, to leave one means to go to the first.
-            with _cuda.device(next(iter(behind))):
-                try:
-                    pinned.pin(block)
-                    self._enqueue(batches, block, pinned, behind, reached, first)
-                except Exception as error:
-                    begun: list[Any] = []
-                    with contextlib.suppress(RuntimeError):
-                        begun = [_event(stream) for stream, _ in behind.values()]
-                    return _Enqueued(reached, first, begun, error)
-            return _Enqueued(reached, first)
+            found = Enqueued(reached, first)
+            try:
+                # In a thread that has named no device, to leave one means to go to the first.
+                with _cuda.device(next(iter(behind))):
+                    try:
+                        pinned.pin(block)
+                        self._enqueue(batches, block, pinned, behind, reached, first)
+                    except Exception as error:
+                        begun: list[Any] = []
+                        with contextlib.suppress(RuntimeError):
+                            begun = [_event(stream) for stream, _ in behind.values()]
+                        return found.failed(error, begun)
+            except Exception as error:  # of a device that has failed
+                return found.failed(error)
+            return found
 
-        self._issued = self._under_way()
-        issued = self._issuing.submit(work)
-        self._issued.append(issued)
-        return issued
-
-    def _under_way(self) -> list[_Issued]:
-        """What may not be enqueued yet."""
-        return [one for one in self._issued if not one.done()]
+        return self._issuer.issue(enqueue)
 
     def _enqueue(
         self,
@@ -325,14 +296,15 @@ class CudaLane:
         block: torch.Tensor,
         pinned: PinnedMemory,
         behind: _Behind,
-        reached: list[_Reached],
+        reached: list[Reached],
         first: dict[torch.device, Any],
     ) -> None:
-        for device, (stream, moment) in behind.items():
+        for stream, moment in behind.values():
             moment.wait(stream)
-            first[device] = _event(stream)
         for device, group in itertools.groupby(batches, key=_device_of):
             stream, _ = behind[device]
+            if device not in first:
+                first[device] = _event(stream)
             with _cuda.stream(stream):
                 for end, parts, targets in _runs(group, stream, block, pinned):
                     _send(parts, targets)
@@ -361,7 +333,7 @@ class CudaLane:
         """Events behind all copies that were begun."""
         return [_event(stream) for stream in [*self._streams.values(), *self._yielding.values()]]
 
-    def _hold_back(self, reached: Sequence[_Reached]) -> None:
+    def _hold_back(self, reached: Sequence[Reached]) -> None:
         """The current streams wait for copies."""
         for device, event in {device: event for _, event, device in reached}.items():
             event.wait(_cuda.current_stream(device))
@@ -376,7 +348,7 @@ class CudaTransfer(CpuTransfer):
     """
 
     def __init__(
-        self, issued: _Issued | None, hosted: Transfer | None, large: Sequence[Batch]
+        self, issued: Issued | None, hosted: Transfer | None, large: Sequence[Batch]
     ) -> None:
         super().__init__()
         self._issued = issued
@@ -402,8 +374,8 @@ class CudaTransfer(CpuTransfer):
         ends = [batch.end for batch in self._large if batch.begin < end]
         return not ends or self._hosted.gate(ends[-1], timeout_s)
 
-    def _reached(self) -> Sequence[_Reached]:
-        return () if self._issued is None else self._issued.result().reached
+    def _reached(self) -> Sequence[Reached]:
+        return () if self._issued is None else _enqueued(self._issued).reached
 
 
 def _runs(
@@ -444,10 +416,15 @@ def _use(batch: Batch, stream: Any) -> None:
         _used_on(batch.rearranged, stream)
 
 
+def _enqueued(issued: Issued) -> Enqueued:
+    """What has become of it; nothing, where it was called off."""
+    return Enqueued() if issued.cancelled() else issued.result()
+
+
 # --- What a test replaces to play a device ----------------------------------------------
 
 
-def _done(issued: _Issued, timeout_s: float | None) -> bool:
+def _done(issued: Issued, timeout_s: float | None) -> bool:
     """Waits until it is, or has failed."""
     return issued.done() or bool(wait([issued], timeout_s).done)
 
@@ -490,5 +467,5 @@ def _send(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
 
 def _used_on(tensor: torch.Tensor, stream: Any) -> None:
     """Its memory is not to be given to others before the stream is done with it, even if the
-    tensor is freed, or its storage resized, meanwhile."""
+    tensor is freed meanwhile."""
     tensor.record_stream(stream)

@@ -178,8 +178,11 @@ class Dispatch:
         deadline_s = self._now_s() + timeout_s
         for transfer in self._transfers:
             left_s = max(0.0, deadline_s - self._now_s())
-            if transfer is not None and not transfer.wait(left_s):
-                return False
+            try:
+                if transfer is not None and not transfer.wait(left_s):
+                    return False
+            except Exception as error:  # the others may still be under way
+                self.fail(error)
         self.complete = True
         if self._error is not None:
             raise self._error

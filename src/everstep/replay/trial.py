@@ -154,8 +154,8 @@ def _telling(key: str, value: Any) -> Any:
     factor of 0.999, which leaves any bfloat16 as it is, whether it is rounded to one or not."""
     if key == "lr" and isinstance(value, torch.Tensor):
         return torch.full_like(value, 0.13)
-    if isinstance(value, tuple):
-        return tuple(_telling(key, item) for item in value)
+    if isinstance(value, tuple | list):
+        return type(value)(_telling(key, item) for item in value)
     if key not in ("lr", "betas", "momentum", "dampening", "weight_decay"):
         return value
     if not isinstance(value, float) or value in (0, 1):
