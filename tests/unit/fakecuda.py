@@ -103,6 +103,9 @@ class FakeEvent:
         if self.token is not None:
             stream.push(self.token)
 
+    def query(self) -> bool:
+        return self.token is not None and self.token.reached
+
     def elapsed_time(self, other: FakeEvent) -> float:
         for event in (self, other):
             assert event.timed

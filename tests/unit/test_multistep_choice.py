@@ -10,6 +10,7 @@ import everstep
 from everstep.capture.multistep import Unit
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_stats import MultistepBase, MultistepStats
+from everstep.keeper.multistep_steps import StepLengths
 from everstep.options import Options, validate_options
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut, best_parts, fewest
@@ -40,11 +41,11 @@ class Bench:
         self.clock, self.stats = ManualClock(), MultistepStats()
         self.choice = Choice(options(**about), self.clock, self.stats)
         for _ in range(8):
-            self.choice.marked(0.0)
+            self.choice.steps.marked(0.0)
             self.clock.advance(1.0 - update_s)
-            self.choice.gated(0.0)
+            self.choice.steps.gated(0.0, quiet=True)
             self.clock.advance(update_s)
-        self.choice.marked(0.0)
+        self.choice.steps.marked(0.0)
         if link is not None:
             timed = self.choice.timed("base", 1 << 20)
             self.clock.advance((1 << 20) / link)
@@ -186,9 +187,9 @@ def test_what_training_waited_for_is_no_part_of_a_step() -> None:
     before = bench.parts(48_000_000, 4_800_000)
     for stalled in range(1, 33):
         bench.clock.advance(1.0)
-        bench.choice.gated(9.0 * (stalled - 1))
+        bench.choice.steps.gated(9.0 * (stalled - 1), quiet=True)
         bench.clock.advance(9.0)  # at the gate
-        bench.choice.marked(9.0 * stalled)
+        bench.choice.steps.marked(9.0 * stalled)
     assert bench.parts(48_000_000, 4_800_000) == before
 
 
@@ -228,3 +229,67 @@ def test_a_first_base_that_was_slow_is_not_believed_for_long() -> None:
         bench.clock.advance(size_bytes / link)
         timed.ended()
         assert bench.stats.link_bytes_per_s == pytest.approx(link)
+
+
+# --- Where a device computes ------------------------------------------------------------------
+
+
+class Device:
+    """What it is given takes its time; the host only asks for it."""
+
+    def __init__(self) -> None:
+        self.given_s = self.passed_s = 0.0
+
+    def moment(self) -> Moment:
+        return Moment(self, self.given_s)
+
+
+class Moment:
+    def __init__(self, device: Device, at_s: float) -> None:
+        self.device, self.at_s = device, at_s
+
+    def query(self) -> bool:
+        return self.device.passed_s >= self.at_s
+
+    def elapsed_time(self, other: Moment) -> float:
+        assert self.query()
+        assert other.query()
+        return 1e3 * (other.at_s - self.at_s)
+
+
+def ran(device: Device, clock: ManualClock, steps: StepLengths, *, quiet: bool) -> None:
+    """A step: 0.9 s and 0.1 s on the device, 0.2 s and 0.3 s of asking for it; what is captured
+    holds the device up for 5 s more."""
+    steps.marked(0.0)
+    device.given_s += 0.9
+    clock.advance(0.2)
+    steps.gated(0.0, quiet=quiet)
+    device.given_s += 0.1 if quiet else 5.1
+    clock.advance(0.3)
+
+
+def test_steps_of_a_device_are_as_long_as_it_says() -> None:
+    device, clock = Device(), ManualClock()
+    steps = StepLengths(clock, device.moment)
+    for _ in range(4):
+        ran(device, clock, steps, quiet=True)
+    assert steps.known() == pytest.approx((0.5, 0.2)), "it has not come so far"
+    device.passed_s = 2.0
+    ran(device, clock, steps, quiet=True)
+    assert steps.known() == pytest.approx((1.0, 0.9))
+    for _ in range(40):
+        ran(device, clock, steps, quiet=False)
+        device.passed_s = device.given_s
+    ran(device, clock, steps, quiet=True)
+    assert steps.known() == pytest.approx((1.0, 0.9)), "it waits while something is captured"
+
+
+def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> None:
+    """The update before asked for a copy; a mark without an update behind it tells nothing."""
+    device, clock = Device(), ManualClock()
+    steps = StepLengths(clock, device.moment)
+    steps.marked(0.0)
+    steps.marked(0.0)
+    device.passed_s = 1.0
+    steps.marked(0.0)
+    assert steps.known() is None

@@ -45,7 +45,7 @@ from everstep.capture.pinned import PinnedMemory
 from everstep.errors import OutOfSpaceError, StateError
 from everstep.state.tensors import byte_view
 
-__all__ = ["CudaLane", "CudaTransfer", "on_cuda", "refuse_graph_capture"]
+__all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda", "refuse_graph_capture"]
 
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
@@ -80,6 +80,13 @@ def refuse_graph_capture() -> None:
             hint="capture forward and backward only, and call optimizer.step() and ckpt.step() "
             "outside of the graph",
         )
+
+
+def moment_on(tensor: torch.Tensor) -> Any:
+    """An event behind what the current stream of its device has been given so far, which tells the
+    time: ``query()``, ``elapsed_time(other)`` in milliseconds. None: it is on no CUDA device."""
+    device = _device(tensor)
+    return _event(_cuda.current_stream(device)) if device.type == "cuda" else None
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:

@@ -4,11 +4,10 @@ A *window* begins at a step mark, when a base is due. In each of its steps one p
 copied behind forward and backward, and the update waits for it (I1). From then on the gradients
 that this part consumes are copied, too, into memory that the keeper replays them from (I2). At the
 last step mark comes everything that no optimizer replays. From there on it is a capture like any
-other, but for the keeper, which brings all parts to that step before it writes them (I3).
+other, but that the keeper brings all parts to that step before it writes them (I3).
 
-Copies go through one queue, in the order in which they are due: the gradients of a step before the
-part of the next. What cannot be brought to the last step makes the window void: nothing of it is
-kept, and a new one begins.
+Copies are made in the order in which they are due: the gradients of a step before the part of the
+next. What cannot be brought to the last step makes the window void, and a new one begins.
 
 What several ranks do so, all to the same step: :mod:`.multistep_ranks`.
 """
@@ -37,6 +36,7 @@ from everstep.keeper.multistep_parts import PartCopies
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.multistep_planner import Planner
 from everstep.keeper.multistep_stats import MultistepStats, Watch
+from everstep.keeper.multistep_steps import moment_of
 from everstep.keeper.multistep_updates import UpdateCopies
 from everstep.keeper.multistep_window import Window, written
 from everstep.keeper.pool import CapturePool, Room
@@ -91,13 +91,14 @@ class Multistep:
         self._pool: CapturePool | None = None
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
-        self._last: Save | None = None
         self._ended: Window | None = None  # nothing has been updated since
+        self._last: Save | None = None
+        self._sharp: Save | None = None  # the last one of a single step
         self._digest: tuple[object, str] = (None, "")
         self._void = 0  # windows in a row
         self._opened = Opened()
         self.stats = MultistepStats()
-        self._choice = Choice(options, clock, self.stats)
+        self._choice = Choice(options, clock, self.stats, partial(moment_of, state))
         about = lane, clock, self._choice, saver.stall_s
         self._parts = PartCopies(options, *about, self._overtaken)
         self._updates = UpdateCopies(options, state, *about, self._give_up, channel.tell)
@@ -144,7 +145,8 @@ class Multistep:
         self._ended = None
         if sharp or self._void >= VOID_MAX or not self._opened.holds:
             self._void = 0
-            return self._saver.take(identity, show=sharp, survey=survey)
+            self._sharp = taken = self._saver.take(identity, show=sharp, survey=survey)
+            return taken
         return self._begin(identity, survey or self._state.survey())
 
     def marked(self, identity: ShardIdentity) -> bool:
@@ -154,7 +156,7 @@ class Multistep:
             Whether one still is: no other can begin.
         """
         self._moved()
-        self._choice.marked(sum(self._saver.stall_s.values()))
+        self._choice.steps.marked(sum(self._saver.stall_s.values()))
         closing = self.stats.closing is not None
         self.stats.close(self._saver.stall_s)
         self._parts.prune()
@@ -240,7 +242,9 @@ class Multistep:
         """
         if optimizer is not None:
             self._moved()
-        self._choice.gated(sum(self._saver.stall_s.values()))
+        sharp = self._sharp is not None and not self._sharp.staged.done()
+        copies = sharp or self._window is not None or self._parts.open or self._updates.held.open
+        self._choice.steps.gated(sum(self._saver.stall_s.values()), quiet=not copies)
         self._parts.gate(optimizer)
         kept = 0 if optimizer is None else self._options.method.held_steps - 1
         self._updates.held.gate(optimizer, keep=kept)
@@ -314,12 +318,8 @@ class Multistep:
         plan: PartsPlan | None = None,
         save: Save | None = None,
     ) -> Save:
-        """Begins a window here.
-
-        Args:
-            plan: of its parts, if that is known already.
-            save: what it becomes, likewise.
-        """
+        """Begins a window here; ``plan`` of its parts, and ``save``, which it becomes, if they are
+        known already."""
         keeper, pool, memory = self._keeper, self._pool, self._memory
         assert keeper is not None
         assert pool is not None
@@ -330,7 +330,7 @@ class Multistep:
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             timed = self._choice.timed("base", prepared.size_bytes)
-            save = self._saver.take(identity, show=False, survey=survey)
+            save = self._sharp = self._saver.take(identity, show=False, survey=survey)
             self._lane.run(timed.ended)
             self.stats.parts = 1
             return save

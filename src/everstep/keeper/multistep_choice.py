@@ -8,10 +8,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from everstep.capture.multistep import Unit, cut_parts
 from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.keeper.multistep_stats import MultistepStats
+from everstep.keeper.multistep_steps import StepLengths
 from everstep.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
 from everstep.plan.multistep_cut import Cut, best_cut, fewest_of
@@ -19,7 +21,6 @@ from everstep.seams import Clock
 
 __all__ = ["Choice", "OnCopy", "Timed"]
 
-_STEPS = 32  # that are remembered
 _COPIES = 32
 _LEAST_BYTES = 1 << 16  # of a copy that tells something about the link
 _CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
@@ -65,21 +66,25 @@ def _link(copies: Iterable[tuple[int, float]]) -> float:
 
 
 class Choice:
-    """Measures steps and copies, and chooses.
+    """Measures copies, and chooses.
 
     Attributes:
+        steps: measures those.
         on_copy: told of each copy; for pictures.
     """
 
-    def __init__(self, options: Options, clock: Clock, stats: MultistepStats) -> None:
+    def __init__(
+        self,
+        options: Options,
+        clock: Clock,
+        stats: MultistepStats,
+        moment: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.steps = StepLengths(clock, moment)
         self._options = options
         self._clock = clock
         self._stats = stats
-        self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._immutable: deque[float] = deque(maxlen=_STEPS)  # forward and backward
         self._copies: deque[tuple[int, float]] = deque(maxlen=_COPIES)
-        self._mark: tuple[float, float] | None = None  # when, and stall until then
-        self._gated = True
         self._parts_max = PARTS_MAX
         self._told = False
         self._ended_s = 0.0  # the last copy
@@ -89,25 +94,6 @@ class Choice:
         self._asked: object = None
         self._answer: Sequence[Sequence[Unit]] | None = None
         self.on_copy: OnCopy = lambda what, begin_s, end_s, size_bytes: None
-
-    def marked(self, stall_s: float) -> None:
-        """A step is over.
-
-        Args:
-            stall_s: that training has lost so far.
-        """
-        now_s = self._clock.monotonic_s()
-        if self._mark is not None:
-            self._steps.append(max(0.0, now_s - self._mark[0] - (stall_s - self._mark[1])))
-        self._mark, self._gated = (now_s, stall_s), False
-
-    def gated(self, stall_s: float) -> None:
-        """An update is about to begin."""
-        if self._gated or self._mark is None:
-            return
-        self._gated = True
-        took_s = self._clock.monotonic_s() - self._mark[0] - (stall_s - self._mark[1])
-        self._immutable.append(max(0.0, took_s))
 
     def timed(self, what: str, size_bytes: int, *, yielding: bool = False) -> Timed:
         """A copy that is about to be submitted, behind which the lane's thread says that it has
@@ -276,12 +262,10 @@ class Choice:
     def _pipeline(self, units: Sequence[Unit]) -> Pipeline | None:
         """Steps and copies, as far as they are known."""
         link = self._stats.link_bytes_per_s
-        if link is None or not self._steps or not self._immutable:
+        steps = self.steps.known()
+        if link is None or steps is None or steps[1] <= 0:
             return None
-        step_s = statistics.median(self._steps)
-        immutable_s = min(step_s, statistics.median(self._immutable))
-        if immutable_s <= 0:
-            return None
+        step_s, immutable_s = steps
         state_bytes = sum(unit.size_bytes for unit in units)
         gradient_bytes = sum(unit.gradient_bytes for unit in units)
         now = Pipeline(

@@ -298,6 +298,11 @@ class HeldGradients:
             if one in self._copying:
                 self._copying.remove(one)
 
+    @property
+    def open(self) -> bool:
+        """Whether somebody may have to wait."""
+        return bool(self._copying)
+
     def settle(self) -> None:
         """No more gradients are held: where all copies are made, nothing is in training's way any
         more. Does not wait."""

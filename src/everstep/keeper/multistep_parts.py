@@ -91,6 +91,11 @@ class PartCopies:
                 self._overtaken(one.window, error)
         self._stall_s["gate"] += self._clock.monotonic_s() - start_s
 
+    @property
+    def open(self) -> bool:
+        """Whether some may be under way."""
+        return bool(self._copying)
+
     def prune(self) -> None:
         """Forgets what is copied."""
         if self._copying:

@@ -1,0 +1,101 @@
+"""How long steps are, and what of them the state stays as it is for (GoCkpt 4.2.3).
+
+Where training computes on a device, the training thread runs ahead of it: by the host's clock
+forward and backward are as long as it takes to ask for them. There the device's own clock counts,
+of steps in which nothing was captured: it waits for copies in the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from everstep.capture.cuda import moment_on
+from everstep.seams import Clock
+from everstep.state.image import State
+
+__all__ = ["StepLengths", "moment_of"]
+
+_STEPS = 32  # that are remembered
+
+
+class StepLengths:
+    """Of the last steps.
+
+    Args:
+        moment: a point in what the device has been given to do, an event of CUDA that tells the
+            time; None where there is no device.
+    """
+
+    def __init__(self, clock: Clock, moment: Callable[[], Any] = lambda: None) -> None:
+        self._clock = clock
+        self._moment = moment
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._immutable: deque[float] = deque(maxlen=_STEPS)  # forward and backward
+        self._mark: tuple[float, float] | None = None  # when, and stall until then
+        self._gated = True
+        self._on_device = False  # what is remembered is by its clock
+        self._points: list[Any] = []  # the last mark, and the update behind it
+        self._passed: deque[list[Any]] = deque(maxlen=_STEPS)  # perhaps not by the device yet
+
+    def marked(self, stall_s: float) -> None:
+        """A step is over.
+
+        Args:
+            stall_s: that training has lost so far.
+        """
+        now_s, point = self._clock.monotonic_s(), self._moment()
+        if self._mark is not None and not self._on_device:
+            self._steps.append(max(0.0, now_s - self._mark[0] - (stall_s - self._mark[1])))
+        self._mark, self._gated = (now_s, stall_s), False
+        if point is not None:
+            if len(self._points) == 2:
+                self._passed.append([*self._points, point])
+            self._points = [point]
+            self._look()
+
+    def gated(self, stall_s: float, *, quiet: bool) -> None:
+        """An update is about to begin.
+
+        Args:
+            quiet: nothing is captured in this step.
+        """
+        if self._gated or self._mark is None:
+            return
+        self._gated = True
+        if not self._on_device:
+            took_s = self._clock.monotonic_s() - self._mark[0] - (stall_s - self._mark[1])
+            self._immutable.append(max(0.0, took_s))
+        if not quiet:
+            self._points = []
+        elif self._points and (point := self._moment()) is not None:
+            self._points.append(point)
+
+    def known(self) -> tuple[float, float] | None:
+        """Seconds of a step, and of forward and backward, in the middle; None: not known yet."""
+        if not self._steps or not self._immutable:
+            return None
+        step_s = statistics.median(self._steps)
+        return step_s, min(step_s, statistics.median(self._immutable))
+
+    def _look(self) -> None:
+        """At steps that the device has passed meanwhile; does not wait for it."""
+        while self._passed and all(point.query() for point in self._passed[0]):
+            mark, update, end = self._passed.popleft()
+            if not self._on_device:
+                self._steps.clear()
+                self._immutable.clear()
+                self._on_device = True
+            self._immutable.append(mark.elapsed_time(update) / 1e3)
+            self._steps.append(mark.elapsed_time(end) / 1e3)
+
+
+def moment_of(state: State) -> Any:
+    """A point of the device that the optimizers update on; None: they do so in host memory."""
+    for optimizer in state.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return moment_on(parameter)
+    return None
