@@ -284,6 +284,20 @@ def test_steps_of_a_device_are_as_long_as_it_says() -> None:
     assert steps.known() == pytest.approx((1.0, 0.9)), "it waits while something is captured"
 
 
+def test_a_model_that_leaves_its_device() -> None:
+    device, clock, here = Device(), ManualClock(), [True]
+    steps = StepLengths(clock, lambda: device.moment() if here else None)
+    for _ in range(4):
+        ran(device, clock, steps, quiet=True)
+        device.passed_s = device.given_s
+    steps.marked(0.0)
+    assert steps.known() == pytest.approx((1.0, 0.9))
+    here.clear()
+    for _ in range(4):
+        ran(device, clock, steps, quiet=True)
+    assert steps.known() == pytest.approx((0.5, 0.2))
+
+
 def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> None:
     """The update before asked for a copy; a mark without an update behind it tells nothing."""
     device, clock = Device(), ManualClock()

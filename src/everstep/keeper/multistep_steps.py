@@ -47,6 +47,8 @@ class StepLengths:
             stall_s: that training has lost so far.
         """
         now_s, point = self._clock.monotonic_s(), self._moment()
+        if point is None and self._on_device:  # the model was moved
+            self._by(device=False)
         if self._mark is not None and not self._on_device:
             self._steps.append(max(0.0, now_s - self._mark[0] - (stall_s - self._mark[1])))
         self._mark, self._gated = (now_s, stall_s), False
@@ -80,14 +82,18 @@ class StepLengths:
         step_s = statistics.median(self._steps)
         return step_s, min(step_s, statistics.median(self._immutable))
 
+    def _by(self, *, device: bool) -> None:
+        """Another clock counts from now on."""
+        self._on_device = device
+        self._steps.clear()
+        self._immutable.clear()
+
     def _look(self) -> None:
         """At steps that the device has passed meanwhile; does not wait for it."""
         while self._passed and all(point.query() for point in self._passed[0]):
             mark, update, end = self._passed.popleft()
             if not self._on_device:
-                self._steps.clear()
-                self._immutable.clear()
-                self._on_device = True
+                self._by(device=True)
             self._immutable.append(mark.elapsed_time(update) / 1e3)
             self._steps.append(mark.elapsed_time(end) / 1e3)
 
