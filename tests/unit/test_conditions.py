@@ -16,7 +16,7 @@ import torch
 from everstep.format.records import TimelineRecord
 from everstep.recover.rebuild import conditions
 from everstep.recover.redo import other_conditions
-from everstep.seams.fingerprint import changeable, fingerprint
+from everstep.seams.fingerprint import changeable, computed_on, device_types, fingerprint
 from tests.unit.logged import World, opened, train
 from tests.unit.world import TIMEOUT_S
 
@@ -45,6 +45,7 @@ def trained(**changed: str | None) -> TimelineRecord:
         ({"threads": None}, f"trained with threads none, replayed with {torch.get_num_threads()}"),
         ({"device": "a GPU"}, "trained with device a GPU, replayed with none"),
         ({"cuda": "12.4"}, "trained with cuda 12.4, replayed with none"),
+        ({"parameters": "cuda"}, "trained with parameters cuda, replayed with none"),
     ],
     ids=str,
 )
@@ -52,6 +53,20 @@ def test_one_condition(changed: dict[str, str | None], said: str) -> None:
     found = other_conditions([HERE, trained(**changed), HERE])
     assert found.startswith(said)
     assert bool(found) == bool(said)
+
+
+def test_where_a_training_computes_is_a_condition() -> None:
+    model, fake = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, fake)]
+    assert device_types(optimizers[:1]) == ("cpu",)
+    assert device_types(optimizers) == ("cpu", "meta")
+    assert "parameters" not in fingerprint()
+    with computed_on(device_types(optimizers[:1])):
+        assert "parameters" not in fingerprint()
+        with computed_on(device_types(optimizers)):
+            assert fingerprint()["parameters"] == "cpu, meta"
+            assert "replayed with cpu, meta" in other_conditions([HERE])
+        assert other_conditions([HERE]) == ""
 
 
 def test_a_timeline_whose_record_is_lost() -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.keeper import starts
+from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import Opened, changeable
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import forget
@@ -89,7 +91,7 @@ def test_denormals_that_are_flushed_behind_the_resume(method: str, served: Bench
 
 def test_a_keeper_that_comes_into_service_is_no_new_record() -> None:
     torch.set_num_threads(1)
-    opened = Opened()
+    opened = Opened({})
     opened.began(3)
     torch.set_num_threads(2)
     opened.began(3)
@@ -97,6 +99,50 @@ def test_a_keeper_that_comes_into_service_is_no_new_record() -> None:
     opened.began(4)
     assert opened.holds
     assert changeable()[0] == 2
+
+
+def test_parameters_that_move_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its use begins no more: the program has it in use already."""
+    in_use, where = [True], [("cpu",)]
+    monkeypatch.setattr(module, "changeable", lambda: (1, in_use[0], False))
+    monkeypatch.setattr(module, "device_types", lambda optimizers: where[0])
+    opened = Opened({})
+    opened.began(1)
+    assert opened.holds
+    where[0] = ("cuda",)
+    assert not opened.holds
+    opened.began(2)
+    assert opened.holds
+    in_use[0] = False
+    assert not opened.holds
+
+
+@pytest.mark.parametrize("trained_on", ["cpu", "cuda"])
+def test_a_program_that_has_a_gpu_and_goes_on_on_the_cpu(
+    trained_on: str, served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the other way round: each has the same GPU in use, and computes elsewhere."""
+    (other_one,) = {"cpu", "cuda"} - {trained_on}
+    for step, where in ((0, trained_on), (4, other_one)):
+        monkeypatch.setattr(starts, "device_types", lambda optimizers, where=where: (where,))
+        world = Dead()
+        ckpt = everstep.Checkpointer(served.run, world.state, method="logged", every=1000)
+        recovery = ckpt.resume()
+        assert recovery.step == step
+        if step:
+            assert not recovery.exact
+            key = "parameters cuda, replayed with none", "parameters none, replayed with cuda"
+            assert f"trained with {key[trained_on == 'cpu']}" in recovery.evidence
+            die(ckpt)
+            break
+        for number in range(1, 5):
+            world.train(number)
+            ckpt.step()
+            if number == 1:
+                ckpt.save()
+        ckpt.wait()
+        die(ckpt)
+        forget(served.run)
 
 
 @pytest.mark.parametrize("method", ["logged", "lowdiff_plus"])

@@ -96,7 +96,7 @@ class Multistep:
         self._sharp: Save | None = None  # the last one of a single step
         self._digest: tuple[object, str] = (None, "")
         self._void = 0  # windows in a row
-        self._opened = Opened()
+        self._opened = Opened(state.optimizers)
         self.stats = MultistepStats()
         self._choice = Choice(options, clock, self.stats, partial(moment_of, state))
         about = lane, clock, self._choice, saver.stall_s

@@ -126,7 +126,7 @@ class Recorder:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self._timeline, self._exact, self._opened = 0, True, Opened()
+        self._timeline, self._exact, self._opened = 0, True, Opened(state.optimizers)
         self._step_bytes = 0  # of the step under way
         self._followed: int | None = None  # the step whose mark was the last
         self._last_lsn = -1  # of which consumption was told

@@ -18,6 +18,7 @@ from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
 from everstep.recover.resume import OfSeveralError, Resumed, open_timeline, resume
 from everstep.seams import Seams
+from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.image import State
 from everstep.tiers.disk import storage_errors
 
@@ -74,7 +75,7 @@ class Starts:
         with self._telling():
             self._keepers.open(beside=self._job is not None)
             recalled = self._keepers.left_behind(own=own)
-        with self._overwritten.resuming():
+        with self._overwritten.resuming(), self._computed():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
         return resumed, in_memory
@@ -120,6 +121,14 @@ class Starts:
         Raises:
             StateError: there is something to resume.
         """
+        with self._computed():
+            return self._fresh()
+
+    def _computed(self) -> AbstractContextManager[None]:
+        """Where this training updates, for the record of its timeline and what is compared."""
+        return computed_on(device_types(self._state.optimizers.values()))
+
+    def _fresh(self) -> int:
         if self._job is not None:
             with self._telling():
                 self._keepers.open(beside=True)
