@@ -55,6 +55,12 @@ def test_one_condition(changed: dict[str, str | None], said: str) -> None:
     assert bool(found) == bool(said)
 
 
+def test_a_replay_without_the_program_is_on_the_cpu() -> None:
+    assert conditions([HERE])[1] == ""
+    for changed, where in (({"parameters": "mps"}, "mps"), ({"device": "a GPU"}, "a GPU")):
+        assert conditions([trained(**changed)])[1] == f"trained on {where}, replayed on the CPU"
+
+
 def test_where_a_training_computes_is_a_condition() -> None:
     model, fake = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, fake)]

@@ -367,6 +367,17 @@ def batches_of(*tensors: torch.Tensor) -> list[Batch]:
     return found
 
 
+def losing_host(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
+    """Its copies fail."""
+    host = FakeHost(cuda)
+
+    def fails(batch: Batch, block: torch.Tensor) -> None:
+        raise OSError("lost")
+
+    monkeypatch.setattr(host, "_copy", fails)
+    return host
+
+
 def test_the_gate_does_not_hold_the_cpu(cuda: FakeCuda) -> None:
     """Copies of the parameters are under way; the gate returns, and nothing has run meanwhile."""
     lane, block = CudaLane(FakeHost(cuda)), block_of()
@@ -436,12 +447,7 @@ def test_a_copy_that_fails_is_told_and_nothing_after_it(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", 0)
-    host = FakeHost(cuda)
-
-    def fails(batch: Batch, block: torch.Tensor) -> None:
-        raise OSError("lost")
-
-    monkeypatch.setattr(host, "_copy", fails)
+    host = losing_host(cuda, monkeypatch)
     lane = CudaLane(host)
     told: list[int] = []
     tensors = on_device(cuda, 1), torch.ones(8, dtype=torch.uint8)
@@ -493,6 +499,24 @@ def test_what_could_not_be_copied_is_not_kept(
     with pytest.raises(OutOfSpaceError, match="no 100 bytes"):
         transfer.wait(0.0)
     lane.close()
+
+
+def test_whatever_enqueuing_fails_with_nobody_waits_for_ever(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise SystemExit
+
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    monkeypatch.setattr(cuda_module, "_send", fails)
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    assert transfer.gate(100, TIMEOUT_S)
+    ran: list[int] = []
+    lane.run(lambda: ran.append(1))
+    with contextlib.suppress(SystemExit):  # which the played thread hands on
+        lane.close()
+    with pytest.raises(SystemExit):
+        transfer.wait(0.0)
 
 
 def test_an_interrupt_behind_the_handing_over(
@@ -557,12 +581,7 @@ def test_a_job_is_behind_copies_that_are_yet_to_be_enqueued(
 ) -> None:
     """Also where nobody waits for them any more, since another copy has failed."""
     monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", 0)
-    host = FakeHost(cuda)
-
-    def fails(batch: Batch, block: torch.Tensor) -> None:
-        raise OSError("lost")
-
-    monkeypatch.setattr(host, "_copy", fails)
+    host = losing_host(cuda, monkeypatch)
     lane, block = CudaLane(host), block_of()
     tensors = on_device(cuda, 1), torch.ones(8, dtype=torch.uint8)
     transfer = lane.submit(batches_of(*tensors), block, lambda end: None)

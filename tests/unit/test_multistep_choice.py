@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import everstep
 from everstep.capture.multistep import Unit
@@ -307,3 +309,35 @@ def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> Non
     device.passed_s = 1.0
     steps.marked(0.0)
     assert steps.known() is None
+
+
+def test_only_steps_in_which_nothing_is_copied_are_quiet(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a base are copied in the two steps behind the mark at which it was due."""
+    told: list[bool] = []
+    gated = StepLengths.gated
+
+    def noted(self: StepLengths, stall_s: float, *, quiet: bool) -> None:
+        told.append(quiet)
+        gated(self, stall_s, quiet=quiet)
+
+    monkeypatch.setattr(StepLengths, "gated", noted)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    method = everstep.Method(base="multistep", parts=3, overlap_forward=True)
+    quiet: dict[int, bool] = {}
+    with everstep.Checkpointer(run_folder, state, method=method, every=6) as ckpt:
+        ckpt.resume()
+        for step in range(1, 12):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+            told.clear()
+            optimizer.step()
+            quiet[step] = told[0]
+            ckpt.step()
+            if step == 9:
+                ckpt.wait()
+    assert [step for step in range(1, 9) if not quiet[step]] == [7, 8]
+    assert quiet[11], "all of it has been copied"

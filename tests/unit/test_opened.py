@@ -117,9 +117,10 @@ def test_parameters_that_move_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPa
     assert not opened.holds
 
 
+@pytest.mark.parametrize("resumes", [True, False], ids=["resumes", "just begins"])
 @pytest.mark.parametrize("trained_on", ["cpu", "cuda"])
 def test_a_program_that_has_a_gpu_and_goes_on_on_the_cpu(
-    trained_on: str, served: Bench, monkeypatch: pytest.MonkeyPatch
+    trained_on: str, resumes: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the other way round: each has the same GPU in use, and computes elsewhere."""
     (other_one,) = {"cpu", "cuda"} - {trained_on}
@@ -127,14 +128,16 @@ def test_a_program_that_has_a_gpu_and_goes_on_on_the_cpu(
         monkeypatch.setattr(starts, "device_types", lambda optimizers, where=where: (where,))
         world = Dead()
         ckpt = everstep.Checkpointer(served.run, world.state, method="logged", every=1000)
-        recovery = ckpt.resume()
-        assert recovery.step == step
         if step:
+            recovery = ckpt.resume()
+            assert recovery.step == step
             assert not recovery.exact
             key = "parameters cuda, replayed with none", "parameters none, replayed with cuda"
             assert f"trained with {key[trained_on == 'cpu']}" in recovery.evidence
             die(ckpt)
             break
+        if resumes:
+            ckpt.resume()
         for number in range(1, 5):
             world.train(number)
             ckpt.step()

@@ -68,12 +68,17 @@ class Issuer:
         self._issued: list[Issued] = []  # perhaps not yet
 
     def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
-        """Has copies enqueued; ``enqueue`` says what it fails with, and does not fail."""
+        """Has copies enqueued; ``enqueue`` says what it fails with, and behind which events."""
         issued: Issued = Future()
 
         def work() -> None:
-            if issued.set_running_or_notify_cancel():
-                issued.set_result(enqueue())
+            if not issued.set_running_or_notify_cancel():
+                return
+            try:
+                found = enqueue()
+            except BaseException as error:  # whoever waits for it would do so for ever
+                found = Enqueued().failed(error)
+            issued.set_result(found)
 
         # Known before it begins: whoever gives memory back waits for it, even if this call is
         # interrupted on its way out.

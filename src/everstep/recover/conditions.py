@@ -32,6 +32,8 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
         if "cuda" in theirs or "device" in theirs:
             device = theirs.get("device", "a GPU")
             return None, f"trained on {device}, replayed on the CPU"
+        if "parameters" in theirs:  # on a device that is not CUDA's
+            return None, f"trained on {theirs['parameters']}, replayed on the CPU"
         threads.add(theirs.get("threads", ""))
     (only,) = threads if len(threads) == 1 else ("",)
     return (int(only) if only.isdigit() and int(only) else None), ""
