@@ -11,8 +11,8 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,8 @@ GRADIENTS = "everstep/gradients"
 there: none has, as behind ``zero_grad()``."""
 
 _gradient_of = attrgetter("grad")
+_layout_of = attrgetter("layout")
+_STRIDED = frozenset((torch.strided,))
 _HOOKS = "_optimizer_step_pre_hooks"
 
 
@@ -170,11 +172,13 @@ class OptimizerProvider:
         name = _name_in_torch(self._optimizer)
         found: dict[str, Any] = {} if name is None else {CLASS: name}
         lists = [group["params"] for group in self._optimizer.param_groups]
-        if all(map(is_, map(_gradient_of, chain.from_iterable(lists)), repeat(None))):
-            return found  # mostly
-        held = [_has_gradient(parameter) for parameters in lists for parameter in parameters]
-        if any(held):
-            names = True if all(held) else [n for n, p in self.named() if _has_gradient(p)]
+        gradients = map(_gradient_of, chain.from_iterable(lists))
+        held = [gradient for gradient in gradients if gradient is not None]
+        if not held:
+            return found
+        if len(held) == sum(map(len, lists)) and _STRIDED.issuperset(map(_layout_of, held)):
+            return {**found, GRADIENTS: True}
+        if names := [name for name, parameter in self.named() if _has_gradient(parameter)]:
             found[GRADIENTS] = names
         return found
 
