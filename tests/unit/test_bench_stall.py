@@ -77,6 +77,8 @@ def test_arms_by_name() -> None:
         {"every": ()},
         {"every": (3, 0)},
         {"repeats": 0},
+        {"within_s": 0.0},
+        {"within_s": float("nan")},
         {"seed": -1},
         {"device": "tpu"},
         {"dtype": "float8"},

@@ -248,10 +248,10 @@ class Slow(Arm):
         self.loop.on_step = lambda: None
 
 
-def bench_of(loop: Steps, **options: Any) -> Any:
+def bench_of(loop: Steps, *, start_s: float = 0.0, **options: Any) -> Any:
     placement = SimpleNamespace(spread=lambda one_core=False: None)
     writers = SimpleNamespace(flush=lambda: None, wait=lambda: None)
-    return run._Bench(StallOptions(**options), loop, placement, writers, Shown())
+    return run._Bench(StallOptions(**options), loop, placement, writers, Shown(), (), start_s)
 
 
 @pytest.fixture
@@ -285,6 +285,15 @@ def test_rounds_hold_every_arm_once_and_blocks_do_not_overlap() -> None:
     for at in saves:
         name = words[at].split()[1]
         assert words[at + 1 : at + 3] == [f"settled {name}", f"clean {name}"]
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize(("within_s", "rounds"), [(1e-9, [1]), (1e9, [1, 2, 3])])
+def test_rounds_for_which_there_is_no_time_are_left_out(within_s: float, rounds: list[int]) -> None:
+    loop = Steps()
+    bench = bench_of(loop, repeats=3, within_s=within_s, start_s=time.monotonic())
+    interval = bench.measure([run._Opened(Slow(loop, "a", 1))], 4)
+    assert list(interval.ideals) == list(interval.rows[0].blocks) == rounds
 
 
 @pytest.mark.usefixtures("no_wait")

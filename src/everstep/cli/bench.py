@@ -134,6 +134,10 @@ def stall(
         str, typer.Option(help="Steps of a block, each with one save: one number, or 1,10,50.")
     ] = "8",
     repeats: Repeats = 5,
+    within: Annotated[
+        float | None,
+        typer.Option(help="Seconds: rounds that would not be over by then are left out."),
+    ] = None,
     seed: Seed = 1234,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
@@ -186,6 +190,7 @@ def stall(
         params=parse_params(params),
         every=parse_every(every),
         repeats=repeats,
+        within_s=within,
         seed=seed,
         device=device,
         link_bytes_per_s=None if link is None else parse_bytes_per_s("--link", link),

@@ -90,6 +90,7 @@ class StallOptions:
         params: of the model, about.
         every: steps of a block, each with one save; one set of rounds for each number.
         repeats: rounds that count.
+        within_s: begin no round but the first that would not be over so long after the beginning.
         seed: of the weights and of the order of arms.
         device: where the model is, ``"cpu"`` or ``"cuda"``.
         link_bytes_per_s: everstep's copies go through an emulated link of this bandwidth.
@@ -111,6 +112,7 @@ class StallOptions:
     params: int = 10_000_000
     every: tuple[int, ...] = (8,)
     repeats: int = 5
+    within_s: float | None = None
     seed: int = 1234
     device: str = "cpu"
     link_bytes_per_s: float | None = None
@@ -126,6 +128,10 @@ class StallOptions:
 
     def __post_init__(self) -> None:
         check_training(self.params, self.repeats, self.seed)
+        if self.within_s is not None and not self.within_s > 0:
+            raise OptionError(
+                f"within_s={self.within_s}: it takes longer than that", hint="like 240"
+            )
         if self.batch is not None and self.batch < 1:
             raise OptionError(f"batch={self.batch}: a step has at least one sequence")
         if not self.every or min(self.every) < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import random
 import time
@@ -96,7 +97,7 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
                 stack.enter_context(single_rank_group(folder))
             writers = Writers(options.writers, loop.size_bytes, folder, placement)
             stack.enter_context(writers)
-            bench = _Bench(options, loop, placement, writers, display, signals)
+            bench = _Bench(options, loop, placement, writers, display, signals, start_s)
             arms = bench.open(folder, stack)
             loop.watch_hooks()  # outside of all that the arms have registered
             intervals = [bench.measure(arms, every) for every in options.every]
@@ -127,8 +128,10 @@ class _Bench:
         writers: Writers,
         display: Display,
         signals: Sequence[int] = (),
+        start_s: float = 0.0,
     ) -> None:
         self._options = options
+        self._end_s = math.inf if options.within_s is None else start_s + options.within_s
         self._loop = loop
         self._placement = placement
         self._writers = writers
@@ -144,11 +147,15 @@ class _Bench:
         return [self._open(name, folder, stack) for name in names]
 
     def measure(self, arms: list[_Opened], every: int) -> Interval:
-        """One round that does not count, and then those that do."""
+        """One round that does not count, and then those that do: as many as there is time for."""
         rows = {id(opened): _row(opened) for opened in arms}
         interval = Interval(every, {}, list(rows.values()))
         ideal = _Opened(IdealArm())
+        longest_s = 0.0
         for number in range(self._options.repeats + 1):
+            begun_s = time.monotonic()
+            if number > 1 and begun_s + longest_s > self._end_s:
+                break
             order = [opened for opened in arms if opened.error is None]
             order += [ideal] * _IDEAL_BLOCKS
             self._random.shuffle(order)
@@ -169,6 +176,7 @@ class _Bench:
                 interval.ideals[number] = Ideal(tuple(alone))
                 if self._link is not None:
                     interval.pinned_bytes_per_s[number] = self._link.bytes_per_s()
+            longest_s = max(longest_s, time.monotonic() - begun_s)
         return interval
 
     def curves(self, arms: list[_Opened], every: int) -> list[Curve]:

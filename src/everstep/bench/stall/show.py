@@ -75,9 +75,19 @@ def _facts(report: StallReport) -> list[str]:
     return [
         *machine_facts(report.machine, report.folder, free_core=report.free_core),
         f"{report.size_bytes / 1e9:.3f} GB in {report.tensors} tensors: {report.workload}",
-        f"{options.repeats} rounds, order drawn with seed {options.seed}; {report.seconds:.0f} s",
+        f"{_rounds(report)}, order drawn with seed {options.seed}; {report.seconds:.0f} s",
         *report.labels(),
     ]
+
+
+def _rounds(report: StallReport) -> str:
+    """How many there are, and why they are not as many as were asked for."""
+    asked, within_s = report.options.repeats, report.options.within_s
+    made = [len(interval.ideals) for interval in report.intervals]
+    if within_s is None or min(made) == asked:
+        return f"{asked} rounds"
+    found = " and ".join(map(str, dict.fromkeys(made)))
+    return f"{found} of {asked} rounds, as many as went into {within_s:g} s"
 
 
 def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
