@@ -10,6 +10,7 @@ from torch import nn
 
 from everstep.state.objects import join_path
 from everstep.state.optimizers import OptimizerProvider
+from everstep.state.proofs import canonical_key
 from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
@@ -76,7 +77,8 @@ def _replicated(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[st
         if isinstance(module, nn.parallel.DistributedDataParallel):
             group = module.process_group
             ranks = tuple(sorted(torch.distributed.get_process_group_ranks(group)))
-            return ranks, frozenset(module.parameters_to_ignore)
+            # As torch names them, wrappers of blocks in it included.
+            return ranks, frozenset(map(canonical_key, module.parameters_to_ignore))
         inner = getattr(module, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return None, frozenset()

@@ -34,7 +34,7 @@ _SAVES_MIN = 9
 KeeperKind = Literal["process", "thread", "none"]
 KeeperFate = Literal["spared", "dies", "none"]
 
-_FULL = (GPTConfig(layers=4, width=128, heads=4, context=128), 16, 4 << 20, 120, 10)
+_FULL = (GPTConfig(layers=4, width=128, heads=4, context=128), 8, 4 << 20, 120, 10)
 _QUICK = (GPTConfig(layers=2, width=64, heads=2, context=64), 16, 1 << 18, 120, 5)
 
 
