@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,16 +17,17 @@ from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
 
-__all__ = ["common_of", "why_not_shared"]
+__all__ = ["common_of", "frozen_for_ddp", "why_not_shared"]
 
 
 def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Common:
     """What is known of the sections that ``providers`` are of.
 
     Parameters inside of DistributedDataParallel are the same on all ranks of its group, and so is
-    what one of torch's optimizers keeps for them; another may keep what is a rank's own. Buffers
-    are not: each rank computes its own, and where they are broadcast, that happens before the next
-    forward.
+    what one of torch's optimizers keeps for them; another may keep what is a rank's own. Those that
+    were frozen when DDP was made, and are trained since, are not: it reduces no gradients of them.
+    Nor are buffers: each rank computes its own, and where they are broadcast, that happens before
+    the next forward.
 
     Args:
         aliases: ``other name -> entry name``.
@@ -36,11 +39,13 @@ def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Comm
         if not isinstance(provider, ModuleProvider):
             continue
         ranks, ignored = _replicated(provider.outer)
+        apart = {id(parameter) for parameter in _unreduced(provider.outer)}
         for key, parameter in provider.named_parameters():
             name = join_path(provider.section, key)
             name = aliases.get(name, name)
             entries.setdefault(id(parameter), name)
-            if ranks is not None and key not in ignored:
+            is_reduced = id(parameter) not in apart or not parameter.requires_grad
+            if ranks is not None and key not in ignored and is_reduced:
                 parameters[name] = ranks
     states: dict[str, str] = {}
     owned: dict[str, tuple[int, ...]] = {}
@@ -71,15 +76,58 @@ def why_not_shared(module: nn.Module) -> str | None:
     return None
 
 
+def frozen_for_ddp(providers: Iterable[Provider]) -> list[nn.Parameter]:
+    """Parameters inside of DistributedDataParallel whose gradients it never reduces, though it was
+    not told to ignore them: they were frozen when it was made. While they are, all ranks have the
+    same; whenever that changes, so does what ranks have in common."""
+    modules = [provider.outer for provider in providers if isinstance(provider, ModuleProvider)]
+    return [parameter for module in modules for parameter in _unreduced(module)]
+
+
 def _replicated(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:
     """Ranks that keep a module's parameters equal, and the keys of those that they do not."""
-    while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            group = module.process_group
-            ranks = tuple(sorted(torch.distributed.get_process_group_ranks(group)))
-            # As torch names them, wrappers of blocks in it included.
-            return ranks, frozenset(map(canonical_key, module.parameters_to_ignore))
+    ddp = _ddp_in(module)
+    if ddp is None:
+        return None, frozenset()
+    ranks = tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group)))
+    # As torch names them, wrappers of blocks in it included.
+    return ranks, frozenset(map(canonical_key, ddp.parameters_to_ignore))
+
+
+def _ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    while not isinstance(module, nn.parallel.DistributedDataParallel):
         inner = getattr(module, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
-            return None, frozenset()
+            return None
         module = inner
+    return module
+
+
+_UNREDUCED: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
+
+
+def _unreduced(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """See :func:`frozen_for_ddp`."""
+    ddp = _ddp_in(module)
+    if ddp is None:
+        return ()
+    if ddp not in _UNREDUCED:
+        ignored = ddp.parameters_to_ignore
+        inside = [p for name, p in ddp.module.named_parameters() if name not in ignored]
+        reduced = _reduced_by(ddp, len(inside))
+        found = () if reduced is None else tuple(p for p in inside if id(p) not in reduced)
+        _UNREDUCED[ddp] = found
+    return _UNREDUCED[ddp]
+
+
+def _reduced_by(ddp: Any, count: int) -> set[int] | None:
+    """Ids of the parameters that DDP's reducer has; None: all ``count`` of them. A torch that does
+    not tell: none, so each rank keeps its own of what is trained."""
+    try:
+        if ddp._get_ddp_logging_data()["num_parameter_tensors"] == count:
+            return None
+        # Gradients in zeros, for a moment; only of a model that is frozen in part.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    except (AttributeError, KeyError, RuntimeError):
+        return set()

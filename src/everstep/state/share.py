@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from everstep.state.common import common_of, why_not_shared
+from everstep.state.common import common_of, frozen_for_ddp, why_not_shared
 from everstep.state.objects import join_path
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.placing import WHOLE, Placement
@@ -35,6 +35,7 @@ class OwnShare:
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        self._taught: list[bool] = []  # of what DDP does not reduce
         self.sharing: Sharing | None = None
 
     def of(self, survey: Survey) -> Survey:
@@ -46,9 +47,11 @@ class OwnShare:
                 whose state several ranks cannot save.
         """
         shapes, tensors = self._shapes, self._tensors
-        if shapes is None or shapes[0] is not survey.shape:
+        frozen = [] if self._ranks.world == 1 else frozen_for_ddp(self._providers.values())
+        taught = [parameter.requires_grad for parameter in frozen]
+        if shapes is None or shapes[0] is not survey.shape or taught != self._taught:
             shapes, tensors = (survey.shape, self._share_of(survey.shape)), None
-            self._shapes = shapes
+            self._shapes, self._taught = shapes, taught
         if shapes[1] is shapes[0]:
             return survey
         if tensors is None or tensors[0] is not survey.tensors:
@@ -70,14 +73,24 @@ class OwnShare:
         modules = [p for p in providers.values() if isinstance(p, ModuleProvider)]
         keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
         parameters = {aliases.get(key, key) for key in keys}
+        alone = frozenset({self._ranks.rank})
+        # What is frozen now each rank may have trained by itself, at the step of the base.
+        frozen = {id(parameter) for parameter in frozen_for_ddp(providers.values())}
+        apart = {
+            aliases.get(name, name)
+            for p in modules
+            for key, parameter in p.named_parameters()
+            if id(parameter) in frozen
+            for name in [join_path(p.section, key)]
+        }
 
         def of(name: str) -> tuple[str, frozenset[int]] | None:
             unit = sharing.unit_of(aliases.get(name, name))
             if unit in parameters:
-                return unit, sharing.ranks_of(unit)
+                return unit, alone if unit in apart else sharing.ranks_of(unit)
             section, kind, *_ = (*name.split("/", 2), "")
             of_optimizer = isinstance(providers.get(section), OptimizerProvider)
-            own = name, frozenset({self._ranks.rank})
+            own = name, alone
             return own if of_optimizer and kind == "state" else None
 
         return of
