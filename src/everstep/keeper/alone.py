@@ -76,7 +76,7 @@ def resume_behind_several(
         copies = Copies(both.tiers, run)
         seams = dataclasses.replace(seams, filesystem=both.local)
     load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
-    left = left_logs(run, run_id, _RANK, [_RANK], seams.clock, timeout_s=timeout_s)
+    left = left_logs(run, run_id, _RANK, [_RANK], seams, timeout_s=timeout_s)
     left = dataclasses.replace(left, held=(*recalled.logs, *left.held))
     mine = seams, run, state, ring, recalled.records
     log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)

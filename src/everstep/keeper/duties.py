@@ -124,7 +124,8 @@ class Duties:
         )
         self.timeline, self._bases_durable, self._arena = message["timeline"], 0, trainer.arena
         self.keeper.sweep_behind()
-        self.logs.serve(trainer, channel, message, self.timeout_s)
+        if self.logs.serve(trainer, channel, message, self.timeout_s):
+            self.holding.drop_from(self.timeline)
         assert self.logs.current is not None
         self.keeper.log_of_run = self.logs.current
         about = message.get("peers"), seat, self.keeper.commits, self._seams.clock
@@ -315,7 +316,8 @@ class Duties:
         copies, memories = self.peers.recall()
         for place, copy in enumerate(copies, len(arenas)):
             copy["arena"] = place
-        recalled = {"base": base, "logs": logs, "copies": copies, "peer_logs": []}
+        recalled: dict[str, Any] = {"base": base, "logs": logs, "copies": copies, "peer_logs": []}
+        recalled["served"] = self.logs.histories.to_wire()
         places, (rows, memory) = [*arenas, *memories], self.peers.recall_logs()
         if rows and memory is not None:
             for part in parts_of(msgpack.packb(rows)):

@@ -85,7 +85,8 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Re
     for number, place in fields.get("peer_logs", ()):
         rows = msgpack.unpackb(bytes(blobs[number]))
         lent += [_log_from_wire(row, arenas[place]) for row in rows]
-    return Recalled(base, tuple(records), copies, tuple(lent))
+    served = {number: bytes(record) for number, record in fields.get("served", ())}
+    return Recalled(base, tuple(records), copies, tuple(lent), served)
 
 
 def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:

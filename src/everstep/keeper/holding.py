@@ -130,6 +130,12 @@ class Holding:
             if self._held is not None and not self._held[0].durable:
                 self._held = None
 
+    def drop_from(self, timeline: int) -> None:
+        """Bases of this timeline, and of those behind it, are of another history."""
+        with self._lock:
+            if self._held is not None and self._held[0].timeline >= timeline:
+                self._held = None
+
     def failed(self, capture: Capture, error: BaseException, *, reused: bool) -> None:
         """A capture has not become durable.
 

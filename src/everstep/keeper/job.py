@@ -182,7 +182,7 @@ class Job:
         me, memory = self.info.rank, self._memories
         near = [other for other, name in enumerate(memory) if name == memory[me]]
         with self.telling():
-            left = left_logs(run, self._run_id, me, near, seams.clock, timeout_s=timeout_s)
+            left = left_logs(run, self._run_id, me, near, seams, timeout_s=timeout_s)
         left = replace(left, held=(*recalled.logs, *left.held))
         mine = seams, run, state, ring, recalled.records
         log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)

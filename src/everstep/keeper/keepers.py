@@ -244,6 +244,7 @@ class Keepers:
         try:
             remote.settle(timeout_s)
             recalled = remote.recall(timeout_s, own=own)
+            recalled = recalled.of_history(self._seams.filesystem, self._run)
             # Whoever empties the folder and begins another run there wants none of these.
             mine = tuple(copy for copy in recalled.copies if copy.marker.run == self._run_id)
             return dataclasses.replace(recalled, copies=mine)

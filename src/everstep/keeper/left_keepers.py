@@ -15,7 +15,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.registry import list_keepers
 from everstep.recover.old_logs import InMemory
 from everstep.recover.peer_log import PeerLog
-from everstep.seams import Clock
+from everstep.seams import Seams
 
 __all__ = ["left_logs"]
 
@@ -24,7 +24,7 @@ _ARENA_BYTES = 1 << 16  # nothing is captured into it
 
 
 def left_logs(
-    run: PurePath, run_id: str, rank: int, near: Collection[int], clock: Clock, *, timeout_s: float
+    run: PurePath, run_id: str, rank: int, near: Collection[int], seams: Seams, *, timeout_s: float
 ) -> InMemory:
     """What this rank looks at of them: the ranks of a machine share them out. One that cannot be
     asked leaves what is on disk.
@@ -38,15 +38,15 @@ def left_logs(
             continue
         if served[info.rank % len(served)] != rank:
             continue
-        channel = BackgroundChannel("warn", clock, progress_timeout_s=timeout_s)
+        channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
         try:
-            keeper = attach_to(info.key, _ARENA_BYTES, channel, clock, timeout_s=timeout_s)
+            keeper = attach_to(info.key, _ARENA_BYTES, channel, seams.clock, timeout_s=timeout_s)
             if keeper is None:
                 _log.info("the keeper of rank %d serves somebody else, or ends", info.rank)
                 continue
             try:
                 keeper.settle(timeout_s)
-                recalled = keeper.recall(timeout_s)
+                recalled = keeper.recall(timeout_s).of_history(seams.filesystem, run)
             finally:
                 keeper.close(stay=True)
         except EverstepError as error:

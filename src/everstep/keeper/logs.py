@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from everstep.format.log import RecordHead, layout_from_index
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attached import Attached
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.histories import Histories
 from everstep.keeper.log import LogStore, open_log
 from everstep.keeper.messages import identity_from_wire
 from everstep.seams import Seams
@@ -30,13 +31,18 @@ _log = logging.getLogger("everstep.keeper")
 
 class Logs:
     """One log for each timeline that was served, until a newer base is whole: a process that is
-    killed before its first one needs what those before it have left."""
+    killed before its first one needs what those before it have left.
+
+    Attributes:
+        histories: the timelines that were served, and whether they still are those of the folder.
+    """
 
     def __init__(self, seams: Seams, run: PurePath, ring: ChunkRing) -> None:
         self._seams = seams
         self._run = run
         self._ring = ring
         self._timeline = 0
+        self.histories = Histories(seams.filesystem, run)
         self._current: LogStore | None = None
         self._older: list[tuple[int, LogStore]] = []  # with their timelines
         self._lock = threading.Lock()
@@ -47,8 +53,9 @@ class Logs:
         channel: BackgroundChannel,
         message: dict[str, Any],
         timeout_s: float,
-    ) -> None:
-        """A new timeline; ``message`` says whether its log is put on disk."""
+    ) -> bool:
+        """A new timeline; ``message`` says whether its log is put on disk. Returns whether what
+        there was of it, and of those behind it, is of another history; such logs are dropped."""
         if self._current is not None:
             if self._current.empty:
                 self._current.close()
@@ -68,6 +75,11 @@ class Logs:
             lambda number: trainer.tell({"kind": "logged", "upto": number}),
             timeout_s=timeout_s,
         )
+        served = self._timeline
+        if not self.histories.begins(served):
+            return False
+        self._drop(lambda number: number >= served)
+        return True
 
     def on_message(self, trainer: Attached, message: dict[str, Any]) -> None:
         """``log_layout``, ``log``, ``forget_log`` or ``log_to_disk``.
@@ -106,9 +118,12 @@ class Logs:
     def drop_older(self, timeline: int) -> None:
         """A base of this timeline is whole: nothing needs the logs of those before it; in any
         thread."""
+        self._drop(lambda number: number < timeline)
+
+    def _drop(self, is_over: Callable[[int], bool]) -> None:
         with self._lock:
-            over = [log for number, log in self._older if number < timeline]
-            self._older = [one for one in self._older if one[0] >= timeline]
+            over = [log for number, log in self._older if is_over(number)]
+            self._older = [one for one in self._older if not is_over(one[0])]
         for log in over:
             log.close()
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
-from everstep.format.reader import read_header
+from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.reader import read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker
 from everstep.recover.opened import OpenBase, check_identity
 from everstep.recover.peer_copy import PeerCopy, files_over
 from everstep.recover.peer_log import PeerLog
-from everstep.seams import ReadFile
+from everstep.seams import FileSystem, ReadFile
 
-__all__ = ["HeldBase", "Recalled"]
+__all__ = ["HeldBase", "Recalled", "timeline_bytes"]
+
+_log = logging.getLogger("everstep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,36 @@ class Recalled:
         records: of the log, in the order in which they were made.
         copies: held for other ranks, and of this one what lives in memory.
         logs: steps of their logs that are held.
+        served: what ``timeline.json`` was when the keeper came to serve each timeline.
     """
 
     base: HeldBase | None = None
     records: tuple[LogRecord, ...] = field(default=())
     copies: tuple[PeerCopy, ...] = ()
     logs: tuple[PeerLog, ...] = ()
+    served: Mapping[int, bytes] = field(default_factory=dict)
+
+    def of_history(self, filesystem: FileSystem, run: PurePath) -> Recalled:
+        """Without what is of another history: who puts the folder back as it was once, and goes on
+        from there without this keeper, opens the same timelines again. A base of the one with the
+        log of the other behind it would be a state that nobody has ever had."""
+        others = [
+            number
+            for number, record in self.served.items()
+            if timeline_bytes(filesystem, run, number) not in (None, record)
+        ]
+        if not others:
+            return self
+        first = min(others)
+        _log.warning(
+            "%s: a keeper has steps from timeline %d on in memory, which another process has "
+            "opened in this folder since: they are left out",
+            run,
+            first,
+        )
+        base = None if self.base is None or self.base.id.timeline >= first else self.base
+        records = tuple(record for record in self.records if record.head.timeline < first)
+        return replace(self, base=base, records=records)
 
     @property
     def newest(self) -> HeldBase | None:
@@ -76,3 +106,11 @@ class Recalled:
         ]
         bases = [*copies, *([] if self.base is None else [self.base])]
         return max(bases, key=lambda base: base.id, default=None)
+
+
+def timeline_bytes(filesystem: FileSystem, run: PurePath, number: int) -> bytes | None:
+    """The record of a timeline, as it is on this disk now; None if it cannot be read."""
+    try:
+        return read_record_bytes(filesystem, timeline_dir(run, number) / TIMELINE_RECORD)
+    except (OSError, EverstepError):
+        return None

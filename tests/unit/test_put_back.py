@@ -1,0 +1,123 @@
+"""A run folder that is put back as it was once, while a keeper still has what came behind that in
+memory: timelines of the same numbers are opened again, and nothing of the two gets mixed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everstep import KeeperOptions
+from tests.unit.serving import Bench, die, serving
+from tests.unit.test_keeper_takeover import opened, until
+
+
+class World:
+    """Plain SGD of a few rows of many: samples of the state do not see who has trained it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Embedding(4000, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, at: float) -> None:
+        self.optimizer.zero_grad()
+        (self.model(torch.randint(0, 4000, (8,))) * at).sum().backward()
+        self.optimizer.step()
+
+    def snapshot(self) -> bytes:
+        return self.model.weight.detach().numpy().tobytes()
+
+
+@pytest.fixture
+def served(run_folder: Path) -> Iterator[Bench]:
+    with serving(run_folder) as made:
+        yield made
+
+
+def trained(
+    served: Bench, steps: int, at: float, *, dies: bool, **options: Any
+) -> tuple[int, dict[int, bytes]]:
+    """Resumes, trains so many steps of a history of its own, and is killed, or closed; where it
+    began, and its states."""
+    world = World()
+    ckpt = opened(served.run, world, **{"every": 4, **options})  # type: ignore[arg-type]
+    recovery = ckpt.resume()
+    assert recovery.exact
+    states = {recovery.step: world.snapshot()}
+    for step in range(recovery.step + 1, recovery.step + 1 + steps):
+        world.train(at)
+        ckpt.step()
+        states[step] = world.snapshot()
+    ckpt._saver.finish_captures()
+    if not dies:
+        ckpt.close()
+        return recovery.step, states
+    if recovery.step + steps:
+        server: Any = served.server
+        until(lambda: not server._duties.keeper.waiting)
+    die(ckpt)
+    return recovery.step, states
+
+
+def copied(source: Path, target: Path) -> Path:
+    """In place of what is there; again, if the keeper changes one of them meanwhile."""
+
+    def try_to() -> bool:
+        try:
+            if target.exists():
+                shutil.rmtree(target)
+            shutil.copytree(source, target)
+        except OSError:
+            return False
+        return True
+
+    until(try_to)
+    return target
+
+
+@pytest.fixture
+def backup(served: Bench, tmp_path: Path) -> Path:
+    """The folder behind step 4, in timeline 1."""
+    _, states = trained(served, 4, 1.0, dies=False)
+    assert max(states) == 4
+    return copied(served.run, tmp_path / "backup")
+
+
+@pytest.mark.parametrize("second", [1, 3, 5])
+@pytest.mark.parametrize("method", ["logged", "lazy"])
+def test_a_keeper_that_hears_of_it_lets_go_of_what_it_has(
+    method: str, second: int, served: Bench, backup: Path
+) -> None:
+    first, _ = trained(served, 7, 2.0, dies=True, method=method)
+    copied(backup, served.run)
+    began, states = trained(served, second, 3.0, dies=True, method=method)
+    assert (first, began) == (4, 4)
+    found, again = trained(served, 0, 0.0, dies=False, method=method)
+    assert found == (4 + second if method == "logged" else 4 * ((4 + second) // 4))
+    assert again[found] == states[found]
+
+
+@pytest.mark.parametrize("method", ["logged", "lazy"])
+def test_what_a_keeper_has_that_did_not_hear_of_it_is_left_out(
+    method: str,
+    served: Bench,
+    backup: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained(served, 7, 2.0, dies=True, method=method)
+    copied(backup, served.run)
+    alone = KeeperOptions(process=False)
+    began, states = trained(served, 6, 3.0, dies=False, method="lazy", keeper=alone)
+    assert began == 4
+    caplog.clear()
+    found, again = trained(served, 0, 0.0, dies=False, method=method)
+    assert found == 8
+    assert again[found] == states[found]
+    assert "another process has opened" in caplog.text
