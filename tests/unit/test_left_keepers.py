@@ -13,7 +13,7 @@ from everstep.keeper import left_keepers
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.registry import KeeperInfo
 from everstep.recover.old_logs import InMemory
-from everstep.seams import SystemClock
+from everstep.seams import Seams
 from everstep.seams.sockets import close_descriptors
 from tests.unit.serving import Bench, bench, die, serving
 from tests.unit.test_keeper_takeover import World, opened, stepped
@@ -42,7 +42,7 @@ def logged(served: Bench, world: World) -> everstep.Checkpointer:
 
 def left(served: Bench) -> InMemory:
     return left_keepers.left_logs(
-        served.run, served.run_id, RANK, [RANK], SystemClock(), timeout_s=TIMEOUT_S
+        served.run, served.run_id, RANK, [RANK], Seams(), timeout_s=TIMEOUT_S
     )
 
 
