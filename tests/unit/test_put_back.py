@@ -3,6 +3,7 @@ memory: timelines of the same numbers are opened again, and nothing of the two g
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from everstep import KeeperOptions
+from everstep.errors import FencedError
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_takeover import opened, until
 
@@ -121,3 +123,30 @@ def test_what_a_keeper_has_that_did_not_hear_of_it_is_left_out(
     assert found == 8
     assert again[found] == states[found]
     assert "another process has opened" in caplog.text
+
+
+@pytest.mark.parametrize("another", [True, False])
+@pytest.mark.parametrize("method", ["logged", "lazy"])
+def test_a_process_that_lives_is_fenced_off(
+    method: str, another: bool, served: Bench, backup: Path
+) -> None:
+    """Though the timeline that took the run over has the number of its own, or none has yet."""
+    world, alone = World(), KeeperOptions(process=False)
+    ckpt = opened(served.run, world, every=4, method=method, keeper=alone)  # type: ignore[arg-type]
+    assert ckpt.resume().step == 4
+    copied(backup, served.run)
+    if another:
+        began, states = trained(served, 4, 3.0, dies=False, method="lazy", keeper=alone)
+        assert (began, max(states)) == (4, 8)
+    with pytest.raises(FencedError, match="was opened by another one" if another else "is gone"):
+        for _ in range(4):
+            world.train(2.0)
+            ckpt.step()
+            ckpt.wait()
+    with contextlib.suppress(FencedError):
+        ckpt.close()
+    if not another:
+        began, states = trained(served, 4, 3.0, dies=False, method="lazy", keeper=alone)
+    found, again = trained(served, 0, 0.0, dies=False, method="lazy", keeper=alone)
+    assert found == 8
+    assert again[found] == states[found]

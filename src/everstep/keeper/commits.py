@@ -56,6 +56,7 @@ from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.ranks import RankDisk
 from everstep.keeper.retain_history import promises
 from everstep.keeper.seat import Seat
+from everstep.recover.fence import Fence
 from everstep.recover.ranks import verify_rank
 from everstep.recover.scan import scan_base, scan_run
 from everstep.seams import Seams
@@ -156,6 +157,7 @@ class RankCommits:
             read_shards=self._read_shards,
             unique=f"{seat.session}-{seat.rank}",
             promise=promises(seams, history),
+            fence=Fence(seams.filesystem, run, timeline),
         )
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
         self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None

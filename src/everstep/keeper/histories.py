@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from everstep.recover.held import timeline_bytes
+from everstep.recover.fence import timeline_bytes
 from everstep.seams import FileSystem
 
 __all__ = ["Histories"]

@@ -14,7 +14,7 @@ from typing import Any
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError, FencedError, KeeperError, OptionError
+from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
@@ -30,8 +30,8 @@ from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.starting import StartingKeeper
 from everstep.keeper.waiting import unless_gone
 from everstep.options import Options
+from everstep.recover.fence import Fence
 from everstep.recover.held import Recalled
-from everstep.recover.scan import newest_timeline
 from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.seams.peers import HeldPort, PeerMailbox
 from everstep.seams.processes import available_cores
@@ -432,14 +432,7 @@ class Keepers:
         lost, seat = self.lost, self._seat
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
         with storage_errors("look for newer timelines", self._run):
-            newest = newest_timeline(self._seams.filesystem, self._run)
-        if newest > timeline:
-            raise FencedError(
-                f"this process writes timeline {timeline}, but timeline {newest} has taken the "
-                "run over",
-                path=self._run,
-                hint="another process resumed this run; end this one, or use another folder",
-            )
+            Fence(self._seams.filesystem, self._run, timeline).check()
         self.open()
         assert self._remote is not None
         with unless_gone(self._remote):  # the next call sees to that

@@ -31,6 +31,7 @@ from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
 from everstep.keeper.seat import Seat
 from everstep.keeper.waiting import not_durable_yet, storage_hangs
+from everstep.recover.fence import Fence
 from everstep.recover.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -152,7 +153,8 @@ class LocalKeeper:
         self._arena = arena
         directory = timeline_dir(run, timeline) / SLOTS_DIR
         self._slots = slots = SlotStore(filesystem, directory)
-        self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s)
+        fence = Fence(filesystem, run, timeline)
+        self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s, fence=fence)
         about = filesystem, run, timeline, ring, slots
         self._retention = Retention(
             *about, keep=keep, timeout_s=timeout_s, history=history, clock=seams.clock

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.peerlog import run_of
-from everstep.errors import DeadlineError, EverstepError, FencedError, FormatError
+from everstep.errors import DeadlineError, EverstepError, FormatError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import (
     LogRecord,
@@ -31,7 +31,7 @@ from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_di
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
 from everstep.keeper.log_batch import Batch, SegmentTimes, batch_of
-from everstep.recover.scan import newest_timeline
+from everstep.recover.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.progress import silent
@@ -102,6 +102,7 @@ class SegmentWriter:
         self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity
+        self._fence = Fence(seams.filesystem, run, identity.timeline)
         self._ring = ring
         self._timeout_s = timeout_s
         self._has_dir = False
@@ -124,14 +125,7 @@ class SegmentWriter:
         )
         directory = segment_dir(self._run, identity.timeline, after, last.step)
         with storage_errors("write the log", directory, step=last.step, rank=identity.rank):
-            newest = newest_timeline(self._filesystem, self._run)
-            if newest > identity.timeline:
-                raise FencedError(
-                    f"this process writes timeline {identity.timeline}, but timeline {newest} "
-                    "has taken the run over",
-                    path=self._run,
-                    hint="another process resumed this run; end this one, or use another folder",
-                )
+            self._fence.check()
             work_s = self._write(directory, identity, records)
         return SegmentTimes(max(0.0, self.now_s() - began_s - work_s), work_s)
 

@@ -27,6 +27,7 @@ from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, Written, write_shard
+from everstep.recover.fence import Fence
 from everstep.recover.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem, WriteFile
@@ -54,6 +55,7 @@ class Persister:
     Args:
         run: the run folder.
         timeout_s: a single transfer that takes longer counts as hung.
+        fence: of the process that writes; None: it looks for newer timelines only.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Persister:
         slots: SlotStore,
         *,
         timeout_s: float,
+        fence: Fence | None = None,
     ) -> None:
+        self._fence = fence
         self._filesystem = filesystem
         self._run = run
         self._ring = ring
@@ -132,7 +136,9 @@ class Persister:
         return written
 
     def _look_at_fence(self) -> FenceSeen:
-        return FenceSeen(newest_timeline(self._filesystem, self._run))
+        fence = self._fence
+        newest = newest_timeline(self._filesystem, self._run) if fence is None else fence.newest()
+        return FenceSeen(newest)
 
     def _is_committed(self, plan: BasePlan) -> bool:
         try:

@@ -48,6 +48,7 @@ from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain import delete_files, perform_deletion
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
+from everstep.recover.fence import Fence
 from everstep.recover.ranks import keep_manifest
 from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
 from everstep.seams.filesystem import FileSystem
@@ -69,6 +70,7 @@ class RankDisk:
         unique: makes the temporary names this process's own.
         promise: what of the log on this disk can be gone back to; None: nothing but what bases
             that are there for other reasons lead to.
+        fence: of the process that writes; None: it looks for newer timelines only.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class RankDisk:
         read_shards: ReadShards,
         unique: str,
         promise: Callable[[Inventory], Promise] | None = None,
+        fence: Fence | None = None,
     ) -> None:
+        self._fence = fence
         self._filesystem = filesystem
         self._run = run
         self._rank = rank
@@ -101,6 +105,8 @@ class RankDisk:
         action, base = do.action, do.base
         directory = base_dir(self._run, base.timeline, base.step)
         if isinstance(action, CheckFence):
+            if self._fence is not None:
+                return FenceSeen(self._fence.newest())
             return FenceSeen(newest_timeline(self._filesystem, self._run))
         if isinstance(action, WriteFiles):
             return FilesDurable(self._write_shards(base))

@@ -27,7 +27,7 @@ from everstep.commit.deletion import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
 from everstep.commit.machine import CheckFence, FenceSeen
-from everstep.errors import DamageError, FencedError
+from everstep.errors import DamageError
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
@@ -44,6 +44,7 @@ from everstep.keeper.readback import ReadBack
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
 from everstep.options import History
+from everstep.recover.fence import Fence
 from everstep.recover.lift import lift_mark
 from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
 from everstep.seams.clock import Clock
@@ -82,6 +83,7 @@ class Retention:
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
+        self._fence = Fence(filesystem, run, timeline)
         self._slots = slots
         self._good = ReadBack(
             filesystem, lambda: contextlib.nullcontext(ring), keep=keep, timeout_s=timeout_s
@@ -103,6 +105,7 @@ class Retention:
             FencedError, StorageError
         """
         with storage_errors("clean up old bases", self._run):
+            self._check_fence()
             inventory = scan_run(self._filesystem, self._run)
             self._retain(inventory, post)
             self._retain_log()
@@ -182,9 +185,7 @@ class Retention:
         )
 
     def _check_fence(self) -> None:
-        newest = newest_timeline(self._filesystem, self._run)
-        if newest > self._timeline:
-            raise _fenced(self._timeline, newest)
+        self._fence.check()
 
     def _remove_temporary(self, directory: PurePath) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -302,11 +303,3 @@ def _only_ours(base: BaseFound) -> bool:
         return known or parse_marker(name) is not None or parse_shard(name) is not None
 
     return all(entry.kind == "file" and ours(entry.name) for entry in base.files)
-
-
-def _fenced(timeline: int, newest: int) -> FencedError:
-    return FencedError(
-        f"this process writes timeline {timeline}, but timeline {newest} has taken the run over: "
-        "it may not delete anything",
-        hint="another process resumed this run; end this one, or use another folder",
-    )

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
-from everstep.format.reader import read_header, read_record_bytes
+from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
+from everstep.recover.fence import timeline_bytes
 from everstep.recover.opened import OpenBase, check_identity
 from everstep.recover.peer_copy import PeerCopy, files_over
 from everstep.recover.peer_log import PeerLog
 from everstep.seams import FileSystem, ReadFile
 
-__all__ = ["HeldBase", "Recalled", "timeline_bytes"]
+__all__ = ["HeldBase", "Recalled"]
 
 _log = logging.getLogger("everstep")
 
@@ -106,11 +105,3 @@ class Recalled:
         ]
         bases = [*copies, *([] if self.base is None else [self.base])]
         return max(bases, key=lambda base: base.id, default=None)
-
-
-def timeline_bytes(filesystem: FileSystem, run: PurePath, number: int) -> bytes | None:
-    """The record of a timeline, as it is on this disk now; None if it cannot be read."""
-    try:
-        return read_record_bytes(filesystem, timeline_dir(run, number) / TIMELINE_RECORD)
-    except (OSError, EverstepError):
-        return None
