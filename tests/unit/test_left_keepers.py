@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import everstep
+from everstep import KeeperOptions
 from everstep.keeper import left_keepers
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.registry import KeeperInfo
@@ -100,3 +102,21 @@ def test_it_is_looked_whether_the_training_process_lives(
         assert answer is not None
         close_descriptors(answer[1])
         assert answer[0]["kind"] == ("welcome" if gone else "refused")
+
+
+@pytest.mark.parametrize("options", [{"method": "sync"}, {"keeper": KeeperOptions(process=False)}])
+def test_a_start_without_a_keeper_process_takes_what_one_has_left(
+    options: dict[str, Any], served: Bench
+) -> None:
+    """And leaves it there: should that be lost before its first base, the next finds it, too."""
+    world = World()
+    ckpt = logged(served, world)
+    ckpt._saver.finish_captures()
+    die(ckpt)
+    for _ in range(2):
+        other = World(seed=9)
+        ckpt = opened(served.run, other, **{"method": "logged", "every": 10, **options})
+        recovery = ckpt.resume()
+        assert (recovery.step, recovery.source, recovery.exact) == (3, "memory", True)
+        assert other.snapshot() == world.snapshot()
+        ckpt._release()

@@ -19,6 +19,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.left_keepers import left_with_keeper
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.log import open_log
 from everstep.keeper.log_batch import batch_to_wire
@@ -236,7 +237,10 @@ class Keepers:
         remote, timeout_s = self._remote, self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
-            if store is None or not own:
+            if not own:
+                whose = self._run, self._run_id, self._info.rank
+                return left_with_keeper(*whose, self._seams, timeout_s=timeout_s)
+            if store is None:
                 return Recalled()
             store.flush()  # now: it is fenced off as soon as there is a new timeline
             store.settle(timeout_s)

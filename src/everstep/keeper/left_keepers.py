@@ -1,6 +1,7 @@
-"""Keepers on this machine that serve no rank of this job: of ranks that trained in another number.
-What they have of the log is looked at, and left with them (``adr/033``). One whose training process
-lives is left to it: that is another job on this path, or a part of this one."""
+"""Keepers on this machine that serve no rank of this job: of ranks that trained in another number,
+or of this one, if it makes do without a keeper process now. What they have in memory is looked at,
+and left with them (``adr/033``). One whose training process lives is left to it: that is another
+job on this path, or a part of this one."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
 from everstep.keeper.attach import attach_to
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.registry import list_keepers
+from everstep.keeper.registry import KeeperInfo, list_keepers
+from everstep.recover.held import Recalled
 from everstep.recover.old_logs import InMemory
 from everstep.recover.peer_log import PeerLog
 from everstep.seams import Seams
 
-__all__ = ["left_logs"]
+__all__ = ["left_logs", "left_with_keeper"]
 
 _log = logging.getLogger("everstep")
 _ARENA_BYTES = 1 << 16  # nothing is captured into it
@@ -38,20 +40,36 @@ def left_logs(
             continue
         if served[info.rank % len(served)] != rank:
             continue
-        channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
-        try:
-            keeper = attach_to(info.key, _ARENA_BYTES, channel, seams.clock, timeout_s=timeout_s)
-            if keeper is None:
-                _log.info("the keeper of rank %d serves somebody else, or ends", info.rank)
-                continue
-            try:
-                keeper.settle(timeout_s)
-                recalled = keeper.recall(timeout_s).of_history(seams.filesystem, run)
-            finally:
-                keeper.close(stay=True)
-        except EverstepError as error:
-            _log.warning("the keeper of rank %d, which trained before: %s", info.rank, error)
-            continue
-        found[info.rank] = recalled.records
-        held += recalled.logs
+        if (recalled := _recalled(info, run, seams, timeout_s)) is not None:
+            found[info.rank] = recalled.records
+            held += recalled.logs
     return InMemory(found, tuple(held))
+
+
+def left_with_keeper(
+    run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
+) -> Recalled:
+    """What the keeper of a process that trained before has of this very rank, for one that makes
+    do without a keeper process."""
+    for info in list_keepers():
+        if (info.run, info.run_id, info.rank) == (str(run), run_id, rank):
+            return _recalled(info, run, seams, timeout_s) or Recalled()
+    return Recalled()
+
+
+def _recalled(info: KeeperInfo, run: PurePath, seams: Seams, timeout_s: float) -> Recalled | None:
+    """What a keeper has; None: it cannot be asked."""
+    channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
+    try:
+        keeper = attach_to(info.key, _ARENA_BYTES, channel, seams.clock, timeout_s=timeout_s)
+        if keeper is None:
+            _log.info("the keeper of rank %d serves somebody else, or ends", info.rank)
+            return None
+        try:
+            keeper.settle(timeout_s)
+            return keeper.recall(timeout_s).of_history(seams.filesystem, run)
+        finally:
+            keeper.close(stay=True)
+    except EverstepError as error:
+        _log.warning("the keeper of rank %d, which trained before: %s", info.rank, error)
+        return None
