@@ -105,7 +105,6 @@ class Retention:
             FencedError, StorageError
         """
         with storage_errors("clean up old bases", self._run):
-            self._check_fence()
             inventory = scan_run(self._filesystem, self._run)
             self._retain(inventory, post)
             self._retain_log()
