@@ -124,7 +124,7 @@ def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
         newer.save()
         keeper = older._keeper
         assert isinstance(keeper, LocalKeeper)
-        with pytest.raises(FencedError, match="may not delete anything"):
+        with pytest.raises(FencedError, match="has taken the run over"):
             keeper._retention.run(lambda error: None)
     assert base_folder(run_folder, 2, timeline=2).is_dir()
 
