@@ -105,14 +105,11 @@ class Keepers:
         self.log_bytes_max: int | None = None
         self._tiers: list[dict[str, Any]] = []
         self._peers: dict[str, Any] | None = None
-        self.in_process = (
-            options.method.base != "sync"
-            and options.keeper.process
-            and sys.platform == "linux"
-            # A keeper process has a world of its own: it cannot see a simulated one.
-            and type(seams.filesystem) is PosixFileSystem
-            and type(seams.clock) is SystemClock
-        )
+        # A keeper process has a world of its own: it cannot see a simulated one.
+        seen = type(seams.filesystem) is PosixFileSystem and type(seams.clock) is SystemClock
+        self._may_be_kept = sys.platform == "linux" and seen
+        in_process = options.method.base != "sync" and options.keeper.process
+        self.in_process = in_process and self._may_be_kept
         if options.is_multistep and not self.in_process:
             raise OptionError(
                 "base='multistep' needs a keeper that is a process of its own",
@@ -237,10 +234,10 @@ class Keepers:
         remote, timeout_s = self._remote, self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
-            if not own:
+            if not own and self._may_be_kept:
                 whose = self._run, self._run_id, self._info.rank
                 return left_with_keeper(*whose, self._seams, timeout_s=timeout_s)
-            if store is None:
+            if not own or store is None:
                 return Recalled()
             store.flush()  # now: it is fenced off as soon as there is a new timeline
             store.settle(timeout_s)
