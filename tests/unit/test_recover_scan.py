@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from everstep.format import records
-from everstep.format.names import RUN_RECORD, TIMELINE_RECORD, timeline_dir
+from everstep.format.names import (
+    RUN_RECORD,
+    TIMELINE_RECORD,
+    marker_name,
+    segment_dir,
+    timeline_dir,
+)
 from everstep.format.records import RunRecord, TimelineRecord
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
@@ -78,3 +84,18 @@ def test_bytes_of_another_kind_of_record_are_no_record_of_this_one(run: Path) ->
     record_of(run, 5).write_bytes((run / RUN_RECORD).read_bytes())
     found = scan_run(FS, run)
     assert found.problems == [(record_of(run, 5), "timeline.json: not a timeline record")]
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_timeline_with_a_log_and_without_bases_was_trained_on(run: Path, lossy: bool) -> None:
+    """As a start takes it: one that rests on nothing is skipped by those behind it."""
+    assert scan_run(FS, run).branches[5].parent == 4
+    segment = Path(segment_dir(run, 3, 0, 8, lossy=lossy))
+    segment.mkdir(parents=True)
+    assert scan_run(FS, run).logged == set()  # not finished
+    (segment / marker_name(1)).touch()
+    found = scan_run(FS, run)
+    assert found.logged == {3}
+    parents = {number: branch.parent for number, branch in found.branches.items()}
+    assert parents == {1: None, 2: 1, 3: 2, 4: 3, 5: 3}
+    assert found.branches[3].fork_step == 0

@@ -53,6 +53,7 @@ from everstep.keeper.standby import (
 )
 from everstep.options import Options
 from everstep.seams import Seams
+from everstep.state.drift import before_update
 from everstep.state.image import State
 from everstep.state.log_parts import left_to_others_bytes, recorded_by_several
 from everstep.state.survey import Survey
@@ -203,7 +204,7 @@ def assemble(
         check_multistep_budget(options, host_bytes, tensors_bytes, gradients[1])
         of_steps = options, run, state, saver, lane, channel, clock
         multistep = Multistep(*of_steps) if job is None else RankMultistep(job, *of_steps)
-    updates = UpdateHooks(saver.gate)
+    updates = UpdateHooks(before_update(state, saver.gate))
     base_bytes = max(1, shape.size_bytes)
     alone = state.ranks.world == 1
     measured = options, run, saver, keepers, recorder, clock

@@ -7,6 +7,7 @@ what they claim.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from everstep.format.names import (
     BASE_DIR,
     CONDEMNED,
     DELETING,
+    LOG_DIR,
+    LOSSY_DIR,
     MANIFEST,
     RUN_RECORD,
     TEMPORARY_SUFFIX,
@@ -34,6 +37,7 @@ from everstep.format.names import (
     marker_name,
     parse_base,
     parse_marker,
+    parse_segment,
     parse_timeline,
     timeline_dir,
 )
@@ -115,6 +119,7 @@ class Inventory:
         timelines: records by number; None where the record is damaged.
         abandoned: numbers of timeline directories without a record: taken, but never opened.
         occupied: numbers whose name something else has, which is left alone.
+        logged: timelines without bases, but with a log: they were trained on.
         problems: ``(path, what is wrong)`` of records other than those of bases.
     """
 
@@ -123,6 +128,7 @@ class Inventory:
     timelines: dict[int, TimelineRecord | None] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
     occupied: list[int] = field(default_factory=list)
+    logged: set[int] = field(default_factory=set)
     bases: list[BaseFound] = field(default_factory=list)
     problems: list[tuple[PurePath, str]] = field(default_factory=list)
 
@@ -130,7 +136,7 @@ class Inventory:
     def branches(self) -> dict[int, Branch]:
         """Where each timeline forked from (:func:`everstep.commit.lineage.branches_of`)."""
         there = {base.id for base in self.bases if base.status in _TO_LOSE or base.is_usable}
-        return branches_of(self.timelines, there)
+        return branches_of(self.timelines, there, self.logged)
 
     @property
     def next_timeline(self) -> int:
@@ -293,15 +299,30 @@ def _scan_timeline(
             reason = f"cannot be read: {error.strerror or error}"
             path = directory / BASE_DIR / entry.name
             inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
+    mine = [base for base in inventory.bases if base.id.timeline == number]
+    has_bases = any(base.status in _TO_LOSE or base.is_usable for base in mine)
+    logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if names.get(kind) == "dir"]
+    if not has_bases and any(_holds_segments(filesystem, log) for log in logs):
+        inventory.logged.add(number)
     if TIMELINE_RECORD in names:
         return
-    mine = [base for base in inventory.bases if base.id.timeline == number]
-    if any(base.status in _TO_LOSE or base.is_usable for base in mine):
+    if has_bases:
         # It was opened once: losing its record must not lose its bases.
         inventory.problems.append((directory / TIMELINE_RECORD, "it is missing"))
         inventory.timelines[number] = None
     else:
         inventory.abandoned.append(number)
+
+
+def _holds_segments(filesystem: FileSystem, log: PurePath) -> bool:
+    """Whether any is finished; the newest are looked at first."""
+    named = (entry for entry in filesystem.scan(log) if parse_segment(entry.name) is not None)
+    for one in sorted(named, key=lambda entry: entry.name, reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # a process at work deletes it
+            files = filesystem.scan(log / one.name) if one.kind == "dir" else []
+            if any(parse_marker(file.name) is not None for file in files):
+                return True
+    return False
 
 
 def _markers(

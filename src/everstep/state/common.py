@@ -17,7 +17,7 @@ from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
 
-__all__ = ["common_of", "frozen_for_ddp", "why_not_shared"]
+__all__ = ["common_of", "ddp_in", "frozen_for_ddp", "why_not_shared"]
 
 
 def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Common:
@@ -86,7 +86,7 @@ def frozen_for_ddp(providers: Iterable[Provider]) -> list[nn.Parameter]:
 
 def _replicated(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:
     """Ranks that keep a module's parameters equal, and the keys of those that they do not."""
-    ddp = _ddp_in(module)
+    ddp = ddp_in(module)
     if ddp is None:
         return None, frozenset()
     ranks = tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group)))
@@ -94,7 +94,8 @@ def _replicated(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[st
     return ranks, frozenset(map(canonical_key, ddp.parameters_to_ignore))
 
 
-def _ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+def ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """The wrapper, which may itself be compiled; None if there is none."""
     while not isinstance(module, nn.parallel.DistributedDataParallel):
         inner = getattr(module, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
@@ -108,7 +109,7 @@ _UNREDUCED: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDict
 
 def _unreduced(module: nn.Module) -> tuple[nn.Parameter, ...]:
     """See :func:`frozen_for_ddp`."""
-    ddp = _ddp_in(module)
+    ddp = ddp_in(module)
     if ddp is None:
         return ()
     if ddp not in _UNREDUCED:
