@@ -187,6 +187,28 @@ def test_ls_and_inspect_call_no_damage_what_is_deleted_while_they_look(
     assert document("inspect", run)["skipped"] == []
 
 
+@pytest.mark.parametrize("verb", ["ls", "inspect"])
+def test_where_all_that_was_listed_is_gone_a_run_at_work_has_something_newer(
+    run: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, kept = everstep.recover.scan.scan_run, run.parent / "kept"
+    shutil.rmtree(run / "timeline-00001" / "base")
+    wanted, times = document(verb, run), 0
+
+    def scan(*args: Any) -> Any:
+        nonlocal times
+        times += 1
+        if kept.exists():
+            kept.rename(base_of(run))
+        found = real(*args)
+        if times == 1:
+            base_of(run).rename(kept)
+        return found
+
+    monkeypatch.setattr(everstep.recover.scan, "scan_run", scan)
+    assert document(verb, run) == wanted
+
+
 @pytest.mark.parametrize("how", ["unfinished", "condemned", "removed"])
 def test_ls_calls_no_damage_what_is_unfinished_or_goes(run: Path, how: str) -> None:
     if how == "unfinished":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import everstep.recover.segments
 from everstep.recover.offline import OfflineState
 from everstep.state.objects import decode, encode
 from everstep.state.tensors import byte_view
@@ -252,3 +253,30 @@ def test_a_run_without_a_second_base(run_folder: Path) -> None:
     text = invoke("verify", run_folder, "--replay")
     assert text.exit_code == 0
     assert "nothing to replay" in text.stdout
+
+
+@pytest.mark.parametrize("goes", ["its file", "its marker", "its file alone"])
+def test_a_segment_that_is_deleted_while_it_is_read_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch, goes: str
+) -> None:
+    """Markers go first, then the rest: a process at work leaves none that lacks only its file."""
+    real = everstep.recover.segments.read_segment
+    (first, *others) = document("verify", run)["segments"]
+
+    def slow(filesystem: Any, segment: Any, *args: Any, **options: Any) -> Any:
+        path = Path(segment.path)
+        if str(path) == first["path"]:
+            if goes != "its file alone":
+                (path / "rank-00000.done").unlink(missing_ok=True)
+            if goes != "its marker":
+                (path / "rank-00000.safetensors").unlink()
+            else:
+                flip(path / "rank-00000.safetensors", 4000)
+        return real(filesystem, segment, *args, **options)
+
+    monkeypatch.setattr(everstep.recover.segments, "read_segment", slow)
+    if goes == "its file alone":
+        (spoilt, *_) = document("verify", run, status=1)["segments"]
+        assert spoilt == {**first, "problem": "its file is missing"}
+    else:
+        assert document("verify", run)["segments"] == others

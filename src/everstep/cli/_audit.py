@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from everstep.cli._common import LINE_CHARS_MAX, count_of, label, table
+from everstep.cli._log import is_deleted
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -63,13 +64,12 @@ def check_segments(
                 except (DamageError, FormatError) as error:
                     segment = dataclasses.replace(segment, problem=error.message)
                 except FileNotFoundError:
-                    if not os.path.lexists(segment.path):
-                        continue  # deleted by a process at work
                     segment = dataclasses.replace(segment, problem="its file is missing")
                 except OSError as error:
                     problem = f"cannot be read: {error.strerror or error}"
                     segment = dataclasses.replace(segment, problem=problem)
-            checked.append(segment)
+            if segment.problem is None or not is_deleted(segment.files or filesystem, segment):
+                checked.append(segment)
     return checked
 
 

@@ -37,7 +37,7 @@ from everstep.cli._log import (
     show_records,
     show_segments,
 )
-from everstep.cli.ls import STATUS_WORDS, is_gone, would_resume
+from everstep.cli.ls import STATUS_WORDS, is_gone, look
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.given import nearest
 
@@ -160,12 +160,14 @@ def _is_spoilt(filesystem: FileSystem, found: _Found) -> bool:
 
 
 def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
-    inventory = open_run(filesystem, run)
+    choice = None
+    if step is None and timeline is None:
+        inventory, choice = look(filesystem, run)
+    else:
+        inventory = open_run(filesystem, run)
     log = run_log(filesystem, inventory)
     segments = [] if log is None else log.segments
-    if step is None and timeline is None:
-        with reading(inventory.path):
-            choice = would_resume(filesystem, inventory)
+    if choice is not None:
         if choice.base is None:
             reasons = [f"  {base}: {reason}" for base, reason in choice.skipped.items()]
             if not inventory.bases:

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from everstep.recover.scan import BaseFound, Inventory
     from everstep.seams.filesystem import FileSystem
 
-__all__ = ["STATUS_WORDS", "Choice", "file_problems", "is_gone", "ls", "would_resume"]
+__all__ = ["STATUS_WORDS", "Choice", "file_problems", "is_gone", "look", "ls"]
 
 _ROWS_MAX = 50
 _PROBLEMS_MAX = 20
+_ATTEMPTS = 8
 
 STATUS_WORDS = {
     "committed": "committed",
@@ -65,7 +66,24 @@ class Choice:
     reason: str | None = None
 
 
-def would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
+def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
+    """What is there, and what ``resume()`` would choose. Looks again where a process at work has
+    deleted all that was there: it has something newer instead.
+
+    Raises:
+        UsageError, NewerFormatError: as :func:`.open_run` and ``resume()`` would.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        inventory = open_run(filesystem, run)
+        with reading(inventory.path):
+            choice = _would_resume(filesystem, inventory)
+        passed = choice.skipped if left and choice.base is None else {}
+        if not passed or not all(is_gone(filesystem, inventory, base) for base in passed):
+            break
+    return inventory, choice
+
+
+def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     """The base that ``resume()`` would choose if all data are good; reads headers only.
 
     Raises:
@@ -141,9 +159,7 @@ def ls(
     unfinished, or being deleted, is no damage. Writes nothing.
     """
     filesystem = filesystem_of(run)
-    inventory = open_run(filesystem, run)
-    with reading(inventory.path):
-        choice = would_resume(filesystem, inventory)
+    inventory, choice = look(filesystem, run)
     log = run_log(filesystem, inventory)
     reaches: dict[int, Reach] = {}
     end = None
