@@ -31,6 +31,7 @@ from everstep.keeper.lifetime import (
     persist_parked,
     stays_for_the_log,
     stays_with_bases,
+    take_at_end,
     tell_if_lost_again,
     tell_if_lost_for_all,
     wait_for_bases,
@@ -165,7 +166,7 @@ class Checkpointer:
         self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
         self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
         self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
-        self._multistep, self._watched = parts.multistep, Watched(self._state, parts)
+        self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
         self._watched.watch(self._consumed)
         self._keeper: Keeper | None = None
         self._timeline, self._exact, self._step, self._base_due = 0, True, 0, False
@@ -252,10 +253,11 @@ class Checkpointer:
 
     def _end_step(self) -> None:
         self._ready()
-        survey = None if self._recorder is None else self._state.survey()
-        if self._recorder is not None and survey is not None:
+        survey = self._state.survey() if self._watched.surveys else None
+        if survey is not None:
             self._watched.marked(survey)
-            self._recorder.mark(survey, self._updates.lsn, self._step)
+            if self._recorder is not None:
+                self._recorder.mark(survey, self._updates.lsn, self._step)
         under_way = self._multistep is not None and self._multistep.marked(self._identity())
         if self._multistep is not None:
             self._base_due = self._base_due or self._multistep.again is not None
@@ -405,22 +407,21 @@ class Checkpointer:
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
         self._joint.left()
         persist_parked(self._saver, failed, again=self._watched.is_of_a_step)  # one rank parks
-        if self._saver.last_is_in_memory and not self._overwritten.partly:
-            whole = self._watched.is_between_steps
-            return stays_with_bases(self._run, self.save if whole else None, failed)
         if self._overwritten.partly:
             return False
+        if self._saver.last_is_in_memory:
+            return stays_with_bases(self._run, self._watched.whole_at_mark, self._take_at, failed)
         if not needs_last_base(self._run, self._step, self._recorder, self._state):
             return False
         survey = self._watched.whole_at_mark
         if survey is None:
             assert self._keeper is not None
             return stays_for_the_log(self._run, self._step, self._options, self._keeper)
-        try:
-            self._last = self._take(survey, show=True)
-        except EverstepError as error:
-            failed.append(error)
+        take_at_end(survey, self._take_at, failed)
         return False
+
+    def _take_at(self, survey: Survey) -> None:
+        self._last = self._take(survey, show=True)
 
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""

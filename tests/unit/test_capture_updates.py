@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from everstep.capture.updates import UpdateHooks
+from everstep.errors import StateError
+from tests.unit.world import TIMEOUT_S
 
 
 class Twice(torch.optim.SGD):
@@ -126,3 +129,78 @@ def test_of_two_that_watch_one_optimizer_both_see_gradients_before_the_update() 
     assert seen["one"] == seen["other"] == pytest.approx([0.0, -0.1, -0.2])
     for hooks in both:
         hooks.close()
+
+
+# --- Several threads ----------------------------------------------------------------------
+
+
+class Slow(torch.optim.SGD):
+    """Says that its update is under way, and waits."""
+
+    begun, goes_on = threading.Event(), threading.Event()
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> Any:
+        self.begun.set()
+        assert self.goes_on.wait(TIMEOUT_S)
+        return super().step(closure)
+
+
+def in_two_threads(kind: type[torch.optim.SGD]) -> tuple[list[str], UpdateHooks, Any, Any]:
+    """What is told of an update that begins within one of another thread."""
+    Slow.begun.clear()
+    Slow.goes_on.clear()
+    told: list[str] = []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    counter = UpdateHooks(lambda key: None)
+    counter.consumed = lambda key: told.append(f"{key} consumes")
+    counter.applied = lambda key: told.append(f"{key} is over, {counter.lsn}")
+    counter.lost = told.append
+    first, second = kind([parameter], lr=0.1), torch.optim.SGD([parameter], lr=0.1)
+    counter.watch("first", first)
+    counter.watch("second", second)
+    return told, counter, first, second
+
+
+def test_updates_of_several_threads_are_made_one_after_another() -> None:
+    told, counter, first, second = in_two_threads(Slow)
+    threads = [threading.Thread(target=one.step, daemon=True) for one in (first, second)]
+    threads[0].start()
+    assert Slow.begun.wait(TIMEOUT_S)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    assert told == ["first consumes"]
+    Slow.goes_on.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    parts = ["first consumes", "first is over, 0", "second consumes", "second is over, 1"]
+    assert (told, counter.lsn) == (parts, 2)
+
+
+def test_nobody_waits_for_an_update_that_has_failed_in_another_thread() -> None:
+    told, _, first, second = in_two_threads(Failing)
+    first.fail = True
+
+    def fails() -> None:
+        with pytest.raises(RuntimeError, match="no update"):
+            first.step()
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    second.step()
+    assert told[1:] == ["an update of first has failed", "second consumes", "second is over, 1"]
+
+
+def test_an_update_that_never_ends_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.capture.updates._TURN_S", 0.01)
+    _, _, first, second = in_two_threads(Slow)
+    thread = threading.Thread(target=first.step, daemon=True)
+    thread.start()
+    assert Slow.begun.wait(TIMEOUT_S)
+    with pytest.raises(StateError, match="second waits for the update of first"):
+        second.step()
+    Slow.goes_on.set()
+    thread.join(TIMEOUT_S)

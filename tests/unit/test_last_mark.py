@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from everstep.errors import (
 from everstep.keeper.channel import BackgroundChannel
 from everstep.recover.report import Recovery
 from everstep.seams import ManualClock, Seams, SystemClock
+from tests.keepers import end_keepers
 from tests.unit.following import until
 from tests.unit.test_checkpointer_faults import no_space
 from tests.unit.world import HookedFileSystem, raising
@@ -209,3 +211,104 @@ def test_failures_are_told_one_at_a_time_and_none_is_lost() -> None:
         done.pop()
     with channel.told_last():
         pass
+
+
+# --- Weights that are put in behind the last step ------------------------------------------
+
+
+class Plain:
+    """No buffers, which would tell by themselves."""
+
+    def __init__(self, run: Path, method: str, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.data = {"at": 0}
+        state = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
+        self.ckpt = Checkpointer(run, state, method=method, every=4, **options)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.randn(4, 8)).pow(2).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.data["at"] += 1
+            self.ckpt.step()
+
+    def seen(self) -> list[Any]:
+        moments = [value for p in self.model.parameters() for value in self._of(p)]
+        tensors = [*self.model.state_dict().values(), *moments, torch.get_rng_state()]
+        return [t.clone() for t in tensors] + [self.data["at"]]
+
+    def _of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        kept = self.optimizer.state.get(parameter, {})
+        return [kept[key] for key in sorted(kept)]
+
+
+def halve(it: Plain) -> None:
+    for p in it.model.parameters():
+        p.data.mul_(0.5)
+
+
+def swap(it: Plain) -> None:
+    for p in it.model.parameters():
+        p.data = torch.zeros_like(p)
+
+
+def in_numpy(it: Plain) -> None:
+    it.model.weight.detach().numpy()[:] = 0
+
+
+PUT_IN: dict[str, Callable[[Plain], Any]] = {
+    "loaded": lambda it: it.model.load_state_dict(torch.nn.Linear(8, 8).state_dict()),
+    "data": halve,
+    "swapped": swap,
+    "numpy": in_numpy,
+    "moments": lambda it: it.optimizer.state[it.model.weight]["exp_avg"].zero_(),
+    "random numbers": lambda it: torch.rand(3),
+    "objects": lambda it: it.data.update(at=99),
+    "rate": lambda it: it.optimizer.param_groups[0].update(lr=1.0),
+    "nothing": lambda it: None,
+}
+STAYS = ("random numbers", "objects", "rate", "swapped", "nothing")
+"""Of these the state of the mark is still there."""
+
+
+QUICK = [("loaded", "logged"), ("data", "logged"), ("loaded", "gemini"), ("data", "gemini")]
+
+
+def cases() -> Iterator[Any]:
+    methods, numbers, ways = ("logged", "gemini", "lowdiff_plus"), (6, 8), ("closes", "raises")
+    for what, method, steps, leaves in product(PUT_IN, methods, numbers, ways):
+        is_quick = (steps, leaves) == (6, "closes") and (what, method) in QUICK
+        marks = [] if is_quick else [pytest.mark.slow]
+        yield pytest.param(what, method, steps, leaves, marks=marks)
+
+
+@pytest.mark.parametrize(("what", "method", "steps", "leaves"), list(cases()))
+def test_what_is_put_in_behind_the_last_step_is_no_state_of_it(
+    run_folder: Path, what: str, method: str, steps: int, leaves: str
+) -> None:
+    """To be evaluated, perhaps, and the program ends with it."""
+    it = Plain(run_folder, method)
+    wanted: dict[int, list[Any]] = {}
+    with contextlib.suppress(KeyboardInterrupt), it.ckpt as ckpt:
+        ckpt.resume()
+        for step in range(1, steps + 1):
+            it.train(1)
+            wanted[step] = it.seen()
+        ckpt.wait()  # bases that were due
+        PUT_IN[what](it)
+        if leaves == "raises":
+            raise KeyboardInterrupt
+    again = Plain(run_folder, method)
+    try:
+        with again.ckpt as ckpt:
+            recovery = ckpt.resume()
+            assert recovery.exact
+            assert same(again.seen(), wanted[recovery.step])
+            newest = 8 if steps == 8 else 4
+            left_in_memory = method == "gemini" and (leaves == "raises" or what not in STAYS)
+            assert recovery.step == (newest if left_in_memory else steps)
+    finally:
+        end_keepers(run_folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -39,7 +40,7 @@ from tests.unit.following import (
 )
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_log import World
-from tests.unit.world import Gate, HookedFileSystem, raising
+from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, raising
 
 
 @pytest.fixture
@@ -619,6 +620,26 @@ def test_rewind_starts_the_replica_anew(served: Bench) -> None:
     with base_of(served.run, 7, timeline=2) as found:
         assert found.marker.exact
         assert bytes(found.bytes_of("model/0.weight")) == states[7]["0.weight"]
+
+
+@pytest.mark.parametrize("then", ["save", "close"])
+def test_a_rewind_that_is_refused_holds_nothing_up(served: Bench, then: str) -> None:
+    """The replica was to stay as it was for it."""
+    world = World()
+    ckpt = start(served, world)
+    wanted = run_steps(ckpt, world, 6)[7]
+    until_at(served, 7)
+    with pytest.raises(RecoveryError):
+        ckpt.rewind(99)
+    if then == "save":
+        ckpt.save()
+        ckpt.wait(TIMEOUT_S)
+    ending = threading.Thread(target=ckpt.close, daemon=True)
+    ending.start()
+    ending.join(TIMEOUT_S)
+    assert not ending.is_alive()
+    with base_of(served.run, 7) as found:
+        assert bytes(found.bytes_of("model/0.weight")) == wanted["0.weight"]
 
 
 def test_a_base_is_due_at_the_newest_step_once_one_is_written() -> None:

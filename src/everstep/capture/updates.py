@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -11,7 +13,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from everstep.errors import StateError
+
 __all__ = ["UpdateHooks"]
+
+_TURN_S = 60.0  # for an update in another thread
+_LOOK_AGAIN_S = 0.0005
 
 
 @dataclass(slots=True)
@@ -32,6 +39,7 @@ class UpdateHooks:
         lsn: updates so far, of all optimizers together.
         told: how often the outermost call has said what it consumes.
         within: whether another optimizer was called within the outermost call.
+        thread: of the outermost call.
     """
 
     gate: Callable[[str], None]
@@ -45,6 +53,8 @@ class UpdateHooks:
     told: int = 0
     key: str = ""
     within: bool = False
+    thread: int = 0
+    _claim: threading.Lock = field(default_factory=threading.Lock)
 
     def watch(self, key: str, optimizer: Optimizer) -> None:
         """Counts and gates the updates of ``optimizer`` from now on."""
@@ -55,10 +65,7 @@ class UpdateHooks:
         def before(*_: Any) -> None:
             caller = sys._getframe(1)
             if self.outermost is None or not _on_stack(self.outermost, caller):
-                if self.outermost is not None:
-                    self.settle()
-                self.outermost, self.depth, self.told = caller, 0, 0
-                self.key, self.within = key, False
+                self._begin(key, caller)
             self.depth += 1
             self.within = self.within or key != self.key
             self.gate(key)
@@ -100,6 +107,26 @@ class UpdateHooks:
             last = optimizer.register_step_pre_hook(at_last)
             self.handles.append(last)
 
+    def _begin(self, key: str, caller: FrameType) -> None:
+        """An outermost call begins, when none is under way in another thread: what updates consume
+        is recorded one after another, and so are they made."""
+        me, since_s = threading.get_ident(), time.monotonic()
+        while True:
+            with self._claim:
+                others = self.outermost is not None and self.thread != me
+                if not others or not _in_thread(self.outermost, self.thread):
+                    self.settle()
+                    self.outermost, self.depth, self.told = caller, 0, 0
+                    self.key, self.within, self.thread = key, False, me
+                    return
+            if time.monotonic() - since_s > _TURN_S:
+                raise StateError(
+                    f"{key} waits for the update of {self.key} in another thread, which has not "
+                    f"ended for {_TURN_S:g} s",
+                    hint="updates are made one after another; end one before the other begins",
+                )
+            time.sleep(_LOOK_AGAIN_S)
+
     def updated(self) -> None:
         """An update that went past every optimizer is over."""
         self.lsn += 1
@@ -120,15 +147,22 @@ class UpdateHooks:
     def _after(self) -> None:
         self.depth -= 1
         if self.depth <= 0:
-            self.outermost, self.depth = None, 0
+            self.depth = 0
             self.lsn += 1
             if self.within:
                 self._lose(f"another optimizer was called within {self.key}")
+            self.outermost = None  # from now on another thread may begin one
 
     def _lose(self, why: str) -> None:
         if self.lost is not None:
             self.lsn += 1
             self.lost(why)
+
+
+def _in_thread(wanted: FrameType | None, thread: int) -> bool:
+    """Whether a call is on the stack of a thread, which may have ended."""
+    frame = sys._current_frames().get(thread)
+    return wanted is not None and _on_stack(wanted, frame)
 
 
 def _is_last(hooks: Any, number: int) -> bool:

@@ -29,6 +29,7 @@ from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Options
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.state.image import State
+from everstep.state.survey import Survey
 
 __all__ = [
     "AtExit",
@@ -45,6 +46,7 @@ __all__ = [
     "persist_parked",
     "stays_for_the_log",
     "stays_with_bases",
+    "take_at_end",
     "tell_if_lost_again",
     "tell_if_lost_for_all",
     "wait_for_bases",
@@ -305,8 +307,8 @@ def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper
         whose = "this process only" if remote is None else "a keeper that is gone"
         where = f"was in the memory of {whose}, and is lost with it"
     print(
-        f"everstep: {run}: no last base is taken of step {step}: the state has moved on within the "
-        f"next step. What the log has since the newest base {where}",
+        f"everstep: {run}: no last base is taken of step {step}: the state has been changed "
+        f"since (close() before that takes one). What the log has since the newest base {where}",
         file=sys.stderr,
     )
     return stays
@@ -329,25 +331,42 @@ def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) ->
             failed.append(error)
 
 
+def take_at_end(
+    survey: Survey, take: Callable[[Survey], None], failed: list[EverstepError]
+) -> bool:
+    """Takes the last base; returns whether that was begun.
+
+    Args:
+        failed: gets what fails.
+    """
+    try:
+        take(survey)
+    except EverstepError as error:
+        failed.append(error)
+        return False
+    return True
+
+
 def stays_with_bases(
-    run: PurePath, save: Callable[[], object] | None, failed: list[EverstepError]
+    run: PurePath,
+    survey: Survey | None,
+    take: Callable[[Survey], None],
+    failed: list[EverstepError],
 ) -> bool:
     """The newest base is in the memory of keepers only: a last one goes to disk. Returns whether
     the keeper must stay, since there is none; and says so.
 
     Args:
-        save: takes it; None: the state is no longer that of a step.
+        survey: at the last step mark; None: that state is gone.
+        take: takes a base of it.
         failed: gets what fails.
     """
-    if save is not None:
-        try:
-            save()
-        except EverstepError as error:
-            failed.append(error)
-        return bool(failed)
+    if survey is not None:
+        return not take_at_end(survey, take, failed) or bool(failed)
     print(
-        f"everstep: {run}: no last base is taken: the state has moved on within the next step. The "
-        "newest one stays in the keeper's memory for a while: resume within that time",
+        f"everstep: {run}: no last base is taken: the state has been changed since the last step "
+        "(close() before that takes one). The newest one stays in the keeper's memory for a while: "
+        "resume within that time",
         file=sys.stderr,
     )
     return True

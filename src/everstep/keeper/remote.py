@@ -355,7 +355,7 @@ class RemoteKeeper:
                     raise storage_hangs(len(self._waiting))
                 waited_s = self._clock.monotonic_s() - start_s
                 if timeout_s is not None and waited_s > timeout_s:
-                    raise not_durable_yet(len(self._waiting), waited_s)
+                    raise not_durable_yet(len(self._waiting) + len(self._asked.steps), waited_s)
         self._channel.check()
 
     def close(self, *, stay: bool = False) -> None:

@@ -43,6 +43,7 @@ class Replicas:
         self._timeline = 0
         self._trainer: Attached | None = None
         self._frozen: Capture | None = None  # in the memory that is held for the next process
+        self._frozen_for: Attached | None = None
 
     @property
     def step(self) -> int | None:
@@ -90,10 +91,12 @@ class Replicas:
         """No replica any more; what was frozen of it stays as it is."""
         if self._replica is not None:
             self._replica.close(timeout_s=timeout_s)
-        self._replica = self._frozen = self._trainer = None
+        self._replica = self._frozen = self._frozen_for = self._trainer = None
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
         """A base is due."""
+        if trainer is self._frozen_for:  # what it was frozen for has come to nothing
+            self.arrived()
         samples = tuple(Samples(*some) for some in message["samples"])
         ask = Ask(message["number"], message["step"], message["exact"], samples)
         if self._replica is None:
@@ -121,12 +124,12 @@ class Replicas:
             return
         frozen = self._replica.freeze()
         if frozen is not None and frozen.arena is not None and frozen is not self._frozen:
-            self._frozen = frozen
+            self._frozen, self._frozen_for = frozen, trainer
             self._holding.take(frozen, frozen.arena)
 
     def arrived(self) -> None:
         """A record of the log has come: whoever wanted the state as it was goes on with its own."""
-        frozen, self._frozen = self._frozen, None
+        frozen, self._frozen, self._frozen_for = self._frozen, None, None
         if frozen is not None and self._replica is not None:
             self._holding.drop(frozen)
             self._replica.thaw()

@@ -101,6 +101,7 @@ class Untold:
         self._names: Mapping[str, tuple[str, ...]] = {}
         self._spots = Spots({})
         self._which = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._sampled: tuple[int, Mapping[str, torch.Tensor]] | None = None  # in the last mark
         self._step = 0  # under way
         self._looked_at_first = 0
         self._suspicious = False
@@ -112,7 +113,7 @@ class Untold:
             survey: of the state; None: nothing is recorded.
             step: that has just ended.
         """
-        self._watched, self._tensors, self._torn = {}, None, None
+        self._watched, self._tensors, self._torn, self._sampled = {}, None, None, None
         self._step, self._looked_at_first = step + 1, step + LOOKED_AT_FIRST
         if survey is not None:
             self._learn(survey)
@@ -139,7 +140,7 @@ class Untold:
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
         """A step is over: why the log cannot go on; None if it can."""
-        torn, self._torn = self._torn, None
+        torn, self._torn, self._sampled = self._torn, None, None
         self._step = step + 1
         found = next((name for w in self._watched.values() if (name := w.written())), None)
         self._learn(survey)
@@ -149,7 +150,22 @@ class Untold:
 
     def samples(self, step: int) -> dict[str, torch.Tensor]:
         """For a mark, of the state that was surveyed for it."""
-        return marked(self._spots, self._which, step)
+        samples = marked(self._spots, self._which, step)
+        self._sampled = step, samples
+        return samples
+
+    @property
+    def is_as_marked(self) -> bool:
+        """Whether nothing was written since the last mark, as far as counters and samples tell."""
+        if any(watched.written() for watched in self._watched.values()):
+            return False
+        if self._sampled is None:  # that step was not recorded
+            return True
+        step, then = self._sampled
+        if not self._spots.intact:
+            return False
+        now = marked(self._spots, self._which, step)
+        return all(torch.equal(now[name], then[name]) for name in then)
 
     @property
     def _looks(self) -> int | None:

@@ -10,6 +10,8 @@ from everstep.keeper.last_mark import LastMark
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
+from everstep.keeper.untold import Owned
+from everstep.options import Options
 from everstep.state.image import RNG_SECTION, State
 from everstep.state.survey import Survey
 
@@ -23,12 +25,15 @@ class Watched:
 
     Attributes:
         lsn_at_mark: of the last update of the last step that is over.
-        at_mark: the state at the end of that step, where there is a log; else None.
+        at_mark: the state at the end of that step, where one is surveyed at each; else None.
+        surveys: whether one is: there is a log, or bases that live in memory, and so a last base.
         left: training has left with an error, perhaps in the middle of a step.
     """
 
-    def __init__(self, state: State, parts: Parts) -> None:
+    def __init__(self, state: State, parts: Parts, options: Options) -> None:
         self._state = state
+        self._untold = None if parts.recorder is None else parts.recorder.untold
+        self.surveys = options.method.in_memory or self._untold is not None
         self._updates: UpdateHooks = parts.updates
         self._watcher = parts.recorder or parts.multistep
         self._multistep = parts.multistep
@@ -38,6 +43,8 @@ class Watched:
         self._entries: object = None
         self._names: tuple[str, ...] = ()
         self._random: tuple[str, ...] = ()
+        self._tensors: object = None
+        self._all: Owned | None = None  # without a log, which looks at what optimizers own
 
     def leave(self) -> None:
         """Training has left, and not by ``close()``: other ranks are not asked for anything."""
@@ -52,22 +59,30 @@ class Watched:
 
     @property
     def is_of_a_step(self) -> bool:
-        """Whether the state is that of the last step, as far as anybody knows. A forward that
-        has failed has drawn random numbers, and counted batches."""
-        return self.is_between_steps and (not self.left or self.whole_at_mark is not None)
+        """Whether the state is that of the last step, as far as anybody knows, or it is still
+        there. A forward that has failed has drawn random numbers, and counted batches; and whoever
+        goes on with other weights has put them there."""
+        known = self.whole_at_mark is not None or (self.at_mark is None and not self.left)
+        return self.is_between_steps and known
 
     @property
     def whole_at_mark(self) -> Survey | None:
-        """The state at the last step mark, whatever has begun since; None where that is gone."""
+        """The state at the last step mark, whatever has begun since; None where that is gone:
+        weights were loaded to be evaluated, perhaps."""
         mark = self.at_mark
-        whole = mark is not None and self.is_between_steps and mark.is_intact
-        return mark.survey if mark is not None and whole else None
+        if mark is None or not self.is_between_steps or not mark.is_intact:
+            return None
+        if self._untold is not None and not self._untold.is_as_marked:
+            return None
+        if self._all is not None and self._all.written() is not None:
+            return None
+        return mark.survey
 
     def marked(self, survey: Survey | None = None) -> None:
         """The state is that of a step that is over.
 
         Args:
-            survey: of it, where there is a log.
+            survey: of it, where one is made at each step.
         """
         self.lsn_at_mark = self._updates.lsn
         self.at_mark = None
@@ -79,6 +94,15 @@ class Watched:
             self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
             self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
         self.at_mark = LastMark.of(survey, self._names, self._random)
+        if self._untold is None:
+            self._look_at_all(survey)
+
+    def _look_at_all(self, survey: Survey) -> None:
+        if survey.tensors is not self._tensors or self._all is None:
+            self._tensors = survey.tensors
+            named = survey.tensors.items()
+            self._all = Owned({name: one for name, one in named if not name.startswith(_RANDOM)})
+        self._all.settle(self.lsn_at_mark)
 
     def consumed(self, key: str, step: int) -> None:
         """An optimizer's gradients are what its update is going to consume.
