@@ -34,7 +34,13 @@ from everstep.capture.cuda import CudaLane, CudaTransfer, on_cuda, refuse_graph_
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.capture.pinned import PinnedMemory
-from everstep.errors import OutOfSpaceError, RecoveryError, StateError, UnavailableError
+from everstep.errors import (
+    EverstepError,
+    OutOfSpaceError,
+    RecoveryError,
+    StateError,
+    UnavailableError,
+)
 from everstep.state.layout import plan_shards
 from everstep.state.tensors import stored_form
 from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
@@ -1006,6 +1012,38 @@ def test_a_log_has_what_updates_consumed(
         for step, wanted in snapshots.items():
             assert ckpt.resume(step).replayed == step - 1
             assert other.snapshot() == wanted, step
+
+
+def test_a_mark_whose_copies_were_never_made_is_in_no_log(
+    played: threading.Event, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device fails between the last update of a step and its mark, and the keeper lives on."""
+    played.set()
+    log = everstep.LogOptions(to="disk", batch_steps=1, history="all")
+    options = {"method": "logged", "log": log, "keep": 100}
+    world = World()
+    with opened(run_folder, world.state, every=100, **options) as ckpt:
+        ckpt.step()
+        world.train()
+        ckpt.step()
+        wanted = world.snapshot()
+        world.train()
+        ckpt._saver._lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
+
+        def failed(*_: Any) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeEvent, "synchronize", failed)
+            patch.setattr(cuda_module, "_send", lambda sources, targets: None)
+            with pytest.raises(EverstepError, match="not copied: CUDA error"):
+                ckpt.step()
+        assert ckpt.stats().log_holes == 1
+        ckpt._release()  # as a program does that dies of it
+    other = World(seed=99)
+    with opened(run_folder, other.state, **options) as ckpt:
+        assert ckpt.resume().step == 2
+        assert other.snapshot() == wanted
 
 
 @pytest.mark.parametrize("method", ["async", "sync", "checkfreq"])

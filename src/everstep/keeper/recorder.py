@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 
-from everstep.capture.batches import plan_batches
 from everstep.capture.lane import Lane, Transfer
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
@@ -28,6 +27,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
+from everstep.keeper.log_marks import Objects, copy_now
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.nonfinite import NonFinite
 from everstep.keeper.peering import let_go_early
@@ -394,11 +394,10 @@ class Recorder:
         self,
         head: RecordHead,
         named: Mapping[str, torch.Tensor],
-        objects: Callable[[], Mapping[str, bytes]],
+        objects: Objects,
         ran: frozenset[str] = frozenset(),
     ) -> Future[None] | None:
-        """Copies tensors that may change at once, and lets the keeper be told; None if there is
-        no memory.
+        """Copies what may change at once, and lets the keeper be told; None: there is no memory.
 
         Args:
             ran: declared updates since the last mark.
@@ -410,7 +409,8 @@ class Recorder:
             if room is None:
                 return None
             into.pool.populate(room)
-            self._lane.mark(plan_batches(layout, named, named.keys()), into.part(room))
+            of_mark = layout, named, into.part(room), objects, self._options.progress_timeout_s
+            objects = copy_now(self._lane, *of_mark)
             return self._lane.run(lambda: self._tell(into, head, layout, room, objects, ran))
 
     def _tell(
@@ -419,7 +419,7 @@ class Recorder:
         head: RecordHead,
         layout: ShardLayout,
         room: Room,
-        objects: Callable[[], Mapping[str, bytes]],
+        objects: Objects,
         ran: frozenset[str] = frozenset(),
     ) -> None:
         """In the lane's thread, behind the copies: the record is whole."""
