@@ -488,3 +488,30 @@ def test_after_a_base_that_has_failed_the_next_is_waited_for(run_folder: Path) -
         stepped.set()
         ckpt.wait()
     assert before == [True]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a torch without grad_dtype")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_gradient_of_another_dtype_is_refused_at_the_step_that_shows_it(
+    run_folder: Path, dtype: torch.dtype
+) -> None:
+    """Torch computes with it as it is, a log would hold it in the parameter's."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad_dtype = None  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    state = {"p": torch.nn.ParameterList([parameter]), "optimizer": optimizer}
+    with everstep.Checkpointer(run_folder, state, method="logged", every=2) as ckpt:
+        ckpt.resume()
+        for _ in range(3):
+            parameter.grad = torch.ones(4)
+            optimizer.step()
+            ckpt.step()
+        parameter.grad = torch.ones(4, dtype=dtype)
+        optimizer.step()
+        with pytest.raises(UnsupportedStateError, match=f"a gradient in {dtype}"):
+            ckpt.step()
+        ckpt.save()  # the way on, without a log
+        wanted = parameter.detach().clone()
+    forget(run_folder)
+    with everstep.Checkpointer(run_folder, state, method="lazy") as ckpt:
+        assert (ckpt.resume().step, torch.equal(parameter, wanted)) == (4, True)

@@ -301,6 +301,31 @@ def test_thread_dependence(dtype: torch.dtype) -> None:
     assert thread_dependence({"fused": True}, [large]) is None
 
 
+def signs_by(threads: int, beta1: float) -> torch.Tensor:
+    """Bits of a moment behind five updates, half of whose gradients are zeros of either sign."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        parameter = torch.nn.Parameter(torch.zeros(300_019))
+        optimizer = torch.optim.Adam([parameter], lr=1e-3, betas=(beta1, 0.99))
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            drawn = torch.randn(300_019, generator=generator)
+            parameter.grad = drawn * (torch.rand(300_019, generator=generator) < 0.5)
+            optimizer.step()
+        moment: torch.Tensor = optimizer.state[parameter]["exp_avg"]
+        return moment.view(torch.int32)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9])
+def test_the_sign_of_a_zero_depends_on_threads_where_all_of_a_moment_is_new(beta1: float) -> None:
+    options, large = {"betas": (beta1, 0.99)}, torch.zeros(300_019)
+    one, several = signs_by(1, beta1), signs_by(2, beta1)
+    assert torch.equal(one, several) == (thread_dependence(options, [large]) is None)
+
+
 def test_optimizers_over_whole_tensors() -> None:
     """Not elementwise: replayed by their own step, exact or not."""
     shapes = {"weight": (13, 31), "square": (8, 8)}

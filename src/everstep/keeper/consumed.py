@@ -213,6 +213,7 @@ class Consumption:
         layout = last.layout
         if layout is None or forms != last.forms:
             _refuse_gaps(optimizer, named)
+            _refuse_other_dtypes(there)
             layout = self._layouts.of(named)
             last.forms, last.layout, last.outline = forms, layout, None
         about: dict[str, Any] = {
@@ -327,6 +328,20 @@ def _refuse_gaps(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Non
                 "too; it cannot be logged",
                 leaves=((name.removeprefix(GRADIENT), "a gradient with gaps"),),
                 hint="gradient.contiguous(), or fused=False",
+            )
+
+
+def _refuse_other_dtypes(there: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    """Torch computes with a gradient in its own dtype, and a log keeps that of the parameter: it is
+    what ``Tensor.grad_dtype`` is by default, of a torch that has it."""
+    for name, parameter, gradient in there:
+        if gradient.dtype != parameter.dtype:
+            bare = name.removeprefix(GRADIENT)
+            what = f"a gradient in {gradient.dtype}, of a parameter in {parameter.dtype}"
+            raise UnsupportedStateError(
+                f"{bare} has {what}; it cannot be logged",
+                leaves=((bare, what),),
+                hint='method="lazy", or leave grad_dtype as it is',
             )
 
 

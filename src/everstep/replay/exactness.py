@@ -27,6 +27,7 @@ from everstep.replay.cuts import has_gaps
 from everstep.state.dtensors import local_of
 
 __all__ = [
+    "HALVES",
     "MATRIX",
     "Exactness",
     "Row",
@@ -211,7 +212,7 @@ def exactness(
     return Exactness(True, "")
 
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 _SERIAL_ELEMENTS = 32768
 """Up to this many elements torch's CPU loops stay in one thread (``at::internal::GRAIN_SIZE``)."""
 
@@ -221,7 +222,9 @@ def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Ten
 
     torch gives each thread a stretch of a large CPU tensor. The last elements of a stretch go
     through scalar code, which rounds bf16 and fp16 at other places than vector code does; for
-    wider types the two agree. Fused kernels share work out in whole vectors.
+    wider types the two agree, but for the sign of a zero that ``lerp`` makes of a negative one,
+    with all of its weight at the other end (Adam with ``beta1 = 0``). Fused kernels share work out
+    in whole vectors.
 
     Args:
         options: hyperparameters of a parameter group.
@@ -231,10 +234,17 @@ def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Ten
         return None
     for parameter in parameters:
         large = parameter.device.type == "cpu" and parameter.numel() > _SERIAL_ELEMENTS
-        if large and parameter.dtype in _HALVES:
+        if large and parameter.dtype in HALVES:
             dtype = str(parameter.dtype).removeprefix("torch.")
             return f"{dtype} on the CPU: torch's rounding depends on its number of threads"
+        if large and _forgets_at_once(options):
+            return "beta1 is 0: the sign of zeros depends on torch's number of threads"
     return None
+
+
+def _forgets_at_once(options: Mapping[str, Any]) -> bool:
+    betas = options.get("betas")
+    return betas is not None and float(betas[0]) == 0.0
 
 
 # --- What cannot be replayed ------------------------------------------------------------
@@ -309,7 +319,7 @@ def options_refusal(
             "what lies there; use fused=False, or a contiguous parameter"
         )
     if kind is torch.optim.SGD and options.get("fused") and options.get("momentum"):
-        halves = [p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _HALVES]
+        halves = [p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in HALVES]
         if any(_fused_sgd_reads_astray(dtype) for dtype in set(halves)):
             return (
                 "fused SGD with momentum in half precision on the CPU: this torch "
