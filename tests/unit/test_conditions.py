@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,14 @@ import torch
 from everstep.format.records import TimelineRecord
 from everstep.recover.rebuild import conditions
 from everstep.recover.redo import other_conditions
-from everstep.seams.fingerprint import changeable, computed_on, device_types, fingerprint
+from everstep.seams import fingerprint as module
+from everstep.seams.fingerprint import (
+    changeable,
+    computed_on,
+    device_types,
+    fingerprint,
+    fingerprint_of_all,
+)
 from tests.unit.logged import World, opened, train
 from tests.unit.world import TIMEOUT_S
 
@@ -104,6 +113,97 @@ def test_denormals_that_training_flushes_are_a_condition() -> None:
     assert other_conditions([record]) == "trained with denormals flushed, replayed with none"
     assert conditions([record])[1] == "trained with denormals flushed, replayed with kept"
     assert "denormals" not in fingerprint()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def flushing(*, late: bool) -> TimelineRecord:
+    """Of a training whose second thread is there before denormals are to be flushed, or not; both
+    end with the call."""
+    if late:
+        torch.ones(1 << 17).mul_(2)
+    assert torch.set_flush_denormal(True)
+    return trained()
+
+
+def in_another_thread(late: bool) -> TimelineRecord:
+    """In one that has torch's threads to itself, so that none of ours flushes."""
+    with torch_threads(2), ThreadPoolExecutor(1) as pool:
+        return pool.submit(flushing, late=late).result(TIMEOUT_S)
+
+
+def test_denormals_that_some_threads_flush_and_others_keep() -> None:
+    """Those that torch had before it was told: not even an equal mixture gives the same bits,
+    since replay shares the elements out otherwise."""
+    assert in_another_thread(late=False).fingerprint["denormals"] == "flushed"
+    mixed = in_another_thread(late=True)
+    assert mixed.fingerprint["denormals"] == "mixed"
+    said = "trained with denormals flushed by some of torch's threads and kept by others: call "
+    assert other_conditions([mixed]).startswith(said)
+    assert conditions([mixed]) == (None, other_conditions([mixed]))
+    of_all = fingerprint_of_all([mixed.fingerprint, HERE.fingerprint])
+    assert other_conditions([replace(mixed, fingerprint=of_all)]).startswith(said)
+
+
+def test_a_replay_where_some_threads_flush_denormals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_denormals", lambda: "mixed")
+    assert other_conditions([HERE]).startswith("replayed with denormals flushed by some of ")
+    assert conditions([HERE])[1].startswith("replayed with denormals flushed by some of ")
+    assert other_conditions([trained()]).startswith("trained with denormals flushed by some of ")
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_forked_child_asks_no_threads_that_are_gone(
+    flushes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator of several would wait for them for ever."""
+    monkeypatch.setattr(module, "_forked", True)
+    monkeypatch.setattr(torch, "full", lambda *_, **__: pytest.fail("all threads are asked"))
+    with torch_threads(2):
+        try:
+            torch.set_flush_denormal(flushes)
+            assert fingerprint().get("denormals") == ("mixed" if flushes else None)
+        finally:
+            torch.set_flush_denormal(False)
+
+
+def test_fewer_threads_than_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP has the last word, and torch does not tell."""
+    with torch_threads(2):
+        two = trained()
+        monkeypatch.setenv("OMP_THREAD_LIMIT", "2")
+        assert other_conditions([two]) == ""
+        monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+        limited = trained()
+        limit = "2 within OMP_THREAD_LIMIT=1"
+        assert other_conditions([two]) == f"trained with threads 2, replayed with {limit}"
+        assert conditions([two]) == (None, "")  # replay would get one
+        assert other_conditions([limited]) == ""
+        monkeypatch.delenv("OMP_THREAD_LIMIT")
+        assert other_conditions([limited]) == f"trained with threads {limit}, replayed with 2"
+        assert conditions([limited]) == (None, "")
+        assert conditions([two]) == (2, "")
+
+
+def test_a_number_of_threads_that_openmp_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch_threads(2):
+        two = trained()
+        monkeypatch.setenv("OMP_DYNAMIC", "false")
+        assert other_conditions([two]) == ""
+        monkeypatch.setenv("OMP_DYNAMIC", "TRUE")
+        assert "2 or fewer, as OMP_DYNAMIC allows" in other_conditions([two])
+        assert "2 or fewer, as OMP_DYNAMIC allows" in other_conditions([trained()])  # equal ones
+        assert conditions([two]) == conditions([trained()]) == (None, "")
+    with torch_threads(1):
+        assert fingerprint()["threads"] == "1"
 
 
 def forge(record: TimelineRecord) -> TimelineRecord:

@@ -45,7 +45,7 @@ def test_the_document_has_the_matrix() -> None:
 def test_the_document_has_the_conditions() -> None:
     conditions = {row[0] for row in table("condition")}
     with computed_on(("cuda",)):
-        assert conditions == {*fingerprint(), "cuda", "device"} - {"python"}
+        assert conditions == {*fingerprint(), "cuda", "device", "denormals"} - {"python"}
 
 
 def test_the_document_says_why_lbfgs_is_refused() -> None:

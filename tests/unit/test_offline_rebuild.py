@@ -21,6 +21,7 @@ from everstep.format.records import TimelineRecord
 from everstep.recover import offline_base
 from everstep.recover.audit import audit, pairs
 from everstep.recover.rebuild import changes, conditions
+from everstep.recover.tensors import as_it_lay
 from everstep.replay import exactness
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.log import UPDATE_OBJECT
@@ -111,6 +112,34 @@ def _two_groups(parameters: Any) -> torch.optim.Optimizer:
 def test_every_optimizer(name: str, run_folder: Path) -> None:
     train(run_folder, World(OPTIMIZERS[name]), 6, every=2)
     assert assert_all_equal(run_folder) == 3
+
+
+class WithGaps(World):
+    """Half-precision parameters, one of which is every other column of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()  # type: ignore[assignment]
+        wide = torch.randn(40, 130).bfloat16()
+        self.model.part = nn.Parameter(wide[:, ::2])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.state |= {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn(parameter.shape).bfloat16()
+        self.optimizer.step()
+
+
+def test_half_precision_with_gaps(run_folder: Path) -> None:
+    """torch takes its scalar loop through them, which rounds otherwise than the one for vectors."""
+    train(run_folder, WithGaps(), 6, every=2)
+    assert assert_all_equal(run_folder) == 3
+
+
+def test_strides_that_claim_more_memory_than_there_is() -> None:
+    with pytest.raises(FormatError, match="claim"):
+        as_it_lay(torch.zeros(2, 2), (1 << 60, 1))
 
 
 def test_a_learning_rate_that_is_a_tensor(run_folder: Path) -> None:

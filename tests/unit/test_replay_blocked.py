@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import blocked, engine, forms, proof
+from everstep.replay import blocked, cuts, engine, forms, proof
 from everstep.replay.blocked import Blocked
 from everstep.replay.cuts import flat
 from everstep.replay.updates import Update
@@ -221,6 +221,43 @@ def test_a_gradient_in_another_memory_order(ways: list[tuple[str, int]]) -> None
     replayed(run, 2, 1)
     assert ways.count(("step", 1)) == 2
     assert ways.count(("blocks", 1)) == 2
+
+
+def gradients_with_gaps(step: int) -> dict[str, torch.Tensor]:
+    return {"matrix": torch.randn(40, 130).bfloat16()[:, ::2], "line": torch.randn(71).bfloat16()}
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.usefixtures("small_blocks")
+def test_a_copy_of_a_gradient_has_its_gaps(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD without flags writes to no gradient on the CPU, and Nesterov's rounds halves by how they
+    lie: replay may copy them, but no more than that."""
+    if not blocks:
+        monkeypatch.setattr(engine, "BLOCKS_PAY_ELEMENTS", 1 << 40)
+    run = record(
+        lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+        dtype=torch.bfloat16,
+        shapes={"matrix": (40, 65), "line": (71,)},
+        gradients=gradients_with_gaps,
+        steps=4,
+    )
+    for update in run.updates:  # as in training: `record` logs them without gaps
+        gradients: Any = update.gradients
+        wide = torch.zeros(40, 130, dtype=torch.bfloat16)
+        wide[:, ::2] = gradients["matrix"]
+        gradients["matrix"] = wide[:, ::2]
+    replayed(run, 0, 1, training_threads=1)
+    replayed(run, 1, 0, training_threads=1)
+
+
+@pytest.mark.parametrize("stride", [(2, 1), (1, 3), (0, 1), (4, 2)])
+def test_a_copy_lies_as_the_tensor_does(stride: tuple[int, int]) -> None:
+    tensor = torch.arange(12.0).as_strided((3, 2), stride)
+    for dtype in (torch.float32, torch.float64):
+        copy = cuts.copied(tensor, dtype)
+        assert (copy.stride(), copy.dtype) == (stride, dtype)
+        assert torch.equal(copy, tensor.to(dtype))
+        assert copy.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.usefixtures("small_blocks")

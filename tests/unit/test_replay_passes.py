@@ -107,6 +107,26 @@ def test_other_dtypes(kind: Any, dtype: torch.dtype, ran: list[int]) -> None:
         assert 0 not in ran
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_in_another_order_than_small_tensors(dtype: torch.dtype, ran: list[int]) -> None:
+    """torch takes scalar code then, which rounds halves otherwise than a program would."""
+    shapes = {"turned": (40, 65), "line": (71,)}
+
+    def make(groups: Any) -> Any:
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 2:
+                    parameter.data = parameter.data.t().contiguous().t()
+        return SGD(groups, lr=1e-3, momentum=0.9, nesterov=True)
+
+    gradients = lambda step: tensors_of(dtype, shapes)  # noqa: E731
+    run = record(make, dtype=dtype, shapes=shapes, gradients=gradients)
+    replayed(run, 1, 0, training_threads=1)  # its self-test is done
+    ran.clear()
+    replayed(run, 1, 0, training_threads=1)
+    assert bool(ran) == (dtype == torch.float32)
+
+
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_gradients_of_fewer_bits(kind: Any, ran: list[int]) -> None:
     """A log may leave out low bits that are zero."""
@@ -250,6 +270,28 @@ def test_the_self_test_tells_rounded_factors(
         update = Update(1, "", (group,), {})
         assert not proof.compiled_is_exact(kind, update, 0, torch.bfloat16), kind
         assert proof.compiled_is_exact(kind, update, 0, torch.float32), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_self_test_mixes_memory_orders(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that blocks take: in half precision none."""
+    seen: set[bool] = set()
+    own = passes.program(SGD)
+
+    def looking(parameters: Any, moments: Any, gradients: Any, *rest: Any) -> None:
+        assert own is not None
+        pairs = [(p, g) for every in gradients for p, g in zip(parameters, every, strict=True)]
+        seen.update(p.stride() != g.stride() for p, g in pairs if p.numel() > 1)
+        own(parameters, moments, gradients, *rest)
+
+    monkeypatch.setattr(blocked, "program", lambda kind: looking)
+    monkeypatch.setattr(proof, "_proven", {})
+    optimizer = SGD([torch.zeros(1, dtype=dtype)], lr=0.1, momentum=0.9, nesterov=True)
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    assert proof.compiled_is_exact(SGD, Update(1, "", (group,), {}), 0, dtype)
+    assert (True in seen) == (dtype == torch.float32)
 
 
 def test_factors_that_tell_do_so_in_whatever_they_come() -> None:

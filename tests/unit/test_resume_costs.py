@@ -105,9 +105,9 @@ def together_looks(monkeypatch: pytest.MonkeyPatch, surveys: list[State]) -> lis
     begin = redo.Redo.__init__
     before: list[int] = []
 
-    def beginning(self: redo.Redo, state: State) -> None:
+    def beginning(self: redo.Redo, state: State, *more: Any) -> None:
         before.append(len(surveys))
-        begin(self, state)
+        begin(self, state, *more)
 
     def finishing(self: redo.Redo) -> list[str]:
         notes = finish(self)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from everstep.format.records import TimelineRecord
-from everstep.seams.fingerprint import fingerprint
+from everstep.seams.fingerprint import fingerprint, threads_given, uneven
 
-__all__ = ["conditions"]
+__all__ = ["conditions", "uneven_denormals"]
 
 
 def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
@@ -25,6 +25,8 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
         if record is None:
             return None, "the record that says where it was trained is damaged"
         theirs = record.fingerprint
+        if why := uneven_denormals(theirs, mine):
+            return None, why
         for key in ("torch", "machine", "processor", "system", "denormals"):
             if theirs.get(key) != mine.get(key):
                 found, here = theirs.get(key, "unknown"), mine.get(key, "kept")
@@ -36,4 +38,22 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
             return None, f"trained on {theirs['parameters']}, replayed on the CPU"
         threads.add(theirs.get("threads", ""))
     (only,) = threads if len(threads) == 1 else ("",)
-    return (int(only) if only.isdigit() and int(only) else None), ""
+    known = only.isdigit() and int(only) > 0 and threads_given(int(only)) == only
+    return (int(only) if known else None), ""
+
+
+def uneven_denormals(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    """Why replay need not give the same bits, though the fingerprints may be equal; "" where that
+    is not so.
+
+    Args:
+        theirs: fingerprint of training.
+        mine: of replay.
+    """
+    for what, found in (("trained", theirs), ("replayed", mine)):
+        if uneven(found):
+            return (
+                f"{what} with denormals flushed by some of torch's threads and kept by others: "
+                "call torch.set_flush_denormal(True) first thing in the program"
+            )
+    return ""

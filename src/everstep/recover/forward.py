@@ -276,7 +276,7 @@ def replay(
         why = "the log behind it is of a state that consists of something else"
         restored.skipped.append(Skipped(timeline, at, why))
         return
-    redo = Redo(loader.state)
+    redo = Redo(loader.state, loaded.relaid)
     if not together:
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)

@@ -26,7 +26,7 @@ from everstep.recover.opened import OpenBase
 from everstep.recover.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
-from everstep.recover.targets import Looks, Targets
+from everstep.recover.targets import Looks, Targets, relaid
 from everstep.recover.versions import unclear
 from everstep.recover.whole_ranks import MakeWhole
 from everstep.seams.machine import memory_available_bytes
@@ -63,6 +63,7 @@ class LoadedBase:
         finite: names of parameters that were seen to hold nothing but numbers as they came.
         layout: of a base that another number of ranks has saved: who had what; of as many in
             another layout, once that shows.
+        relaid: names of tensors that lie otherwise in memory than when they were saved.
     """
 
     marker: Marker
@@ -75,6 +76,7 @@ class LoadedBase:
     rank_bytes: Mapping[int, int] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
     layout: OldLayout | None = None
+    relaid: frozenset[str] = frozenset()
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -283,6 +285,7 @@ def _load(
         rank_bytes=rank_bytes,
         finite=frozenset(looks.finite),
         layout=layout,
+        relaid=relaid(view, tensors),
     )
 
 

@@ -27,6 +27,7 @@ from everstep.format.records import Marker
 from everstep.recover.owned import owned_entries, parameter_names
 from everstep.recover.parts import own_part
 from everstep.recover.redo import compare, tensor_of, update_of
+from everstep.recover.tensors import as_it_lay
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.own import makes_state_when_built
@@ -387,15 +388,13 @@ class OfflineState:
         )
 
     def _as_it_lay(self, name: str) -> None:
-        """Gives a tensor the strides that it had, if they leave no gaps: kernels choose their
-        way by them."""
+        """Gives a tensor the strides that it had, gaps and all: kernels choose their way by them,
+        and some round otherwise."""
         entry, tensor = self.entries[name], self.tensors[name]
         if entry.stride is None or len(entry.stride) != tensor.dim() or not tensor.numel():
             return
-        steps = zip(tensor.shape, entry.stride, strict=True)
-        if 1 + sum((n - 1) * step for n, step in steps) == tensor.numel() and all(entry.stride):
-            strided = torch.empty_strided(tuple(tensor.shape), entry.stride, dtype=tensor.dtype)
-            self.tensors[name] = strided.copy_(tensor)
+        if all(entry.stride):  # else nothing could have updated it in place
+            self.tensors[name] = as_it_lay(tensor, entry.stride)
 
     def _settle(
         self,

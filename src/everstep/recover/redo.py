@@ -6,7 +6,7 @@ owns is put back from the last step mark, which holds all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from everstep.capture.spots import Comparison
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
+from everstep.recover.conditions import uneven_denormals
 from everstep.recover.declared import DeclaredRedo
 from everstep.recover.gradients import gradients_of
 from everstep.recover.parts import gradients_of_others
@@ -24,7 +25,7 @@ from everstep.recover.tensors import tensor_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
-from everstep.seams.fingerprint import fingerprint
+from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes import available_cores
 from everstep.state.dtensors import like, local_of
@@ -120,6 +121,7 @@ class Redo:
 
     Args:
         state: as a base has left it.
+        relaid: entries that lie otherwise in memory than when the base was saved.
 
     Attributes:
         limit_bytes: of the log as read from disk, that wait to be applied; one step may always.
@@ -127,8 +129,8 @@ class Redo:
             it was trained: then they are compared with the samples in the marks.
     """
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, relaid: Collection[str] = ()) -> None:
+        self._state, self._relaid = state, relaid
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
         self._waiting = self._waiting_bytes = 0
@@ -302,10 +304,25 @@ class Redo:
             known = {id(p): name for p, name in zip(parameters, names, strict=True)}
             # Training stands still: its second core is free, whatever torch was told to use.
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
-            replayer = self._replayers[key] = replayer_of(
-                acting(optimizer), known, threads=threads, fast=self._state.replays_fast
-            )
+            about: dict[str, Any] = {"threads": threads, "fast": self._state.replays_fast}
+            own = acting(optimizer)
+            relaid = self._relaid_of(own, known) if self._relaid else {}
+            replayer = self._replayers[key] = replayer_of(own, known, relaid=relaid, **about)
         return replayer
+
+    def _relaid_of(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, str]:
+        """Entries that lie otherwise than in training, by the parameter that they are or are of."""
+        there = self._tensors()
+        lie = {local_of(there[name]).data_ptr(): name for name in self._relaid if name in there}
+        found: dict[str, str] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            values = optimizer.state.get(parameter, {}).values()
+            for tensor in (parameter, *(v for v in values if isinstance(v, torch.Tensor))):
+                if (entry := lie.get(local_of(tensor).data_ptr())) is not None:
+                    found.setdefault(names[id(parameter)], entry)
+        return found
 
 
 def put_back(
@@ -382,10 +399,14 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
     for record in {id(record): record for record in records}.values():
         if record is None:
             return "the record that says where it was trained is damaged"
+        if why := uneven_denormals(record.fingerprint, mine):
+            return why
         for key in sorted({*mine, *record.fingerprint} - {"python", "session"}):
             theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
             if theirs != here:
                 return f"trained with {key} {theirs}, replayed with {here}"
+        if not number_settled(record.fingerprint):
+            return f"trained with threads {record.fingerprint['threads']}"
     return ""
 
 

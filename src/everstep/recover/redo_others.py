@@ -7,7 +7,7 @@ and what no optimizer replays is restored from the last marks of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from everstep.commit.lineage import BaseId
@@ -42,8 +42,10 @@ class _Redo(Redo):
         marks: of the step that was applied last, by rank.
     """
 
-    def __init__(self, state: State, layout: OldLayout, giver: int) -> None:
-        super().__init__(state)
+    def __init__(
+        self, state: State, layout: OldLayout, giver: int, relaid: Collection[str]
+    ) -> None:
+        super().__init__(state, relaid)
         self._layout, self._samples = layout, OldSamples(layout, giver)
         self.marks: Mapping[int, LogRecord] = {}
         self._taken_bytes = 0
@@ -133,7 +135,7 @@ def redo_of_others(
     if state.told.updates:
         raise ReplayError("functions registered for declared updates run where they were trained")
     gradients = OldGradients(state, layout)
-    redo = _Redo(state, layout, gradients.giver)
+    redo = _Redo(state, layout, gradients.giver, loaded.relaid)
     if not together:
         redo.limit_bytes = 0
     conditions = other_conditions(timelines.get(timeline) for timeline, _ in steps)

@@ -8,6 +8,7 @@ state, and those of the gradients, as its log has them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,14 +22,22 @@ from everstep.state.tensors import stored_form
 __all__ = ["as_live", "replayer_of"]
 
 
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
 def replayer_of(
-    optimizer: Optimizer, names: Mapping[int, str], *, threads: int, fast: bool = False
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    *,
+    threads: int,
+    fast: bool = False,
+    relaid: Mapping[str, str] = _NONE,
 ) -> Replayer:
     """What replays updates of a live optimizer, in place.
 
     Args:
         names: of all of its parameters, by ``id(parameter)``.
-        threads, fast: as for :class:`~everstep.replay.engine.Replayer`.
+        threads, fast, relaid: as for :class:`~everstep.replay.engine.Replayer`.
 
     Raises:
         UnsupportedStateError: it cannot be replayed; says why.
@@ -37,7 +46,7 @@ def replayer_of(
     members = [list(group["params"]) for group in optimizer.param_groups]
     parameters = [parameter for group in members for parameter in group]
     if not any(map(is_dtensor, parameters)):
-        return Replayer.of(optimizer, names, threads=threads, fast=fast)
+        return Replayer.of(optimizer, names, threads=threads, fast=fast, relaid=relaid)
     state: dict[str, dict[str, Any]] = {}
     for parameter in parameters:
         values = optimizer.state.get(parameter, {})
@@ -54,6 +63,7 @@ def replayer_of(
         threads=threads,
         training_threads=torch.get_num_threads(),
         fast=fast,
+        relaid=relaid,
     )
 
 

@@ -12,15 +12,15 @@ from everstep.recover.nonfinite import are_finite, optimized
 from everstep.recover.reshard import View
 from everstep.recover.tensors import as_it_lay
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.dtensors import box_of, like, local_of
+from everstep.state.dtensors import box_of, is_dtensor, like, local_of
 from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.placing import Box
 from everstep.state.providers import RestorePlan
-from everstep.state.tensors import empty_like_entry
+from everstep.state.tensors import empty_like_entry, same_strides
 from everstep.state.tree import references
 
-__all__ = ["Looks", "Targets", "part_of", "wanted_box"]
+__all__ = ["Looks", "Targets", "part_of", "relaid", "wanted_box"]
 
 
 @dataclass(slots=True)
@@ -150,6 +150,25 @@ def wanted_box(entry: Entry, tensor: torch.Tensor | None) -> Box:
     box = box_of(tensor)
     pairs = shape[len(box.shape) :]  # of complex128
     return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
+
+
+def relaid(view: View, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Names of those that lie otherwise in memory than when they were saved: what replays the
+    updates behind the base takes other ways through them. Of parts of tensors nothing is known."""
+    found = set()
+    for name, tensor in tensors.items():
+        pieces = view.pieces[name]
+        if len(pieces) != 1 or is_dtensor(tensor) or not tensor.numel():
+            continue
+        entry, shape = pieces[0].entry, tuple(tensor.shape)
+        if entry.stride is None and tensor.is_contiguous():  # mostly
+            continue
+        if entry.shape != entry.global_shape or entry.shape[: len(shape)] != shape:
+            continue
+        stride = entry.stride or torch.empty(shape, device="meta").stride()
+        if len(stride) != len(shape) or not same_strides(shape, stride, tensor.stride()):
+            found.add(name)
+    return frozenset(found)
 
 
 def part_of(entry: Entry, box: Box) -> Entry:

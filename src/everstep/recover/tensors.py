@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from everstep.errors import DamageError
+from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
+from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout import Placed
 from everstep.state.tensors import torch_dtype
 
@@ -30,8 +31,16 @@ def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
 
 def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A copy with these strides; where one is 0, as in an expanded tensor, all elements along it
-    are one element in memory, as they were."""
+    are one element in memory, as they were.
+
+    Raises:
+        FormatError: they claim more memory than this machine has left.
+    """
     shape = tuple(tensor.shape)
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    claimed = span * tensor.element_size()
+    if span > tensor.numel() and claimed > memory_available_bytes():
+        raise FormatError(f"strides {tuple(stride)} of {shape} claim {claimed} bytes of memory")
     for dim, step in enumerate(stride):
         if step == 0:
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))

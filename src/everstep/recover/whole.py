@@ -61,7 +61,7 @@ def make_live_whole(
             hint="resume() without strict=False, or from a base of one step",
         )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
-    redo = Redo(state)
+    redo = Redo(state, loaded.relaid)
     elsewhere = other_conditions([trained]) if records.updates else ""
     redo.compares = not elsewhere
     found = ((r, None if r.head.declared else update_of(r)) for r in records.updates)

@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.cuts import Block, Scratch, cut, line
+from everstep.replay.exactness import HALVES
 from everstep.replay.forms import Tensors, form_of, options_of
 from everstep.replay.own import writes_gradients
 from everstep.replay.packed import Gradient, Packed
@@ -121,8 +122,9 @@ class Blocked:
     def takes(self, update: Update) -> bool:
         """Whether this update can be applied to the state as it is now.
 
-        Not where the optimizer would create state, nor where a gradient lies elsewhere, or a
-        large one in another memory order than its parameter: the optimizer's own step does those.
+        Not where the optimizer would create state, nor where a gradient lies elsewhere, or one
+        that is large or updates halves in another memory order than its parameter: the optimizer's
+        own step does those.
         """
         for members, options in zip(self._names, options_of(self._kind, update), strict=True):
             keys = self._form.moments(options)
@@ -133,7 +135,7 @@ class Blocked:
 
     def _ready(self, name: str, keys: Iterable[str], gradient: Gradient) -> bool:
         parameter, state = self._parameters[name], self._state(name)
-        moments = [state.get(key) for key in keys]
+        moments: list[Any] = [state.get(key) for key in keys]
         if gradient.device != parameter.device:
             return False
         if self._form.counts and not isinstance(state.get("step"), torch.Tensor):
@@ -143,12 +145,17 @@ class Blocked:
             for moment in moments
         ):
             return False
-        if parameter.numel() <= min(self._block_elements, UNFUSED_ELEMENTS):
-            return True
         tensors = [parameter, *moments]
+        large = parameter.numel() > min(self._block_elements, UNFUSED_ELEMENTS)
+        # Where orders differ, torch takes scalar code, which rounds halves otherwise: what a
+        # program writes in between would have to lie as torch's would.
+        if not large and not any(tensor.dtype in HALVES for tensor in tensors):
+            return True
         if not isinstance(gradient, Packed):
             tensors.append(gradient)
-        elif not parameter.is_contiguous() or not gradient.splits_at(self._block_elements):
+        elif not parameter.is_contiguous() or (
+            large and not gradient.splits_at(self._block_elements)
+        ):
             return False
         return all(line(tensor, parameter) is not None for tensor in tensors)
 

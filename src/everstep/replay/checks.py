@@ -14,6 +14,7 @@ from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import options_refusal
 from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
+from everstep.state.tensors import same_strides
 
 __all__ = ["Checks", "check_order"]
 
@@ -46,12 +47,14 @@ class Checks:
         defaults: its default hyperparameters.
         names: of parameters, for each group.
         parameters: by name.
+        relaid: entries that lie otherwise in memory than in training, by parameter.
     """
 
     kind: type[Optimizer]
     defaults: Mapping[str, Any]
     names: Sequence[Sequence[str]]
     parameters: Mapping[str, torch.Tensor]
+    relaid: Mapping[str, str]
 
     def check(self, update: Update, momentum: set[str]) -> None:
         """Refuses an update that does not fit.
@@ -73,6 +76,12 @@ class Checks:
                 raise ReplayError(f"{where}: {why}")
             if fused and isinstance(gradient, torch.Tensor) and has_gaps(gradient):
                 raise ReplayError(f"{where}: a fused kernel has read the gaps of {name!r}")
+            if fused and name in self.relaid and not self._side_by_side(name, gradient):
+                raise ReplayError(
+                    f"{where}: {self.relaid[name]!r} lies otherwise in memory than in training, "
+                    "and a fused kernel would give its elements each other's gradients",
+                    hint="build the model in the memory format in which it was trained",
+                )
 
     def _check_groups(self, where: str, update: Update) -> None:
         if len(update.groups) != len(self.names):
@@ -113,6 +122,13 @@ class Checks:
                     hint="start a new base after it",
                 )
             momentum.update(concerned)
+
+    def _side_by_side(self, name: str, gradient: Gradient) -> bool:
+        """Whether a gradient lies in memory as its parameter does here."""
+        parameter = self.parameters[name]
+        if not isinstance(gradient, torch.Tensor):
+            return parameter.is_contiguous()
+        return same_strides(parameter.shape, parameter.stride(), gradient.stride())
 
     def _misfit(self, name: str, gradient: Gradient) -> str | None:
         """Why this cannot be the gradient of that parameter, or None."""

@@ -9,7 +9,16 @@ import torch
 
 from everstep.replay.packed import Gradient, Packed
 
-__all__ = ["Block", "Scratch", "cut", "flat", "has_gaps", "line", "memory_order"]
+__all__ = [
+    "Block",
+    "Scratch",
+    "copied",
+    "cut",
+    "flat",
+    "has_gaps",
+    "line",
+    "memory_order",
+]
 
 MAX_TENSORS = 256
 """Small tensors go together until they fill a block, but not more of them than this, or there
@@ -97,7 +106,7 @@ class Scratch:
         if logged.dtype == dtype and not copies:
             return logged
         if not logged.is_contiguous():
-            return logged.to(dtype, copy=True)  # keeps the strides
+            return copied(logged, dtype)
         return self._room(logged.numel(), dtype).view(logged.shape).copy_(logged)
 
     def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -108,6 +117,20 @@ class Scratch:
         own = line[self._used : self._used + numel]
         self._used += numel
         return own
+
+
+def copied(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """A copy that lies as the tensor does. torch's own closes gaps, and kernels that find none
+    take another way, by which halves are rounded otherwise."""
+    shape, strides = tensor.shape, tensor.stride()
+    for dim, step in enumerate(strides):
+        if step == 0:  # expanded: one element in memory
+            tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
+    device = tensor.device if device is None else device
+    own = torch.empty_strided(tuple(tensor.shape), strides, dtype=dtype, device=device)
+    return own.copy_(tensor).expand(shape)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

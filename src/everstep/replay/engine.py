@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from everstep.replay.alike import Kernel
 from everstep.replay.blocked import Blocked
 from everstep.replay.checks import Checks, check_order
 from everstep.replay.exactness import (
+    HALVES,
     Exactness,
     exactness,
     kind_name,
@@ -51,6 +53,9 @@ seconds, in which a GPU passes over a state of some billions of elements several
 measured: no GPU was at hand."""
 
 
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
 class Replayer:
     """Applies updates of one optimizer to named tensors, in place.
 
@@ -78,6 +83,8 @@ class Replayer:
             half-precision tensors depend on; None: not known.
         fast: kernels will do whose last bits are not those of ``step()``; once one was used,
             nothing is exact any more.
+        relaid: names of tensors that lie otherwise in memory than in training, by the parameter
+            that they are or are the state of.
 
     Attributes:
         exact: whether what :meth:`apply` gives is bit for bit what training had. Once False
@@ -101,6 +108,7 @@ class Replayer:
         threads: int = 1,
         training_threads: int | None = None,
         fast: bool = False,
+        relaid: Mapping[str, str] = _NONE,
     ) -> None:
         if why := kind_refusal(kind):
             raise _unsupported(kind, why)
@@ -141,7 +149,7 @@ class Replayer:
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
         }
-        self._start(optimizer, names, threads, training_threads, fast)
+        self._start(optimizer, names, threads, training_threads, fast, relaid)
 
     @classmethod
     def of(
@@ -151,6 +159,7 @@ class Replayer:
         *,
         threads: int | None = None,
         fast: bool = False,
+        relaid: Mapping[str, str] = _NONE,
     ) -> Replayer:
         """Around a live optimizer, which holds the state of the base.
 
@@ -162,7 +171,7 @@ class Replayer:
             optimizer: the user's.
             names: of all of its parameters, by ``id(parameter)``.
             threads: as for the constructor; None: as many as torch has.
-            fast: as for the constructor.
+            fast, relaid: as for the constructor.
 
         Raises:
             UnsupportedStateError: it cannot be replayed; says why.
@@ -179,7 +188,8 @@ class Replayer:
         own = cls.__new__(cls)
         own._given = {}
         available = torch.get_num_threads()
-        own._start(optimizer, found, available if threads is None else threads, available, fast)
+        threads = available if threads is None else threads
+        own._start(optimizer, found, threads, available, fast, relaid)
         return own
 
     def _start(
@@ -189,6 +199,7 @@ class Replayer:
         threads: int,
         training_threads: int | None,
         fast: bool,
+        relaid: Mapping[str, str],
     ) -> None:
         if threads < 1:
             raise ReplayError(f"threads={threads}: at least 1 is needed")
@@ -204,7 +215,7 @@ class Replayer:
         if len(self._parameters) != sum(map(len, names)):
             raise ReplayError("two parameters have the same name")
         self._training_threads = training_threads
-        self._fast = fast
+        self._fast, self._relaid = fast, relaid
         self._at_once = self._fast_path(threads)
         self._size = sum(parameter.numel() for parameter in self._parameters.values())
         self._work = 0  # elements times updates, up to now
@@ -212,7 +223,7 @@ class Replayer:
         self._lsn: int | None = None
         self._broken: str | None = None
         self._judged: set[tuple[str, ...]] = set()
-        self.exact = Exactness(True, "")
+        self.exact = self._as_it_lies()
         self._judge(optimizer.param_groups)
 
     def _fast_path(self, threads: int) -> Blocked | Sliced | None:
@@ -380,12 +391,24 @@ class Replayer:
                     self.exact = Exactness(False, f"{why}, and those of training are not known")
                     return
 
+    def _as_it_lies(self) -> Exactness:
+        """Whether what lies otherwise than in training has its bits all the same."""
+        for name, entry in self._relaid.items():
+            if name in self._parameters and self._parameters[name].dtype in HALVES:
+                return Exactness(
+                    False,
+                    f"{entry!r} lies otherwise in memory than in training, and how torch rounds "
+                    "half precision depends on that",
+                )
+        return Exactness(True, "")
+
     def _check(self, updates: Sequence[Update]) -> None:
         members = [p for group in self._optimizer.param_groups for p in group["params"]]
         if list(map(id, members)) != list(map(id, self._parameters.values())):
             raise ReplayError("the optimizer's parameters are not those that it had")
         check_order(updates, after=self._lsn, key=self._key)
-        checks = Checks(self._kind, self._optimizer.defaults, self._names, self._parameters)
+        own = self._parameters, self._relaid
+        checks = Checks(self._kind, self._optimizer.defaults, self._names, *own)
         states = self.state.items()
         momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
         for update in updates:

@@ -27,6 +27,7 @@ from torch.optim import (
 from torch.optim import optimizer as torch_hooks
 
 from everstep.errors import UnsupportedStateError
+from everstep.replay.cuts import copied
 from everstep.replay.packed import Gradient, Packed, dense
 from everstep.replay.updates import Update
 
@@ -169,9 +170,13 @@ def step_over(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], upda
 def _as_consumed(gradient: Gradient, parameter: torch.Tensor, copies: bool) -> torch.Tensor:
     """A gradient as ``parameter.grad``; another tensor than the logged one if ``copies``."""
     logged = dense(gradient)
-    found = logged.to(parameter.device, parameter.dtype)
-    own = isinstance(gradient, Packed) or found is not logged
-    return found.clone() if copies and not own else found
+    if logged.layout != torch.strided:  # sparse ones
+        found = logged.to(parameter.device, parameter.dtype)
+        return found.clone() if copies and found is logged else found
+    there = (logged.device, logged.dtype) == (parameter.device, parameter.dtype)
+    if there and (isinstance(gradient, Packed) or not copies):
+        return logged
+    return copied(logged, parameter.dtype, parameter.device)
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:

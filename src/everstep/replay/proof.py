@@ -21,7 +21,17 @@ from everstep.replay.alike import Kernel
 from everstep.replay.blocked import ALIGNMENT_ELEMENTS, Blocked
 from everstep.replay.exactness import variant_of
 from everstep.replay.slices import Sliced
-from everstep.replay.trial import LARGE, LONG, SMALL, Case, Way, nearly_same, same_bits, tried
+from everstep.replay.trial import (
+    LARGE,
+    LONG,
+    MIXED,
+    SMALL,
+    Case,
+    Way,
+    nearly_same,
+    same_bits,
+    tried,
+)
 from everstep.replay.updates import Update
 
 __all__ = ["blocked_is_exact", "compiled_is_exact", "kernel_for", "sliced_is_exact"]
@@ -49,13 +59,13 @@ def _slices(optimizer: Optimizer, names: Any, tiny: bool, kernel: Kernel | None 
 
 
 _WHOLE = "whole tensors are updated instead"
-_BLOCKS = Way("blocks", _WHOLE, _blocks, [(True, SMALL)])
+_BLOCKS = Way("blocks", _WHOLE, _blocks, [(True, MIXED)])
 _COMPILED = Way(
     "compiled passes over blocks",
     "torch's own functions are called",
     functools.partial(_blocks, compiled=True),
     # Blocks as large as those that they will be, too: an operator may care.
-    [(True, SMALL), (False, LARGE)],
+    [(True, MIXED), (False, LARGE)],
 )
 _SLICES = Way("slices", _WHOLE, _slices, [(True, SMALL), (False, LONG)])
 

@@ -12,15 +12,27 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, Blocked
+from everstep.replay.exactness import HALVES
 from everstep.replay.own import build, step_over
 from everstep.replay.slices import Sliced
 from everstep.replay.updates import Update
 
-__all__ = ["LARGE", "LONG", "SMALL", "Case", "Results", "Way", "nearly_same", "same_bits", "tried"]
+__all__ = [
+    "LARGE",
+    "LONG",
+    "MIXED",
+    "SMALL",
+    "Case",
+    "Results",
+    "Way",
+    "nearly_same",
+    "same_bits",
+    "tried",
+]
 
 _log = logging.getLogger("everstep")
 
-_TURNED, _SPREAD = "turned", "line"
+_TURNED, _SPREAD, _MIXED = "turned", "line", "mixed"
 Shapes = Mapping[str, tuple[int, ...]]
 SMALL: Shapes = {
     "scalar": (),
@@ -30,6 +42,8 @@ SMALL: Shapes = {
     "square": (5, ALIGNMENT_ELEMENTS),
     _TURNED: (9, 40),
 }
+MIXED: Shapes = {**SMALL, _MIXED: (7, 9)}
+"""With one whose gradients lie in another order than it; small enough for a single block."""
 LARGE: Shapes = {"large": (UNFUSED_ELEMENTS + ALIGNMENT_ELEMENTS + 37,)}
 LONG: Shapes = {**SMALL, "long": (2 * 65536 + 37,), "odd": (1003,), "longer": (3 * 65536,)}
 """Longer than the chunks that CUDA's kernels over lists of tensors cut them into."""
@@ -114,6 +128,8 @@ def tried(way: Way, case: Case) -> list[Results] | None:
 
 
 def _both(way: Way, case: Case, tiny: bool, shapes: Shapes) -> Results:
+    if case.dtype in HALVES:  # blocks do not take those
+        shapes = {name: shape for name, shape in shapes.items() if name != _MIXED}
     drawn = torch.Generator().manual_seed(0)  # not the generator that training draws from
     start = _tensors(shapes, case.dtype, drawn)
     updates = list(_updates(case, shapes, drawn))
@@ -138,6 +154,8 @@ def _updates(case: Case, shapes: Shapes, drawn: torch.Generator) -> Iterator[Upd
     options = {key: _telling(key, value) for key, value in case.options.items()}
     for lsn in range(1, _UPDATES + 1):
         gradients = _tensors(shapes, case.dtype, drawn)
+        if _MIXED in gradients:
+            gradients[_MIXED] = gradients[_MIXED].t().contiguous().t()
         if lsn == 3:
             gradients.pop("square", None)
         if _SPREAD in gradients and case.dtype in _WIDE:  # squares of some are denormal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,10 +22,16 @@ __all__ = [
     "device_types",
     "fingerprint",
     "fingerprint_of_all",
+    "number_settled",
+    "threads_given",
+    "uneven",
 ]
 
 _computed_on: ContextVar[tuple[str, ...]] = ContextVar("computed_on", default=())
-_DENORMAL = 1e-40  # in float32; torch has a setter for what becomes of it, and no getter
+_DENORMAL_BITS = 1 << 16  # of a float32; the value itself is flushed before torch fills with it
+_GRAIN_ELEMENTS = 32768  # of at::parallel_for: for so many of each, all of torch's threads work
+_MIXED = "mixed"
+_forked = False
 _SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # names, or Python multiplies them once
 
 
@@ -59,10 +66,10 @@ def fingerprint() -> dict[str, str]:
         "machine": platform.machine(),
         "processor": f"{processor_model()}, {torch.backends.cpu.get_cpu_capability()}",
         "system": platform.system(),
-        "threads": str(torch.get_num_threads()),
+        "threads": threads_given(torch.get_num_threads()),
     }
-    if _flushes_denormals():
-        found["denormals"] = "flushed"
+    if (denormals := _denormals()) != "kept":
+        found["denormals"] = denormals
     if cuda_in_use():
         found["cuda"] = str(torch.version.cuda)
         found["device"] = torch.cuda.get_device_name()
@@ -121,7 +128,47 @@ def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {key: ", ".join(each) for key, each in values.items()}
 
 
-def _flushes_denormals() -> bool:
-    """Whether ``torch.set_flush_denormal(True)`` is in force in this thread."""
-    small = torch.full((8,), _DENORMAL, dtype=torch.float32, device="cpu")
-    return bool((small * 1.0 == 0).all())
+def threads_given(asked: int) -> str:
+    """The number of threads that work for torch where it asks for so many: OpenMP may give it
+    fewer. No number where that is not sure: the environment may have been changed since OpenMP
+    has read it."""
+    if asked > 1 and os.environ.get("OMP_DYNAMIC", "").strip().lower() not in ("", "false", "0"):
+        return f"{asked} or fewer, as OMP_DYNAMIC allows"
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    if limit.isdigit() and int(limit) < asked:
+        return f"{asked} within OMP_THREAD_LIMIT={int(limit)}"
+    return str(asked)
+
+
+def number_settled(found: Mapping[str, str]) -> bool:
+    """Whether that many threads work for each operator; else not even the same process gives the
+    same bits again."""
+    return "OMP_DYNAMIC" not in found.get("threads", "")
+
+
+def uneven(found: Mapping[str, str]) -> bool:
+    """Whether some of torch's threads flush denormals and others do not: which elements are
+    flushed depends on who happens to compute them."""
+    return _MIXED in found.get("denormals", "").split(", ")
+
+
+def _denormals() -> str:
+    """Whether ``torch.set_flush_denormal(True)`` is in force: "flushed", "kept" or, where some of
+    torch's threads were there before it was called, "mixed". It is a property of each thread that
+    new ones inherit, so all are asked, by an operator in which each has a part."""
+    threads = torch.get_num_threads()
+    if _forked and threads > 1:  # maybe from one that had its threads, who are waited for for ever
+        return _MIXED if changeable()[2] else "kept"
+    count = _GRAIN_ELEMENTS * threads
+    bits = torch.full((count,), _DENORMAL_BITS, dtype=torch.int32, device="cpu")
+    bits.view(torch.float32).mul_(0.5)
+    kept = int(bits.count_nonzero())  # of integers: a comparison of floats would flush once more
+    return {0: "flushed", count: "kept"}.get(kept, _MIXED)
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)

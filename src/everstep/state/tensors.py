@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -14,6 +16,7 @@ __all__ = [
     "dtype_code",
     "empty_like_entry",
     "host_bytes",
+    "same_strides",
     "stored_form",
     "torch_dtype",
     "why_not_storable",
@@ -71,6 +74,11 @@ def stored_form(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
         code, logical = _COMPLEX_AS_REAL[tensor.dtype], str(tensor.dtype).removeprefix("torch.")
         return Entry.whole(name, code, (*shape, 2), stride=stride, logical_dtype=logical, lsn=lsn)
     return Entry.whole(name, DTYPE_CODES[tensor.dtype], shape, stride=stride, lsn=lsn)
+
+
+def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether tensors of a shape lie alike: where there is one element, its stride says nothing."""
+    return all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
