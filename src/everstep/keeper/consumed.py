@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from everstep.capture.batches import Batch, plan_batches
 from everstep.compress.lossy import Lossy, lossy_copies
@@ -27,6 +27,7 @@ from everstep.keeper.recordable import (
     groupings_of,
     lossy_entries,
 )
+from everstep.replay.checks import widens
 from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import kind_name
 from everstep.replay.own import writes_gradients
@@ -75,12 +76,14 @@ class _Last:
             those that it leaves out.
         forms: names, dtypes, shapes and strides of all tensors, which ``layout`` is of.
         outline: of their copies; None where these have to be planned each time.
+        are_cast: some gradient has another dtype than its parameter.
     """
 
     members: Sequence[tuple[str, torch.Tensor]]
     forms: Sequence[Any] = ()
     layout: ShardLayout | None = None
     outline: Sequence[_Outline] | None = None
+    are_cast: bool = False
 
 
 class _Outline(NamedTuple):
@@ -213,9 +216,11 @@ class Consumption:
         layout = last.layout
         if layout is None or forms != last.forms:
             _refuse_gaps(optimizer, named)
-            _refuse_other_dtypes(there)
+            last.are_cast = any(gradient.dtype != p.dtype for _, p, gradient in there)
             layout = self._layouts.of(named)
             last.forms, last.layout, last.outline = forms, layout, None
+        if last.are_cast:
+            _refuse_other_dtypes(kind, optimizer, there)
         about: dict[str, Any] = {
             "optimizer": key,
             "kind": kind_name(kind),
@@ -331,11 +336,19 @@ def _refuse_gaps(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Non
             )
 
 
-def _refuse_other_dtypes(there: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-    """Torch computes with a gradient in its own dtype, and a log keeps that of the parameter: it is
-    what ``Tensor.grad_dtype`` is by default, of a torch that has it."""
+def _refuse_other_dtypes(
+    kind: type[Optimizer],
+    optimizer: Optimizer,
+    there: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+) -> None:
+    """``Tensor.grad_dtype`` allows gradients of another dtype than their parameter's. torch
+    computes with them in their own, and replay in the parameter's: only where they go straight
+    into parameters that are wider is that the same (a moment that is made of one has its dtype)."""
+    plain = kind is SGD and not any(group["momentum"] for group in optimizer.param_groups)
     for name, parameter, gradient in there:
-        if gradient.dtype != parameter.dtype:
+        if gradient.dtype == parameter.dtype:
+            continue
+        if not (plain and widens(gradient.dtype, parameter.dtype)):
             bare = name.removeprefix(GRADIENT)
             what = f"a gradient in {gradient.dtype}, of a parameter in {parameter.dtype}"
             raise UnsupportedStateError(

@@ -16,7 +16,7 @@ from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
 from everstep.state.tensors import same_strides
 
-__all__ = ["Checks", "check_order"]
+__all__ = ["Checks", "check_order", "widens"]
 
 
 def check_order(updates: Sequence[Update], *, after: int | None, key: str | None) -> None:
@@ -140,7 +140,7 @@ class Checks:
                 f"gradient of {name!r} has shape {list(gradient.shape)}, "
                 f"the parameter {list(parameter.shape)}"
             )
-        if not _widens(gradient.dtype, parameter.dtype):
+        if not widens(gradient.dtype, parameter.dtype):
             return f"gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}"
         wanted = torch.sparse_coo if self.kind is SparseAdam else torch.strided
         if gradient.layout != wanted:
@@ -148,7 +148,7 @@ class Checks:
         return None
 
 
-def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether every value of ``narrow`` is one of ``wide``: a log may leave out low bits that
     are zero."""
     if narrow == wide:
