@@ -155,15 +155,20 @@ def uneven(found: Mapping[str, str]) -> bool:
 def _denormals() -> str:
     """Whether ``torch.set_flush_denormal(True)`` is in force: "flushed", "kept" or, where some of
     torch's threads were there before it was called, "mixed". It is a property of each thread that
-    new ones inherit, so all are asked, by an operator in which each has a part."""
+    new ones inherit, so all are asked, by an operator in which each has a part: only where this
+    one flushes, for a process that has started torch's threads cannot be forked any more and
+    compute with several in the child. (Those that were started while denormals were flushed, and
+    flush on when this one does not any more, are not seen.)"""
+    if not changeable()[2]:
+        return "kept"
     threads = torch.get_num_threads()
     if _forked and threads > 1:  # maybe from one that had its threads, who are waited for for ever
-        return _MIXED if changeable()[2] else "kept"
+        return _MIXED
     count = _GRAIN_ELEMENTS * threads
     bits = torch.full((count,), _DENORMAL_BITS, dtype=torch.int32, device="cpu")
     bits.view(torch.float32).mul_(0.5)
     kept = int(bits.count_nonzero())  # of integers: a comparison of floats would flush once more
-    return {0: "flushed", count: "kept"}.get(kept, _MIXED)
+    return "flushed" if kept == 0 else _MIXED
 
 
 def _note_fork() -> None:
