@@ -311,4 +311,4 @@ def test_what_is_put_in_behind_the_last_step_is_no_state_of_it(
             left_in_memory = method == "gemini" and (leaves == "raises" or what not in STAYS)
             assert recovery.step == (newest if left_in_memory else steps)
     finally:
-        end_keepers(run_folder)
+        end_keepers(run_folder.parent)
