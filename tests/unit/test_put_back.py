@@ -150,3 +150,15 @@ def test_a_process_that_lives_is_fenced_off(
     found, again = trained(served, 0, 0.0, dies=False, method="lazy", keeper=alone)
     assert found == 8
     assert again[found] == states[found]
+
+
+def test_a_keeper_is_not_replaced_in_the_timeline_of_another(served: Bench, backup: Path) -> None:
+    """What the timeline was is known since it was opened, not since its keeper was lost."""
+    ckpt = opened(served.run, World(), every=4, method="lazy")  # type: ignore[arg-type]
+    assert ckpt.resume().step == 4
+    copied(backup, served.run)
+    trained(served, 4, 3.0, dies=False, method="lazy", keeper=KeeperOptions(process=False))
+    with pytest.raises(FencedError, match="was opened by another one"):
+        ckpt._keepers._replace(ckpt._timeline, None)
+    with contextlib.suppress(FencedError):
+        ckpt.close()

@@ -88,6 +88,7 @@ class Keepers:
         self._replica_bytes = replica_bytes
         self._info = info
         self._seat: Seat | None = None
+        self._fence: Fence | None = None  # since the timeline was opened, whichever keeper it has
         self._mailbox: PeerMailbox | None = None
         self._port: HeldPort | None = None  # of the keeper process's mailbox
         self._remote: RemoteKeeper | None = None
@@ -299,6 +300,8 @@ class Keepers:
             seat: of this rank among several.
         """
         self.ready()
+        if self._fence is None or self._fence.timeline != timeline:
+            self._fence = Fence(self._seams.filesystem, self._run, timeline)
         self._seat, self.peer_log_step = seat, None
         self._before = self.stats
         self._before.durable_step = None
@@ -432,8 +435,9 @@ class Keepers:
     def _replace(self, timeline: int, again: int | None) -> None:
         lost, seat = self.lost, self._seat
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
+        assert self._fence is not None, "a keeper is replaced that has served nothing"
         with storage_errors("look for newer timelines", self._run):
-            Fence(self._seams.filesystem, self._run, timeline).check()
+            self._fence.check()
         self.open()
         assert self._remote is not None
         with unless_gone(self._remote):  # the next call sees to that

@@ -19,12 +19,15 @@ class Fence:
     A newer timeline fences it off. So does another of the same number: the folder was put back as
     it was once (from a copy, or a snapshot of its disk), and taken over by a process that could
     not know of this one.
+
+    Attributes:
+        timeline: that is written.
     """
 
     def __init__(self, filesystem: FileSystem, run: PurePath, timeline: int) -> None:
         self._filesystem = filesystem
         self._run = run
-        self._timeline = timeline
+        self.timeline = timeline
         self._record = timeline_bytes(filesystem, run, timeline)
 
     def newest(self) -> int:
@@ -34,16 +37,16 @@ class Fence:
             FencedError: this one is no longer what it was.
         """
         newest = newest_timeline(self._filesystem, self._run)
-        if self._record is None or newest > self._timeline:
+        if self._record is None or newest > self.timeline:
             return newest
         what = "is gone"
-        if newest == self._timeline:
+        if newest == self.timeline:
             record = timeline_bytes(self._filesystem, self._run, newest)
             if record in (None, self._record):
                 return newest
             what = "was opened by another one, too"
         raise FencedError(
-            f"timeline {self._timeline}, which this process writes, {what}: the folder was put "
+            f"timeline {self.timeline}, which this process writes, {what}: the folder was put "
             "back as it was once",
             path=self._run,
             hint="end this one: what it trains belongs to no history of this folder",
@@ -56,9 +59,9 @@ class Fence:
             FencedError: there is one, or this one is no longer what it was.
         """
         newest = self.newest()
-        if newest > self._timeline:
+        if newest > self.timeline:
             raise FencedError(
-                f"this process writes timeline {self._timeline}, but timeline {newest} has taken "
+                f"this process writes timeline {self.timeline}, but timeline {newest} has taken "
                 "the run over",
                 path=self._run,
                 hint="another process resumed this run; end this one, or use another folder",
