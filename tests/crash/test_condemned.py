@@ -14,6 +14,7 @@ from everstep.errors import FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, RUN_RECORD, base_dir
 from everstep.keeper.retain import perform_deletion
 from everstep.recover.folder import open_run_folder
+from everstep.recover.scan import newest_timeline
 from everstep.testing import SimFileSystem, TrainingScenario, enumerate_crashes, watch_crashes
 from everstep.testing.crashes import Scenario
 
@@ -35,7 +36,7 @@ class Rewound(TrainingScenario):
         rewind(self, fs)
         path = base_dir(self.run, 1, 1)
         if self._synced:
-            perform_deletion(fs, self.run, path, Condemn(), None)
+            perform_deletion(fs, path, Condemn(), None, lambda: 1)
         else:
             fs.rename(path / MANIFEST, path / CONDEMNED)
         self._done = self._floor = 1
@@ -52,10 +53,14 @@ class StaleDeleter(TrainingScenario):
     def act(self, fs: SimFileSystem) -> None:
         self._rewound = False
         deletion = BaseDeletion(BaseId(1, 1), 1)
+
+        def newest() -> int:
+            return newest_timeline(fs, self.run)
+
         path, action = base_dir(self.run, 1, 1), deletion.start()
         try:
             while action is not None:
-                event = perform_deletion(fs, self.run, path, action, None)
+                event = perform_deletion(fs, path, action, None, newest)
                 if not self._rewound:
                     rewind(self, fs)
                     self._rewound = True

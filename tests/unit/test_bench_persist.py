@@ -179,6 +179,9 @@ def test_raw_transfers_every_byte_once(
     padded = 5 * MIB + 8192
     arm = RawArm(column, setting, path, 5 * MIB + 5000, make_ring(), direct=direct)
     arm.open()
+    if column == "recycled":  # this one is the second of the two
+        arm.prepare()
+        arm.run()
     arm.prepare()
     moved.clear()
     assert arm.run().seconds > 0
@@ -191,6 +194,25 @@ def test_raw_transfers_every_byte_once(
     arm.clean()
     arm.close()
     assert path.exists() == (column != "fresh")
+
+
+def test_raw_rewrites_two_files_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everstep does, which keeps the last base until the new one is durable."""
+    monkeypatch.setattr(raw, "RING_BYTES", 4 * MIB)
+    arm = RawArm("recycled", Setting(1, MIB), tmp_path / "file", MIB, make_ring(), direct=False)
+    arm.open()
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["file", "file-other"]
+    written = []
+    for _ in range(4):
+        for path in tmp_path.iterdir():
+            path.write_bytes(bytes(MIB))
+        arm.prepare()
+        arm.run()
+        written += [path.name for path in tmp_path.iterdir() if any(path.read_bytes())]
+    arm.close()
+    assert sorted(written[:2]) == files
+    assert written[2:] == written[:2]
 
 
 def test_raw_read_of_a_file_that_is_too_short_is_an_error(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import everstep
 from everstep.commit.deletion import Condemn
 from everstep.commit.lineage import BaseId
-from everstep.errors import RecoveryError, StateError
+from everstep.errors import FencedError, RecoveryError, StateError
 from everstep.format.names import (
     CONDEMNED,
     DELETING,
@@ -50,7 +52,7 @@ def saved(run: Path, steps: int, **options: Any) -> None:
 def condemn(run: Path, step: int) -> Path:
     """What a deleter has done that dies before it looks at the fence again."""
     path = base_folder(run, step)
-    perform_deletion(FILES, PurePath(run), PurePath(path), Condemn(), None)
+    perform_deletion(FILES, PurePath(path), Condemn(), None, lambda: 1)
     return path
 
 
@@ -193,14 +195,17 @@ def test_cleaning_up_leaves_it_alone(run_folder: Path) -> None:
     run = PurePath(run_folder)
     path, gone = condemn(run_folder, 1), condemn(run_folder, 2)
     _mark(gone)
-    ring = ChunkRing(1, 1)
-    slots = SlotStore(FILES, timeline_dir(run, 1) / SLOTS_DIR)
-    retention = Retention(FILES, run, 1, ring, slots, keep=1, timeout_s=20, clock=ManualClock())
-    retention.sweep(scan_run(FILES, run), in_flight=())
-    ring.close()
+    _retention(run, 1, FILES).sweep(scan_run(FILES, run), in_flight=())
     assert scan_base(FILES, run, BaseId(1, 1)).is_usable
     assert path.exists()
     assert not gone.exists()
+
+
+def _retention(run: PurePath, timeline: int, fs: Any) -> Retention:
+    slots = SlotStore(fs, timeline_dir(run, timeline) / SLOTS_DIR)
+    ring = ChunkRing(1, 1)  # its threads start when it is first used, which a sweep does not
+    clock = ManualClock()
+    return Retention(fs, run, timeline, ring, slots, keep=1, timeout_s=20, clock=clock)
 
 
 def test_of_lifting_and_removing_one_succeeds(run_folder: Path) -> None:
@@ -290,3 +295,64 @@ def _copy(run: Path, copies: Path) -> None:
             target = copies / path.relative_to(run)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("back", ["whole", "half"])
+def test_what_is_put_back_while_half_of_it_is_seen_stays(back: str, run_folder: Path) -> None:
+    """A folder that is put back as it was once, while a keeper cleans up: where it looked there was
+    a base that lacked its records, and where it deletes there is all of it, or soon will be."""
+    saved(run_folder, 2)
+    run, path = PurePath(run_folder), base_folder(run_folder, 1)
+    copy = run_folder.parent / "copy"
+    shutil.copytree(run_folder, copy)
+    assert recovered(run_folder).timeline == 2
+    fs = HookedFileSystem()
+    retention = _retention(run, 2, fs)
+    for name in (MANIFEST, marker_name(0)):
+        (path / name).unlink()
+    inventory = scan_run(FILES, run)
+    assert scan_base(FILES, run, BaseId(1, 1)).status == "incomplete"
+
+    def put_back(op: str, name: PurePath) -> None:
+        if (op, name) == ("sync_dir", PurePath(path)):
+            fs.hook = lambda op, name: None
+            if back == "half":  # the data comes first
+                shutil.rmtree(timeline_dir(run, 2))
+            else:
+                shutil.copytree(copy, run, dirs_exist_ok=True)
+
+    fs.hook = put_back
+    with nullcontext() if back == "whole" else pytest.raises(FencedError):
+        retention.sweep(inventory, in_flight=())
+    data = (copy / path.relative_to(run) / shard_name(0)).read_bytes()
+    assert (path / shard_name(0)).read_bytes() == data
+    assert scan_base(FILES, run, BaseId(1, 1)).is_usable == (back == "whole")
+
+
+def test_nothing_of_a_folder_that_is_put_back_is_deleted(run_folder: Path) -> None:
+    """Between two looks at the fence it is as it was once, when the base that goes was its only
+    one."""
+    saved(run_folder, 1)
+    run, path = PurePath(run_folder), base_folder(run_folder, 1)
+    copy = run_folder.parent / "copy"
+    shutil.copytree(run_folder, copy)
+    fs = HookedFileSystem()
+
+    def put_back(op: str, name: PurePath) -> None:
+        if (op, name) == ("rename", PurePath(path) / CONDEMNED):
+            fs.hook = lambda op, name: None
+            shutil.rmtree(run_folder)
+            shutil.copytree(copy, run_folder)
+
+    state = {"n": 0, "pad": torch.zeros(500)}
+    with (
+        pytest.raises(FencedError, match="timeline 2, which this process writes, is gone"),
+        opened(run_folder, state, fs=fs, keep=1) as ckpt,
+    ):
+        assert ckpt.resume().timeline == 2
+        fs.hook = put_back
+        ckpt.step()
+        ckpt.save()
+    assert scan_base(FILES, run, BaseId(1, 1)).status == "committed"
+    forget(run_folder)
+    assert recovered(run_folder).step == 1

@@ -134,8 +134,7 @@ def write_shard(
         OSError: what the file system said.
         DeadlineError: when a transfer hangs.
     """
-    layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
-    digester = Digester(layout.placed)
+    digester = Digester(shard.layout.placed)
     transfers: list[Future[None]] = []
 
     def send(first: int, end: int) -> None:
@@ -153,12 +152,15 @@ def write_shard(
             progress.advance(stop - begin)
 
     try:
-        whole = layout.size_bytes - layout.size_bytes % CHUNK_BYTES
+        whole = shard.layout.size_bytes - shard.layout.size_bytes % CHUNK_BYTES
         send(0, whole)
+        # From here on while the disk still has chunks to write: it need not wait for any of it.
+        layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
         placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
         digester.extend(placed[len(layout.placed) :])
         end = placed[-1].end if placed else 0
         send(whole, end)
+        written = _written(shard, identity, placed, digester)
         _wait(transfers, timeout_s)
     finally:
         # Whatever happened, nobody may still be reading from chunks that are used again.
@@ -167,7 +169,6 @@ def write_shard(
     file.sync()  # the body is durable before any header vouches for it
     on_body()
     failpoint("save.before_header")
-    written = _written(shard, identity, placed, digester)
     _write_header(file, written.header)
     file.sync()
     return written

@@ -107,7 +107,7 @@ class RankDisk:
         if isinstance(action, CheckFence):
             if self._fence is not None:
                 return FenceSeen(self._fence.newest())
-            return FenceSeen(newest_timeline(self._filesystem, self._run))
+            return FenceSeen(self._newest())
         if isinstance(action, WriteFiles):
             return FilesDurable(self._write_shards(base))
         if isinstance(action, WriteMarker):
@@ -119,13 +119,13 @@ class RankDisk:
         if isinstance(action, WriteManifest):
             return self._write_manifest(base, directory, action.manifest)
         if isinstance(action, Delete):
-            return perform_deletion(self._filesystem, self._run, directory, action.action, None)
+            return perform_deletion(self._filesystem, directory, action.action, None, self._newest)
         if isinstance(action, Withdraw):
             self.withdraw(base)
             return Withdrawn()
         if isinstance(action, ReadBack):
             problem = self._read_shards(base)
-            newest = newest_timeline(self._filesystem, self._run) if problem else 0
+            newest = self._newest() if problem else 0
             return ReadBackDone(problem, newest)
         assert isinstance(action, LookAtBases)
         inventory = scan_run(self._filesystem, self._run)
@@ -183,7 +183,7 @@ class RankDisk:
         for found in scan_run(self._filesystem, self._run).bases:
             unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
             if unfinished and found.id.timeline < timeline and found.id != spare:
-                if newest_timeline(self._filesystem, self._run) > timeline:
+                if self._newest() > timeline:
                     raise self._fenced(found.id)
                 delete_files(self._filesystem, found, None)
 
@@ -204,7 +204,7 @@ class RankDisk:
         left = [base.id for base in inventory.bases]
 
         def check_fence() -> None:
-            if newest_timeline(self._filesystem, self._run) > timeline:
+            if self._newest() > timeline:
                 raise self._fenced(BaseId(timeline, 0))
 
         for number in sorted(n for n in inventory.timelines if n <= timeline):
@@ -228,14 +228,17 @@ class RankDisk:
             if marker in {entry.name for entry in self._filesystem.scan(directory)}:
                 keep_manifest(self._filesystem, self._run, manifest, self._unique, make=False)
                 there = marker in {entry.name for entry in self._filesystem.scan(directory)}
-                if there and newest_timeline(self._filesystem, self._run) <= base.timeline:
+                if there and self._newest() <= base.timeline:
                     return ManifestDurable()
         except FileNotFoundError:
             pass
         raise self._fenced(base)
 
+    def _newest(self) -> int:
+        return newest_timeline(self._filesystem, self._run)
+
     def _fenced(self, base: BaseId) -> FencedError:
-        newest = newest_timeline(self._filesystem, self._run)
+        newest = self._newest()
         return FencedError(
             f"{base}: timeline {newest} has taken the run over",
             step=base.step,

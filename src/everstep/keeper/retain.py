@@ -27,7 +27,7 @@ from everstep.commit.deletion import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
 from everstep.commit.machine import CheckFence, FenceSeen
-from everstep.errors import DamageError
+from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
@@ -122,7 +122,7 @@ class Retention:
                 continue
             unfinished = base.status in ("incomplete", "condemned") and not base.is_usable
             if unfinished and _only_ours(base):
-                delete_files(self._filesystem, base, self._slots)
+                delete_files(self._filesystem, base, self._slots, check_fence=self._check_fence)
             elif base.status in ("committed", "complete"):
                 self._remove_temporary(base.path)
         for number in sorted(here | set(inventory.abandoned)):
@@ -144,11 +144,23 @@ class Retention:
                 self._check_fence()
                 lift_mark(self._filesystem, base.path)
         for victim in going:
-            delete_base(
-                self._filesystem, self._run, bases[victim], self._slots, timeline=self._timeline
-            )
+            self._delete(bases[victim])
             self._good.forget(victim)
             self.deleted += 1
+
+    def _delete(self, base: BaseFound) -> None:
+        def newest() -> int:
+            try:
+                return self._fence.newest()
+            except FencedError:  # put back as it was once: whose the folder is now, it is not ours
+                return self._timeline + 1
+
+        own = self._timeline
+        try:
+            delete_base(self._filesystem, self._run, base, self._slots, timeline=own, newest=newest)
+        except FencedError:
+            self._check_fence()  # says what it is
+            raise
 
     def _needed(
         self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], going: Collection[BaseId]
@@ -200,6 +212,7 @@ def delete_base(
     slots: SlotStore | None,
     *,
     timeline: int | None,
+    newest: Callable[[], int] | None = None,
 ) -> None:
     """Deletes a committed base: condemns it, looks at the fence once more, removes its files.
 
@@ -207,28 +220,30 @@ def delete_base(
         slots: parks the data files instead of deleting them, if given.
         timeline: of the process that deletes; None for a person at the command line, whom no
             timeline fences off.
+        newest: the number of the newest timeline; None: looks into the folder.
 
     Raises:
         FencedError: a newer timeline has begun; the base is whole and there as before, or the
             process of that timeline, which saw the mark, has deleted it itself.
     """
-
+    look = newest or (lambda: newest_timeline(filesystem, run))
     deletion = BaseDeletion(base.id, timeline)
     action: DeletionAction | None = deletion.start()
     while action is not None:
-        action = deletion.on(perform_deletion(filesystem, run, base.path, action, slots))
+        action = deletion.on(perform_deletion(filesystem, base.path, action, slots, look))
 
 
 def perform_deletion(
     filesystem: FileSystem,
-    run: PurePath,
     path: PurePath,
     action: DeletionAction,
     slots: SlotStore | None,
+    newest: Callable[[], int],
 ) -> DeletionEvent:
-    """Does what the deletion of the base at ``path`` asks for."""
+    """Does what the deletion of the base at ``path`` asks for; ``newest`` is the number of the
+    newest timeline, when it is asked."""
     if isinstance(action, CheckFence):
-        return FenceSeen(newest_timeline(filesystem, run))
+        return FenceSeen(newest())
     try:
         if isinstance(action, Condemn):
             _condemn(filesystem, path)
@@ -236,12 +251,12 @@ def perform_deletion(
             return Condemned()
         if isinstance(action, Lift):
             lifted = lift_mark(filesystem, path)
-            return Lifted() if lifted else BaseGone(newest_timeline(filesystem, run))
+            return Lifted() if lifted else BaseGone(newest())
         filesystem.rename(path / CONDEMNED, path / DELETING)  # or somebody lifts the mark first
         _delete_files(filesystem, path, slots)
         return FilesDeleted()
     except FileNotFoundError:  # somebody else was deleting it, too, or has lifted the mark
-        return BaseGone(newest_timeline(filesystem, run))
+        return BaseGone(newest())
 
 
 def _condemn(filesystem: FileSystem, path: PurePath) -> None:
@@ -253,27 +268,48 @@ def _condemn(filesystem: FileSystem, path: PurePath) -> None:
     filesystem.sync_dir(path)
 
 
-def delete_files(filesystem: FileSystem, base: BaseFound, slots: SlotStore | None) -> None:
+def delete_files(
+    filesystem: FileSystem,
+    base: BaseFound,
+    slots: SlotStore | None,
+    *,
+    check_fence: Callable[[], None] = lambda: None,
+) -> None:
     """Removes the files of a base that was never finished or is half deleted; not of one that has
     become whole since it was looked at.
 
     Markers first: with them gone nothing can be made of the files that are left.
+
+    Args:
+        check_fence: asked once more before data goes. Where a folder is put back as it was once,
+            a base may have been looked at while half of it was there.
+
+    Raises:
+        FencedError: of ``check_fence``; no data is gone.
     """
     if base.status == "condemned":
         with contextlib.suppress(FileNotFoundError):  # the mark says so already, or was lifted
             filesystem.rename(base.path / CONDEMNED, base.path / DELETING)
         if all(entry.name != DELETING for entry in filesystem.scan(base.path)):
             return
-    _delete_files(filesystem, base.path, slots)
+    _delete_files(filesystem, base.path, slots, check_fence)
 
 
-def _delete_files(filesystem: FileSystem, base: PurePath, slots: SlotStore | None) -> None:
+def _delete_files(
+    filesystem: FileSystem,
+    base: PurePath,
+    slots: SlotStore | None,
+    check_fence: Callable[[], None] = lambda: None,
+) -> None:
     entries = sorted(filesystem.scan(base), key=lambda entry: entry.name)
     filesystem.sync_dir(base)  # the mark, before anything that it speaks of is gone
     for entry in entries:
         if parse_marker(entry.name) is not None:
             remove_if_there(filesystem, base / entry.name)
     filesystem.sync_dir(base)
+    check_fence()
+    if any(entry.name == MANIFEST for entry in filesystem.scan(base)):
+        return  # it was put back meanwhile, and is whole: a manifest needs no markers
     for entry in entries:
         path = base / entry.name
         if parse_shard(entry.name) is not None and entry.kind == "file":

@@ -69,7 +69,10 @@ class RawArm:
     """Writes or reads as many bytes as the state has.
 
     Args:
-        path: the file. ``fresh`` makes it anew each time, the others keep it.
+        path: the file. ``fresh`` makes it anew each time, the others keep it. ``recycled`` has a
+            second one, and they take turns, as the files of whoever keeps the last base until the
+            new one is durable: a disk that remembers what was just written takes one file that is
+            rewritten again and again faster.
         size_bytes: rounded up to whole pages.
         ring: memory to write from or read into.
         direct: with O_DIRECT.
@@ -93,18 +96,22 @@ class RawArm:
         way = {"fresh": "pwrite + fsync", "recycled": "pwrite + fsync", "read": "pread"}[column]
         self.detail = ("O_DIRECT " if direct else "buffered ") + way
         self._path = path
+        self._other = path.with_name(f"{path.name}-other")
         self._size_bytes = -(-size_bytes // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
         self._ring = ring
         self._direct = os.O_DIRECT if direct else 0
         self._threads = IoThreads(setting.threads, "everstep-bench-raw")
 
     def open(self) -> None:
-        """Makes the file that is going to be rewritten or read, if it is not there."""
-        if self.column != "fresh" and not self._path.exists():
-            self._write(os.O_CREAT | os.O_EXCL)
+        """Makes what is going to be rewritten or read, if it is not there."""
+        for _ in range(2 if self.column == "recycled" else 1):
+            if self.column != "fresh" and not self._path.exists():
+                self._write(os.O_CREAT | os.O_EXCL)
+            self._take_turns()
 
     def prepare(self) -> None:
-        """Makes sure that the name of a fresh file is free."""
+        """Makes sure that the name of a fresh file is free; takes the other rewritten one."""
+        self._take_turns()
         if self.column == "fresh":
             self._path.unlink(missing_ok=True)
         elif not self._direct:
@@ -127,6 +134,10 @@ class RawArm:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.close()
+
+    def _take_turns(self) -> None:
+        if self.column == "recycled":
+            self._path, self._other = self._other, self._path
 
     def _write(self, flags: int) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | self._direct | flags, 0o600)

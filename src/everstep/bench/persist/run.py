@@ -141,12 +141,18 @@ class _Bench:
         arms: list[Arm] = []
         columns: tuple[Column, ...] = ("fresh", "recycled")
         for column in columns:
-            arms += [self._raw(column, s, state.size_bytes, "raw") for s in best[column]]
+            arms += [
+                self._raw(column, setting, state.size_bytes, f"raw-{number}")  # files of its own
+                for number, setting in enumerate(best[column])
+            ]
             arms.append(OursWrite(column, state, folder / f"everstep-{column}"))
         for peer in PEERS:
             if installed(peer):
                 arms.append(PeerWrite(peer, state, folder / f"saved-{peer.name}"))
-        return self._rounds("saving", arms) + _absent()
+        rows = self._rounds("saving", arms) + _absent()
+        for path in folder.glob("raw-*"):
+            path.unlink()
+        return rows
 
     def loading(self, best: dict[Column, list[Setting]]) -> list[Row]:
         """All arms that read."""

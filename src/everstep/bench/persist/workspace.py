@@ -17,7 +17,7 @@ from everstep.errors import OptionError, OutOfSpaceError, PermissionDeniedError
 
 __all__ = ["check_room", "interruptible", "refuse_without_room", "workspace"]
 
-_COPIES_ON_DISK = 8  # the most that lie there at once: four bases, one file of each reader
+_COPIES_ON_DISK = 12  # the most that lie there at once: four bases, six files of raw, one of a peer
 _COPIES_IN_MEMORY = 2.5  # the state, what a peer loads, buffers of peers
 _MEMORY_BESIDES = RING_BYTES + (512 << 20)
 
