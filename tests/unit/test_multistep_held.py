@@ -6,11 +6,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import everstep
 from everstep.capture.lane import CpuLane
+from everstep.keeper.multistep_gradients import HeldGradients
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
 from tests.unit.following import run_steps
@@ -210,3 +215,31 @@ def test_the_state_goes_first_in_the_model_too() -> None:
     found = overlap(pipeline, 5, 4)
     assert found.state_wait_s == 0
     assert found.held_s > overlap(pipeline, 5, 1).held_s
+
+
+class _Copies:
+    """On a device: whoever waits for them has its stream wait."""
+
+    complete = False
+
+
+def test_each_stream_waits_for_copies_off_a_device() -> None:
+    """A backward in one stream, zeroing in another: each asks for itself, until they are made."""
+    parameter = nn.Parameter(torch.empty(2, device="meta"))
+    parameter.grad = torch.empty(2, device="meta")
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    state: Any = SimpleNamespace(values={}, optimizers={"optimizer": optimizer})
+    waited: list[Any] = []
+    held = HeldGradients(state, lambda transfer, end: waited.append((transfer, end)))
+    copies: Any = _Copies()
+    held.hold("optimizer", copies, 8, [(parameter, parameter.grad)])
+    for times in (1, 2):
+        held.gate("optimizer")
+        assert waited == [(copies, 8)] * times
+    optimizer.zero_grad(set_to_none=False)
+    assert len(waited) == 3
+    copies.complete = True
+    held.gate("optimizer")
+    assert len(waited) == 3
+    assert not held.open
+    held.release()

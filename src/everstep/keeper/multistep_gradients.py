@@ -12,6 +12,7 @@ compared with what has arrived.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import os
 import sys
@@ -236,12 +237,14 @@ class _Copying:
     Attributes:
         end: of their bytes.
         gradients: by ``id(parameter)``.
+        on_device: some of them are in no host memory.
     """
 
     key: str
     transfer: Transfer
     end: int
     gradients: Mapping[int, torch.Tensor]
+    on_device: bool
 
 
 class HeldGradients:
@@ -273,7 +276,8 @@ class HeldGradients:
             held: parameters, and their gradients.
         """
         gradients = {id(parameter): gradient for parameter, gradient in held}
-        self._copying.append(_Copying(key, transfer, end, gradients))
+        on_device = not all(gradient.is_cpu for _, gradient in held)
+        self._copying.append(_Copying(key, transfer, end, gradients, on_device))
         for parameter, _ in held:
             if id(parameter) not in self._hooks:
                 # Before anything is added to its gradient.
@@ -294,9 +298,12 @@ class HeldGradients:
             return
         due = [one for one in self._copying if key in (None, one.key)]
         for one in due[: max(0, len(due) - keep)]:
-            self._wait(one.transfer, one.end)
-            if one in self._copying:
-                self._copying.remove(one)
+            if not (one.on_device and one.transfer.complete):
+                self._wait(one.transfer, one.end)
+            # On a device only the current stream waits: whoever writes in another asks again.
+            if not one.on_device or one.transfer.complete:
+                with contextlib.suppress(ValueError):  # another thread has waited, too
+                    self._copying.remove(one)
 
     @property
     def open(self) -> bool:
