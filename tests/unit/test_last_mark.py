@@ -19,6 +19,7 @@ from everstep.errors import (
     OutOfSpaceError,
     StorageError,
 )
+from everstep.format.names import base_dir, shard_name
 from everstep.keeper.channel import BackgroundChannel
 from everstep.recover.report import Recovery
 from everstep.seams import ManualClock, Seams, SystemClock
@@ -310,5 +311,26 @@ def test_what_is_put_in_behind_the_last_step_is_no_state_of_it(
             newest = 8 if steps == 8 else 4
             left_in_memory = method == "gemini" and (leaves == "raises" or what not in STAYS)
             assert recovery.step == (newest if left_in_memory else steps)
+    finally:
+        end_keepers(run_folder.parent)
+
+
+def test_bases_in_memory_outlive_a_last_one_that_fails(run_folder: Path) -> None:
+    """It was to be what they are no more needed for; the keeper has the only copies."""
+    it = Plain(run_folder, "gemini")
+    wanted: dict[int, list[Any]] = {}
+    try:
+        with pytest.raises(StorageError, match="base"), it.ckpt as ckpt:
+            ckpt.resume()
+            for step in range(1, 11):
+                it.train(1)
+                wanted[step] = it.seen()
+            ckpt.wait()
+            (base_dir(run_folder, 1, 10) / shard_name(0)).mkdir(parents=True)  # in its way
+        again = Plain(run_folder, "gemini")
+        with again.ckpt as ckpt:
+            recovery = ckpt.resume()
+            assert (recovery.step, recovery.source, recovery.exact) == (8, "memory", True)
+            assert same(again.seen(), wanted[8])
     finally:
         end_keepers(run_folder.parent)
