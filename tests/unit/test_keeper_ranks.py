@@ -20,6 +20,7 @@ from everstep.commit.machine import (
 from everstep.commit.offers import Choice, Offer, choose
 from everstep.commit.steps import (
     BasesSeen,
+    Delete,
     Do,
     LookAtBases,
     ReadBack,
@@ -29,9 +30,17 @@ from everstep.commit.steps import (
 )
 from everstep.errors import FencedError
 from everstep.format.digests import digest
-from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name, timeline_dir
+from everstep.format.names import (
+    MANIFEST,
+    TIMELINE_RECORD,
+    base_dir,
+    marker_name,
+    shard_name,
+    timeline_dir,
+)
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord, manifest_of
 from everstep.keeper.ranks import RankDisk
+from everstep.recover.fence import Fence
 from everstep.recover.ranks import keep_manifest, offer_of, open_on_disk
 from everstep.recover.scan import newest_timeline, scan_run
 from everstep.testing import SimFileSystem
@@ -69,7 +78,7 @@ def fs() -> SimFileSystem:
     return fs
 
 
-def disk(fs: SimFileSystem, rank: int = 0) -> RankDisk:
+def disk(fs: SimFileSystem, rank: int = 0, *, fence: Fence | None = None) -> RankDisk:
     def write(base: BaseId) -> tuple[FileRecord, ...]:
         directory = base_dir(RUN, base.timeline, base.step)
         ensure_dirs(fs, directory)
@@ -80,7 +89,8 @@ def disk(fs: SimFileSystem, rank: int = 0) -> RankDisk:
         path = base_dir(RUN, base.timeline, base.step) / shard_name(rank)
         return "" if str(path) in fs.paths() else "it is gone"
 
-    return RankDisk(fs, RUN, rank, write_shards=write, read_shards=read, unique=f"rank {rank}")
+    own = f"rank {rank}"
+    return RankDisk(fs, RUN, rank, write_shards=write, read_shards=read, unique=own, fence=fence)
 
 
 def write_part(fs: SimFileSystem, rank: int = 0, base: BaseId = BASE) -> RankDisk:
@@ -207,6 +217,25 @@ def test_a_timeline_belongs_to_whoever_was_first(fs: SimFileSystem) -> None:
     assert not open_on_disk(fs, RUN, record(2, "two"), FRESH, "two")
     assert newest_timeline(fs, RUN) == 2
     assert disk(fs).perform(Do(BASE, CheckFence())) == FenceSeen(2)
+
+
+@pytest.mark.parametrize("record_is", ["gone", "another's"])
+def test_nothing_is_deleted_in_a_folder_that_was_put_back(
+    record_is: str, fs: SimFileSystem
+) -> None:
+    """As it was once: the timeline is not there yet, or another job has opened its number."""
+    write_part(fs)
+    open_on_disk(fs, RUN, record(2, "one"), FRESH, "one")
+    one = disk(fs, fence=Fence(fs, RUN, 2))
+    assert one.perform(Do(BASE, Delete(CheckFence()))) == FenceSeen(2)
+    fs.unlink(timeline_dir(RUN, 2) / TIMELINE_RECORD)
+    if record_is == "another's":
+        open_on_disk(fs, RUN, record(2, "two"), FRESH, "two")
+    assert one.perform(Do(BASE, Delete(CheckFence()))) == FenceSeen(3)
+    before = fs.paths()
+    with pytest.raises(FencedError):
+        one.sweep(2, spare=None)
+    assert fs.paths() == before
 
 
 def test_the_name_of_the_run_is_durable_whoever_made_it() -> None:

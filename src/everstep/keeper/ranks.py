@@ -105,9 +105,7 @@ class RankDisk:
         action, base = do.action, do.base
         directory = base_dir(self._run, base.timeline, base.step)
         if isinstance(action, CheckFence):
-            if self._fence is not None:
-                return FenceSeen(self._fence.newest())
-            return FenceSeen(self._newest())
+            return FenceSeen(self._newest() if self._fence is None else self._fence.newest())
         if isinstance(action, WriteFiles):
             return FilesDurable(self._write_shards(base))
         if isinstance(action, WriteMarker):
@@ -235,6 +233,8 @@ class RankDisk:
         raise self._fenced(base)
 
     def _newest(self) -> int:
+        if self._fence is not None:
+            return self._fence.seen()
         return newest_timeline(self._filesystem, self._run)
 
     def _fenced(self, base: BaseId) -> FencedError:

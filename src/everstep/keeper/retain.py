@@ -149,17 +149,13 @@ class Retention:
             self.deleted += 1
 
     def _delete(self, base: BaseFound) -> None:
-        def newest() -> int:
-            try:
-                return self._fence.newest()
-            except FencedError:  # put back as it was once: whose the folder is now, it is not ours
-                return self._timeline + 1
-
-        own = self._timeline
+        own, fence = self._timeline, self._fence
         try:
-            delete_base(self._filesystem, self._run, base, self._slots, timeline=own, newest=newest)
+            delete_base(
+                self._filesystem, self._run, base, self._slots, timeline=own, newest=fence.seen
+            )
         except FencedError:
-            self._check_fence()  # says what it is
+            fence.check()  # says what it is
             raise
 
     def _needed(

@@ -52,6 +52,14 @@ class Fence:
             hint="end this one: what it trains belongs to no history of this folder",
         )
 
+    def seen(self) -> int:
+        """As :meth:`newest`, for whoever has something to undo first: where this timeline is no
+        longer what it was, the number behind it."""
+        try:
+            return self.newest()
+        except FencedError:
+            return self.timeline + 1
+
     def check(self) -> None:
         """Looks for newer timelines.
 
