@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any
@@ -29,9 +29,11 @@ from everstep.keeper.lifetime import (
     needs_last_base,
     no_last_base,
     persist_parked,
+    raise_first,
     stays_for_the_log,
     stays_with_bases,
     take_at_end,
+    take_failed,
     tell_if_lost_again,
     tell_if_lost_for_all,
     wait_for_bases,
@@ -67,7 +69,6 @@ from everstep.tiers.options import PeerOptions, TierOptions, split_peers, valida
 
 __all__ = ["Checkpointer"]
 
-_log = logging.getLogger("everstep")
 _live: weakref.WeakValueDictionary[tuple[PurePath, int], Checkpointer] = (
     weakref.WeakValueDictionary()
 )
@@ -313,8 +314,7 @@ class Checkpointer:
         self._cadence.asked(self._step)
         standby, due = self._standby, self._recorder is not None and self._recorder.needs_capture
         if standby is not None and standby.follows and not due:
-            survey = survey or self._state.survey()
-            save = standby.ask(self._identity(), survey, exact=show)
+            save = standby.ask(self._identity(), survey or self._state.survey(), exact=show)
         elif self._multistep is not None:
             save = self._multistep.take(self._identity(), survey, sharp=show)
         else:
@@ -393,14 +393,12 @@ class Checkpointer:
         failed, stay = list[EverstepError](), False
         try:
             stay = self._take_last(failed)
-            failed += wait_through(self.wait, lambda: self._keepers.gave_up)
+            again = partial(take_failed, self._standby, self._watched, self._take_at, failed)
+            failed += wait_through(self.wait, lambda: self._keepers.gave_up, again)
             stay = stay or (self._keeper_stays and is_lost(self._last))
         finally:
             self._release(stay=stay)
-        for other in failed[1:]:
-            _log.error("another background task failed: %s", other)
-        if failed:
-            raise failed[0]
+        raise_first(failed)
 
     def _take_last(self, failed: list[EverstepError]) -> bool:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so

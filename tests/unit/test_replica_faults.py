@@ -655,3 +655,41 @@ def test_a_base_is_due_at_the_newest_step_once_one_is_written() -> None:
     assert [ask.number for ask in wanted.take(12)] == [3, 4]
     wanted.aim(15)
     assert wanted.target == 13
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize("why", ["its base fails", "it has stopped"])
+def test_closing_takes_what_no_replica_can_make(why: str, steps: int, run_folder: Path) -> None:
+    """Asked for before training has heard of it: nothing would answer, for ever."""
+    gate, told = Gate(), list[EverstepError]()
+
+    def full_once(op: str, path: PurePath) -> None:
+        if op == "write" and "base" in path.parts:
+            gate.wait_at()
+            if why == "its base fails" and path.parent.name == f"{1:012d}":
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    with serving(run_folder, filesystem=HookedFileSystem(full_once)) as served:
+        world = World()
+        ckpt = opened(served.run, world, every=2, on_failure=told.append)
+        ckpt.resume()
+        states = run_steps(ckpt, world, 1)
+        if why == "it has stopped":
+            gate.open()
+            ckpt.wait()
+            until_at(served, 1)
+            server: Any = served.server
+            replica = server._duties.replicas._replica
+            with replica._held():
+                replica._forget()  # as where a state differs
+        states |= run_steps(ckpt, world, steps - 1)
+        assert not told
+        gate.open()
+        ending = threading.Thread(target=ckpt.close, daemon=True)
+        ending.start()
+        ending.join(TIMEOUT_S)
+        assert not ending.is_alive()
+        assert [type(error) for error in told] == [OutOfSpaceError] * (why == "its base fails")
+        with base_of(served.run, steps) as found:
+            assert found.marker.exact
+            assert bytes(found.bytes_of("model/0.weight")) == states[steps]["0.weight"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
+from everstep.keeper.standby import Standby
+from everstep.keeper.watched import Watched
 from everstep.options import Options
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.state.image import State
@@ -44,14 +47,18 @@ __all__ = [
     "needs_last_base",
     "no_last_base",
     "persist_parked",
+    "raise_first",
     "stays_for_the_log",
     "stays_with_bases",
     "take_at_end",
+    "take_failed",
     "tell_if_lost_again",
     "tell_if_lost_for_all",
     "wait_for_bases",
     "wait_through",
 ]
+
+_log = logging.getLogger("everstep")
 
 
 class Closing(Protocol):
@@ -155,23 +162,35 @@ def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> Non
         keeper.wait(timeout_s)
 
 
-def wait_through(wait: Callable[[], None], gave_up: Callable[[], bool]) -> list[EverstepError]:
+def wait_through(
+    wait: Callable[[], None], gave_up: Callable[[], bool], again: Callable[[], bool]
+) -> list[EverstepError]:
     """Waits until everything is durable or has failed; returns what failed.
 
     Args:
         wait: raises one failure at a time: one failed base is no reason to abandon those
             behind it.
         gave_up: whether nobody is left to wait for.
+        again: takes what has failed again, where it may come right; whether it has.
     """
     failed: list[EverstepError] = []
     while True:
         try:
             wait()
-            return failed
+            if not again():
+                return failed
         except EverstepError as error:
             failed.append(error)
             if isinstance(error, DeadlineError) or gave_up():
                 return failed
+
+
+def raise_first(failed: Sequence[EverstepError]) -> None:
+    """Raises what failed first; says what else did."""
+    for other in failed[1:]:
+        _log.error("another background task failed: %s", other)
+    if failed:
+        raise failed[0]
 
 
 def finish_at_exit(
@@ -345,6 +364,24 @@ def take_at_end(
         failed.append(error)
         return False
     return True
+
+
+def take_failed(
+    standby: Standby | None,
+    watched: Watched,
+    take: Callable[[Survey], None],
+    failed: list[EverstepError],
+) -> bool:
+    """Takes the last base here, if the keeper's replica was asked for it and has not made it: it
+    has stopped, say, or what it was to begin with has failed. Returns whether that was begun.
+
+    Args:
+        failed: gets what fails.
+    """
+    if standby is None or not standby.has_failed():
+        return False
+    survey = watched.whole_at_mark
+    return survey is not None and take_at_end(survey, take, failed)
 
 
 def stays_with_bases(

@@ -228,10 +228,8 @@ class Replica:
             self._frozen = None
 
     def _leads_nowhere(self, ask: Ask) -> bool:
-        """Whether there is nothing that a base of several ranks could be made of, and nothing is
-        coming. (One rank's next base, of any later step, answers what was asked for before.)"""
-        if not self._keeper.is_one_of_several:
-            return False
+        """Whether there is nothing that a base could be made of, and nothing is coming: who closes
+        takes no other base, and would wait for ever."""
         leads = self._base is not None and not self._is_behind
         captures = (c for c in self._keeper.waiting if c.arena is None and c.step < ask.step)
         ends = (capture.save.durable for capture in captures)
@@ -242,8 +240,11 @@ class Replica:
         would wait for the next one, and other ranks for theirs."""
         with self._changed:
             self._is_behind = True
-            asks = [ask for ask in self._wanted.asks if ask.step > base.step]
-            self._wanted.asks = self._wanted.take(base.step)
+            several = self._keeper.is_one_of_several  # of one, a base of a later step answers, too
+            behind = [ask for ask in self._wanted.asks if ask.step > base.step]
+            asks = [ask for ask in behind if several or self._leads_nowhere(ask)]
+            gone = {ask.number for ask in asks}
+            self._wanted.asks = [ask for ask in self._wanted.asks if ask.number not in gone]
             if self._frozen is None:
                 self._wanted.aim(0)
         self._events.refused(asks, error)

@@ -111,8 +111,8 @@ class Replicas:
             self._replica.begin(base, arena)
 
     def base_failed(self, base: Capture, error: EverstepError) -> None:
-        """In the writing thread: likewise; of several ranks none waits for what was to follow."""
-        if self._replica is not None and self._commits is not None:
+        """In the writing thread: likewise; nobody waits for what was to follow."""
+        if self._replica is not None:
             self._replica.failed(base, error)
 
     def freeze(self, trainer: Attached, *, own: bool) -> None:

@@ -123,6 +123,16 @@ class Standby:
         own takes the place of the replica that they are to be made of."""
         wait([save.durable for save in self._exact], timeout_s)
 
+    def has_failed(self) -> bool:
+        """Whether the newest base that was asked for is none: nothing was there that it could be
+        made of, say. Then the next one is taken here, and this is not said again. (Of several
+        ranks, all would have to take it.)"""
+        last = self._last
+        if self._several or last is None or not _failed(last):
+            return False
+        self._expected, self._last = False, None
+        return True
+
     def relieved_to(self) -> int | None:
         """Number up to which records have gone into the replica; None: none follows, or other
         ranks may have to go back to before what it has."""
