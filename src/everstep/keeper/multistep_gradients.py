@@ -328,7 +328,7 @@ class HeldGradients:
         self._hooks, self._guards = {}, []
 
     def _before_adding(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        for one in self._copying:
+        for one in list(self._copying):  # another thread may remove some meanwhile
             held = one.gradients.get(id(parameter))
             if held is not None and parameter.grad is held:
                 self.gate()
