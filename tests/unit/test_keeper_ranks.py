@@ -238,6 +238,27 @@ def test_nothing_is_deleted_in_a_folder_that_was_put_back(
     assert fs.paths() == before
 
 
+def test_what_is_put_back_half_while_it_is_swept_stays(
+    fs: SimFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look at the base saw what had been copied by then, and the manifest comes last."""
+    write_part(fs)
+    open_on_disk(fs, RUN, record(2), FRESH, "one")
+    one = disk(fs, fence=Fence(fs, RUN, 2))
+    directory, sync_dir = base_dir(RUN, 1, 10), fs.sync_dir
+
+    def put_back(path: PurePath) -> None:
+        if path == directory:
+            monkeypatch.undo()
+            fs.unlink(timeline_dir(RUN, 2) / TIMELINE_RECORD)
+        sync_dir(path)
+
+    monkeypatch.setattr(fs, "sync_dir", put_back)
+    with pytest.raises(FencedError):
+        one.sweep(2, spare=None)
+    assert str(directory / shard_name(0)) in fs.paths()
+
+
 def test_the_name_of_the_run_is_durable_whoever_made_it() -> None:
     """The folder was made by a process that died before it could sync its name."""
     fs = SimFileSystem()

@@ -7,6 +7,7 @@ each is an operation (or a few) that a crash may interrupt anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
@@ -181,9 +182,9 @@ class RankDisk:
         for found in scan_run(self._filesystem, self._run).bases:
             unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
             if unfinished and found.id.timeline < timeline and found.id != spare:
-                if self._newest() > timeline:
-                    raise self._fenced(found.id)
-                delete_files(self._filesystem, found, None)
+                check_fence = partial(self._check_fence, timeline, found.id)
+                check_fence()
+                delete_files(self._filesystem, found, None, check_fence=check_fence)
 
     def retain_log(self, timeline: int, *, leads: bool) -> None:
         """Deletes segments of this rank's log behind which no base is left on this disk that they
@@ -200,18 +201,13 @@ class RankDisk:
         """
         inventory = scan_run(self._filesystem, self._run)
         left = [base.id for base in inventory.bases]
-
-        def check_fence() -> None:
-            if self._newest() > timeline:
-                raise self._fenced(BaseId(timeline, 0))
-
         for number in sorted(n for n in inventory.timelines if n <= timeline):
             delete_segments(
                 self._filesystem,
                 self._run,
                 [number],
                 lambda segment: not needed_by(segment, left),
-                check_fence,
+                partial(self._check_fence, timeline, BaseId(timeline, 0)),
                 own=timeline,
                 rank=None if leads and number < timeline else self._rank,
             )
@@ -231,6 +227,10 @@ class RankDisk:
         except FileNotFoundError:
             pass
         raise self._fenced(base)
+
+    def _check_fence(self, timeline: int, base: BaseId) -> None:
+        if self._newest() > timeline:
+            raise self._fenced(base)
 
     def _newest(self) -> int:
         if self._fence is not None:
