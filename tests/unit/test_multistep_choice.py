@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import everstep
 from everstep.capture.multistep import Unit
 from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.keeper.multistep_stats import MultistepBase, MultistepStats
 from everstep.keeper.multistep_steps import StepLengths
 from everstep.options import Options, validate_options
@@ -60,6 +62,10 @@ class Bench:
         units = [Unit("o", str(n), (), state // 48, gradients // 48) for n in range(48)]
         return self.choice.parts(units, state, arena, waits=waits)
 
+    def cut(self, units: Sequence[Unit], *, waits: bool) -> Sequence[Sequence[Unit]]:
+        state = sum(unit.size_bytes for unit in units)
+        return self.choice.cut(units, state, ARENA_BYTES, waits=waits, now=None)
+
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("copy_s", [0.5, 2.0, 4.0, 8.0])
@@ -74,6 +80,25 @@ def test_as_many_as_the_model_says(
     pipeline = Pipeline(copy_s, copy_s * ratio, 1 - update_s, 0.0, update_s, behind_update=True)
     found = bench.parts(STATE_BYTES, round(STATE_BYTES * ratio), waits=waits)
     assert found == best_parts(pipeline, None if waits else 1).parts
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("copy_s", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("ratio", [2 / 14, 4 / 12])
+def test_parameters_are_captured_whole(waits: bool, copy_s: float, ratio: float) -> None:
+    """Where parts that fill their windows do not come out in whole ones, others may hold
+    training up for less."""
+    size_bytes, part_s, held_steps = STATE_BYTES // 48, 0.02, 8
+    units = [Unit("o", str(n), (), size_bytes, round(size_bytes * ratio)) for n in range(48)]
+    bench = Bench(update_s=0.03, link=STATE_BYTES / copy_s, held_steps=held_steps)
+    bench.stats.bases += [MultistepBase(0, 9, 9 * part_s, 0.0, 0.0, 1, 1, 9.0)] * 2
+    held = None if waits else held_steps
+    pipeline = Pipeline(copy_s, copy_s * ratio, 0.97, 0.0, 0.03, part_s, behind_update=True)
+    whole = [modelled(cut_units(units, pipeline, n, held), pipeline, held) for n in range(1, 25)]
+    anywhere = best_parts(pipeline, held).parts
+    found = len(bench.cut(units, waits=waits))
+    assert found == fewest([cost.lost_s for cost in whole])
+    assert waits or (found > anywhere) == (copy_s == 8.0)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -16,7 +16,7 @@ from everstep.keeper.multistep_stats import MultistepStats
 from everstep.keeper.multistep_steps import StepLengths
 from everstep.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
-from everstep.plan.multistep_cut import Cut, best_cut, fewest_of
+from everstep.plan.multistep_cut import Cut, best_cut, fewest, fewest_of
 from everstep.seams import Clock
 
 __all__ = ["Choice", "OnCopy", "Timed"]
@@ -25,6 +25,7 @@ _COPIES = 32
 _LEAST_BYTES = 1 << 16  # of a copy that tells something about the link
 _CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 64 << 10, 4 << 20  # at most those of GoCkpt (section 4.4.2)
+_FEWER, _MORE = 1, 2  # parts than if a state could be cut anywhere: parameters are captured whole
 _KEPT = 0.02  # of a step: a cut is not changed for less
 _ALIKE = 0.02  # measurements that differ by less lead to no other choice
 
@@ -190,12 +191,18 @@ class Choice:
         room_s: float,
         now: Sequence[Sequence[Unit]] | None,
     ) -> Sequence[Sequence[Unit]]:
-        best = self._best(pipeline, min(count, len(units)), held_steps)
-        found = cut_units(units, pipeline, count, held_steps, room_s, best)
         explicit = isinstance(self._options.method.parts, int)
+        near = range(max(2, count - _FEWER), min(count + _MORE, most) + 1)
+        cuts = [
+            cut_units(units, pipeline, n, held_steps, room_s, self._best(pipeline, n, held_steps))
+            for n in ([min(count, len(units))] if explicit else near)
+        ]
+        costs = [modelled(one, pipeline, held_steps) for one in cuts]
+        number = fewest([self._lost_s(cost) for cost in costs]) - 1
+        found, new = cuts[number], costs[number]
         if now is None or not (count if explicit else 2) <= len(now) <= most:
             return found
-        kept, new = (modelled(one, pipeline, held_steps) for one in (now, found))
+        kept = modelled(now, pipeline, held_steps)
         gained_s = self._lost_s(kept) - self._lost_s(new)
         enough = kept.gradients_s <= room_s
         return now if enough and gained_s <= _KEPT * pipeline.step_s else found
@@ -209,7 +216,9 @@ class Choice:
         waits: bool,
         tell: bool = True,
     ) -> int:
-        """How many parts the next base has; 1: it is a lazy one. Arguments as for :meth:`cut`."""
+        """How many parts the next base has if any number of bytes may be in each (it may be cut into
+        one less, or two more, as it is made of whole parameters); 1: it is a lazy one. Arguments
+        as for :meth:`cut`."""
         wanted = self._options.method.parts
         most = self._most(units, base_bytes, arena_bytes)
         if isinstance(wanted, int):

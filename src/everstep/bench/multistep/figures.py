@@ -123,8 +123,8 @@ class Measurement:
         state_bytes, gradient_bytes: of the training.
         link_bytes_per_s: of the emulated link.
         rows: both ways, by parts; then others.
-        own: both ways, by parts, through a link on which nothing is waited for: what the training
-            thread does itself, measured apart from what it is compared with.
+        own: both ways, by parts, through the same link once more: what the training thread does
+            itself, measured apart from what it is compared with.
         units: bytes of what is captured together, in the order of the state; empty: anything can
             be cut.
         held_steps: for which ``gockpt_o`` keeps gradients.

@@ -30,7 +30,6 @@ from everstep.errors import EverstepError
 __all__ = ["about_s", "run_multistep"]
 
 _OTHERS = ("async", "lazy")
-_FREE_BYTES_PER_S = 1e13  # of a link on which nothing is waited for
 _CALIBRATE_S = 2.0
 _COPIES_ON_DISK = 4
 _COPIES_IN_MEMORY = 20  # training, its gradients, two bases, gradients of 24 steps, the keeper's
@@ -39,15 +38,11 @@ _MEMORY_BESIDES = 1 << 30
 
 def about_s(options: MultistepOptions) -> float:
     """Seconds that :func:`run_multistep` takes, roughly."""
-    own_s = sum(
-        saves.about_s(way, parts, 0.0, options.step_s, options.repeats)
-        for way, parts in itertools.product(WAYS, options.parts)
-    )
-    return own_s * len(options.ratios) + sum(
+    return sum(
         _CALIBRATE_S
         + sum(
             saves.about_s(way, parts, copy_steps, options.step_s, options.repeats)
-            for way, parts in _wanted(options)
+            for way, parts in [*_wanted(options), *_owned(options)]
         )
         for copy_steps in options.copies
         for _ in options.ratios
@@ -91,8 +86,7 @@ def run_multistep(options: MultistepOptions, display: Display) -> MultistepRepor
                 )
                 tensors = training.tensors
                 bench = _Bench(options, training, ratio, folder, placement, display, drawn)
-                own = bench.own()
-                found += [bench.measured(copy_steps, own) for copy_steps in options.copies]
+                found += [bench.measured(copy_steps) for copy_steps in options.copies]
         return MultistepReport(
             options=options,
             machine=machine,
@@ -113,6 +107,11 @@ def _wanted(options: MultistepOptions) -> list[tuple[str, int]]:
     return [*itertools.product(WAYS, counts), *((way, 1) for way in _OTHERS)]
 
 
+def _owned(options: MultistepOptions) -> list[tuple[str, int]]:
+    """Whose own work is measured apart."""
+    return list(itertools.product(WAYS, options.parts))
+
+
 @dataclass(frozen=True, slots=True)
 class _Bench:
     """Of one share of gradients."""
@@ -125,14 +124,8 @@ class _Bench:
     display: Display
     drawn: random.Random
 
-    def own(self) -> list[Row]:
-        """Both ways in all numbers of parts, through a link on which nothing is waited for."""
-        what = f"own work, gradients {self.ratio} of the state"
-        wanted = list(itertools.product(WAYS, self.options.parts))
-        return self._rows(what, wanted, _FREE_BYTES_PER_S)
-
-    def measured(self, copy_steps: float, own: list[Row]) -> Measurement:
-        """Everything that is compared, for one length of a copy."""
+    def measured(self, copy_steps: float) -> Measurement:
+        """Everything that is compared, for one length of a copy; own work in runs of its own."""
         speed = self.training.state_bytes / (copy_steps * self.options.step_s)
         what = f"a copy takes {copy_steps:g} steps, gradients {self.ratio} of the state"
         return Measurement(
@@ -141,8 +134,8 @@ class _Bench:
             state_bytes=self.training.state_bytes,
             gradient_bytes=self.training.gradient_bytes,
             link_bytes_per_s=speed,
+            own=self._rows(f"{what}: own work", _owned(self.options), speed),
             rows=self._rows(what, _wanted(self.options), speed),
-            own=own,
             units=self.training.units,
             held_steps=self.options.held_steps,
         )

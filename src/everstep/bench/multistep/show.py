@@ -105,7 +105,7 @@ def _notes() -> list[str]:
         "copies: everstep.plan.multistep as the paper has it, errors mended: waiting for copies "
         "and nothing else, from the link's bandwidth, bytes, and the lengths of forward, backward "
         "and update while nothing is saved. own work: of the training thread, in as many parts, "
-        "measured in another run, through a link on which nothing is waited for. model: both, with "
+        "of another run through the same link: all that is no waiting. model: both, with "
         "the link copying during that work, and gradients of gockpt copied behind their update. "
         "measured: what the training thread spends in the library, in calls and in hooks, from the "
         "beginning of a base until it is in host memory, and beyond what steps without a base "
