@@ -459,7 +459,7 @@ def test_it_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.about_s(MultistepOptions()) > 6 * run.about_s(few)
     monkeypatch.setattr(run, "run_multistep", lambda *_: report_of(measured(4)))
     told = invoke("multistep", "--k", "1,2,4,7,12,24", "--repeats", "2", "--step-ms", "60")
-    assert "this takes about 10.0 minutes" in told.output
+    assert "this takes about 13.1 minutes" in told.output
 
 
 # --- Real saves -------------------------------------------------------------------------

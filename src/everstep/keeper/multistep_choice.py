@@ -216,9 +216,9 @@ class Choice:
         waits: bool,
         tell: bool = True,
     ) -> int:
-        """How many parts the next base has if any number of bytes may be in each (it may be cut into
-        one less, or two more, as it is made of whole parameters); 1: it is a lazy one. Arguments
-        as for :meth:`cut`."""
+        """How many parts the next base has if any number of bytes may be in each (whole parameters
+        may be cut into one less, or two more); 1: it is a lazy one. Arguments as for
+        :meth:`cut`."""
         wanted = self._options.method.parts
         most = self._most(units, base_bytes, arena_bytes)
         if isinstance(wanted, int):
