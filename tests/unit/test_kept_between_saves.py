@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from everstep.arena.memory import Arena
 from everstep.errors import OutOfSpaceError
-from everstep.keeper.pool import Room
-from everstep.keeper.prepared import Blocks
+from everstep.keeper.pool import CapturePool, Room
 from everstep.options import Budget, LogOptions
 from tests.unit.world import TIMEOUT_S, opened
 
@@ -79,11 +79,12 @@ def test_a_state_that_grows_beyond_the_disk_budget_is_refused(run_folder: Path) 
 
 
 def test_views_of_rooms_are_of_these_rooms() -> None:
-    blocks = Blocks(torch.arange(200, dtype=torch.uint8))
-    first = blocks.of(Room(10, 20, 0))
+    pool = CapturePool(Arena.anonymous(200))
+    pool.whole[:200] = torch.arange(200, dtype=torch.uint8)
+    first = pool.block(Room(10, 20, 0))
     assert first.tolist() == list(range(10, 30))
-    assert blocks.of(Room(10, 20, 1)) is first
-    assert blocks.of(Room(10, 30, 0)).tolist() == list(range(10, 40))
+    assert pool.block(Room(10, 20, 1)) is first
+    assert pool.block(Room(10, 30, 0)).tolist() == list(range(10, 40))
     for size_bytes in range(1, 150):
-        blocks.of(Room(0, size_bytes, 0))
-    assert len(blocks._views) <= 64, "rooms of all sizes do not pile up"
+        pool.block(Room(0, size_bytes, 0))
+    assert len(pool._views) <= 64, "rooms of all sizes do not pile up"

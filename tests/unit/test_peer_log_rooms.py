@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
@@ -56,7 +55,7 @@ class Rooms:
         self.rooms = LogRooms(disk, steps_max * SIZE, waits_for_peers=peers)
         keeper: Any = self.keeper
         pool: Any = self.pool
-        self.rooms.start(Into(keeper, pool, torch.empty(0), 1))
+        self.rooms.start(Into(keeper, pool, 1))
         self._step = 0
 
     def train(self, steps: int) -> None:
@@ -89,7 +88,7 @@ def test_what_is_held_is_what_lies_there() -> None:
     assert log.rooms._held_bytes() == 2 * SIZE
     pool: Any = _Pool()
     keeper: Any = log.keeper
-    log.rooms.start(Into(keeper, pool, torch.empty(0), 2))
+    log.rooms.start(Into(keeper, pool, 2))
     assert log.held == [], "they are gone with their memory"
     assert log.rooms._held_bytes() == 0
 
@@ -133,7 +132,7 @@ def test_another_timeline_begins_anew() -> None:
     log.rooms.base_everywhere(2)
     assert log.rooms.into is not None
     into = log.rooms.into
-    log.rooms.start(Into(into.keeper, into.pool, into.block, 2))
+    log.rooms.start(Into(into.keeper, into.pool, 2))
     log.rooms.base_durable(1)
     assert log.rooms.everywhere_step == -1
 

@@ -468,6 +468,8 @@ class Keepers:
             self._mailbox.close()
         self._hold(None)
         self.current = self._remote = self._mailbox = None
+        if self.pool is not None:
+            self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
         return attach(

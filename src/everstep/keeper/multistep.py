@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import PurePath
 
-import torch
-
 from everstep.capture.lane import Lane
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
@@ -89,7 +87,6 @@ class Multistep:
         self._pid = os.getpid()
         self._keeper: RemoteKeeper | None = None
         self._pool: CapturePool | None = None
-        self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self._ended: Window | None = None  # nothing has been updated since
         self._last: Save | None = None
@@ -120,9 +117,6 @@ class Multistep:
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
         self._pool, self._last = pool, None
         self._planner.start()
-        self._memory = None
-        if pool is not None:
-            self._memory = torch.frombuffer(pool.arena.view, dtype=torch.uint8)
 
     # --- At step marks ------------------------------------------------------------------
 
@@ -320,10 +314,9 @@ class Multistep:
     ) -> Save:
         """Begins a window here; ``plan`` of its parts, and ``save``, which it becomes, if they are
         known already."""
-        keeper, pool, memory = self._keeper, self._pool, self._memory
+        keeper, pool = self._keeper, self._pool
         assert keeper is not None
         assert pool is not None
-        assert memory is not None
         prepared = self._saver.asked(survey, identity)
         waits = self._updates.waits
         plan = plan or self._planner.next(prepared, pool.arena.size_bytes, waits=waits)
@@ -357,8 +350,6 @@ class Multistep:
             keeper,
             pool,
             room,
-            memory[room.offset : room.offset + room.size_bytes],
-            memory,
             identity.lsn,
             watch,
             next=-1,

@@ -79,7 +79,7 @@ class Window:
         identity: of the last step mark.
         shape: of the state; ``digest`` is that of its records.
         tensors: live ones, as they were at the last mark.
-        room: where the base goes; ``block`` is its memory, and ``memory`` all of the arena.
+        room: where the base goes.
         next: number of the part that is copied next.
         captured: names of captured parameters, by the key of their optimizer.
         others: updates of nothing that was captured before them.
@@ -102,8 +102,6 @@ class Window:
     keeper: RemoteKeeper
     pool: CapturePool
     room: Room
-    block: torch.Tensor
-    memory: torch.Tensor
     lsn: int
     watch: Watch
     next: int = 0
@@ -118,6 +116,16 @@ class Window:
     whole: bool = False
     parts: CapturedParts = field(default_factory=CapturedParts)
     graphs: GraphMemory = field(default_factory=GraphMemory)
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The memory of the base."""
+        return self.pool.block(self.room)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All memory that is shared with the keeper."""
+        return self.pool.whole
 
     @property
     def is_void(self) -> bool:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
@@ -14,6 +16,7 @@ __all__ = ["CapturePool", "Room"]
 
 _WARM_BYTES = 64 << 20
 _NO_WORD = -1
+_VIEWS_MAX = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +55,35 @@ class CapturePool:
         self._kept: list[Room] = []
         self._touching = threading.Lock()
         self._touched_to = 0
+        self._whole: torch.Tensor | None = None
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """All of the memory (flat ``uint8``)."""
+        if self._whole is None:
+            self._whole = torch.frombuffer(self.arena.view, dtype=torch.uint8)
+        return self._whole
+
+    def block(self, room: Room) -> torch.Tensor:
+        """The memory of a room: of the same room the same tensor each time."""
+        key = room.offset, room.size_bytes
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            view = self._views[key] = self.whole[room.offset : room.offset + room.size_bytes]
+        return view
+
+    def close(self) -> None:
+        """Lets go of the memory, whoever still knows this pool. Not while a capture is under way:
+        storage that hangs may come back."""
+        with self._changed:
+            if self._in_flight:
+                return
+            self._views.clear()
+            self._whole = None
+            self.arena.close()
 
     @property
     def used_bytes(self) -> int:
@@ -148,14 +180,18 @@ class CapturePool:
         with self._changed:
             self._free(room)
 
+    @property
+    def _in_flight(self) -> int:
+        """Captures that are under way."""
+        return PROGRESS_WORDS - len(self._words) - len(self._kept)
+
     def _wait(self, size_bytes: int, timeout_s: float, in_flight_max: int | None) -> Room:
         found: list[Room] = []
 
         def take() -> bool:
             if (lost := self._lost()) is not None:
                 raise lost
-            in_flight = PROGRESS_WORDS - len(self._words) - len(self._kept)
-            if in_flight_max is not None and in_flight >= in_flight_max:
+            if in_flight_max is not None and self._in_flight >= in_flight_max:
                 return False
             while True:
                 offset = self._allocator.allocate(size_bytes) if self._words else None

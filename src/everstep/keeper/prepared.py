@@ -18,12 +18,9 @@ from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.keeper.capture import shard_offsets
-from everstep.keeper.pool import Room
 from everstep.state.survey import Shape, Survey
 
-__all__ = ["Blocks", "Copies", "Prepared", "prepare"]
-
-_VIEWS_MAX = 64
+__all__ = ["Copies", "Prepared", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +44,6 @@ class Copies:
         if isinstance(self.batches, Chunks):  # to look at the last would be to cut them all
             return self.batches.end
         return self.batches[-1].end if self.batches else 0
-
-
-class Blocks:
-    """Views of a pool's memory: of the same room the same one each time.
-
-    Args:
-        whole: all of that memory (flat ``uint8``).
-    """
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole = whole
-        self._views: dict[tuple[int, int], torch.Tensor] = {}
-
-    def of(self, room: Room) -> torch.Tensor:
-        """The memory of a room."""
-        key = room.offset, room.size_bytes
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _VIEWS_MAX:
-                self._views.clear()
-            view = self._views[key] = self.whole[room.offset : room.offset + room.size_bytes]
-        return view
 
 
 @dataclass(slots=True)

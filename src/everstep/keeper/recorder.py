@@ -178,7 +178,7 @@ class Recorder:
         self._timeline, self._exact = timeline, exact
         self._opened.began(timeline)
         self.nonfinite.first = None
-        self.rooms.start(Into.of(keeper, pool, timeline) if keeper and pool else None)
+        self.rooms.start(Into(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
         survey = (seen or self._state.survey()) if self.rooms.into is not None else None

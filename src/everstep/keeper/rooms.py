@@ -22,23 +22,16 @@ class Into:
     copy has begun belongs there, whatever keeper is in service when the copy is over.
 
     Attributes:
-        block: all of the memory (flat ``uint8``).
         timeline: of the records.
     """
 
     keeper: LogKeeper
     pool: CapturePool
-    block: torch.Tensor
     timeline: int
-
-    @classmethod
-    def of(cls, keeper: LogKeeper, pool: CapturePool, timeline: int) -> Into:
-        """All memory of a pool."""
-        return cls(keeper, pool, torch.frombuffer(pool.arena.view, dtype=torch.uint8), timeline)
 
     def part(self, room: Room) -> torch.Tensor:
         """The memory of a room."""
-        return self.block[room.offset : room.offset + room.size_bytes]
+        return self.pool.whole[room.offset : room.offset + room.size_bytes]
 
     def release(self, room: Room) -> None:
         """Gives a room back that no record has come to lie in."""

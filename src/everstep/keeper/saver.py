@@ -26,7 +26,7 @@ from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.prepared import Blocks, Copies, Prepared, prepare
+from everstep.keeper.prepared import Copies, Prepared, prepare
 from everstep.keeper.recordable import LogKeeper
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
@@ -117,7 +117,6 @@ class Saver:
         self._clock = clock
         self._keeper: Keeper | None = None
         self._pool: CapturePool | None = None
-        self._block: Blocks | None = None
         self._last: Save | None = None
         self._warm = self._at_once = False
         self._prepared: Prepared | None = None
@@ -142,9 +141,6 @@ class Saver:
         if pool is not self._pool:
             self._prepared = None  # the keeper of this pool knows no layout yet
             self._warm = False
-            self._block = None
-            if pool is not None:
-                self._block = Blocks(torch.frombuffer(pool.arena.view, dtype=torch.uint8))
             self._pool = pool
         self._keeper = keeper
 
@@ -155,12 +151,11 @@ class Saver:
             return
         self._warm = True
         pool = self._pool
-        assert self._block is not None
         survey = survey or self._state.survey()
         size_bytes = sum(entry.size_bytes for entry in survey.shape.entries)
         size_bytes *= self.copies_in_flight
         self._lane.run(lambda: pool.warm(size_bytes))
-        self._lane.warm(survey.tensors.values(), self._block.whole[:size_bytes])
+        self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes])
 
     @property
     def last_is_in_memory(self) -> bool:
@@ -350,7 +345,6 @@ class Saver:
         keeper, pool = self._keeper, self._pool
         assert keeper is not None
         assert pool is not None
-        assert self._block is not None
         timeout_s = self._options.progress_timeout_s
         begun_s = self._clock.monotonic_s()
         arena, word = pool.arena, room.word
@@ -366,7 +360,7 @@ class Saver:
             incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
             on_end=lambda ended: self._let_go(ended, room, keeper, pool),
         )
-        block = self._block.of(room)
+        block = pool.block(room)
         flight = _Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
         try:
             if copies.versions is not None:  # first: the survey has just been there

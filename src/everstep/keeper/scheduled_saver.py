@@ -170,8 +170,7 @@ class ScheduledSaver(Saver):
         keeper, pool = self._keeper, self._pool
         assert keeper is not None
         assert pool is not None
-        assert self._block is not None
-        block = self._block.of(room)
+        block = pool.block(room)
         tensors = survey.tensors
         dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
         self._planned.next = functools.partial(self._begin, dispatch)

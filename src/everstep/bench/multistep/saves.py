@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def measure_row(
     Raises:
         EverstepError: what a save failed with.
     """
+    gc.collect()  # what the row before has left, or it is done within a save: for 0.2 s, and more
     checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement, held_steps)
     warm_ups = warm_ups_of(way, parts)
     steps: list[TimedStep] = []
