@@ -211,9 +211,9 @@ class Checkpointer:
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step
         self._cadence.began(resumed, again=self._timeline > 0)
-        survey = None if self._recorder is None else self._state.survey()
+        survey = self._state.survey() if self._recorder or only_in_memory else None
         self._start_timeline(resumed.timeline, resumed.exact, verified, survey)
-        self._base_due = only_in_memory  # what could not be written is on no disk yet
+        self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
         if self._recorder is not None:
             self._recorder.restored(resumed.led_from(self._state.ranks.world), survey)
         self._watched.marked(survey)
@@ -403,6 +403,8 @@ class Checkpointer:
     def _take_last(self, failed: list[EverstepError]) -> bool:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
+        if self._keeper is None and self._timeline:  # interrupted as it came to serve us
+            return True
         self._joint.left()
         persist_parked(self._saver, failed, again=self._watched.is_of_a_step)  # one rank parks
         if self._overwritten.partly:
@@ -482,7 +484,7 @@ class Checkpointer:
         assert keeper is not None
         self._parts.start(keeper, self._timeline, self._exact, self._step, seen)
         self._keeper = keeper  # last: what an interrupt leaves half done is done again
-        self._at_exit.watch(self._saver, keeper, self._watched.leave, stay=self._keeper_stays)
+        self._at_exit.watch(self._parts, keeper, self._watched.leave, stay=self._keeper_stays)
 
     def _check_open(self) -> None:
         if self._open and os.getpid() == self._pid:

@@ -223,8 +223,8 @@ class Keepers:
         """What an earlier training process captured last, if its keeper still has it. What it
         had not written yet is durable, or has failed, when this returns.
 
-        A keeper that is lost on the way (killed; or gone back to the process that it served
-        before, which still runs and knows nothing of us yet) leaves what is on disk.
+        A keeper that is lost on the way (killed; or serving another process: one that resumes,
+        too, or the one before, which still runs) leaves what is on disk.
 
         Args:
             own: what this very process has captured, too.
@@ -254,7 +254,7 @@ class Keepers:
             if remote.lost is None:
                 raise
             _log.warning("%s", remote.lost)
-            return Recalled()
+            return Recalled(missed=is_there(self._run, self._run_id, self._info.rank))
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Opens the keeper's mailbox for those of other ranks; returns its address.
@@ -463,7 +463,7 @@ class Keepers:
             self._before = self.stats
             let_go(self.current, stay=stay)
         if self._remote is not None and self._remote is not self.current:
-            self._remote.close()
+            self._remote.close(stay=stay)
         if self._mailbox is not None:
             self._mailbox.close()
         self._hold(None)

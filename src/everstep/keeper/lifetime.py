@@ -22,8 +22,10 @@ from everstep.errors import (
 from everstep.given import is_int, is_number
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import let_go
+from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.rooms import LogRooms
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
@@ -135,16 +137,18 @@ class AtExit:
     def __init__(self) -> None:
         self._job: Callable[[], None] | None = None
 
-    def watch(self, saver: Saver, keeper: Keeper, leave: Callable[[], None], *, stay: bool) -> None:
+    def watch(self, parts: Parts, keeper: Keeper, leave: Callable[[], None], *, stay: bool) -> None:
         """From now on ``keeper`` is finished at the end of this process.
 
         Args:
             leave: called before.
-            stay: it is not, but holds what it has, as if this process had died.
+            stay: it is not finished, but holds what it has, as if this process had died.
         """
         self.forget()
-        pid, shown = os.getpid(), sys.stderr
-        self._job = lambda: finish_at_exit(saver, keeper, leave, pid, shown, stay=stay)
+        about = parts.saver, keeper, leave, os.getpid(), sys.stderr
+        # Without a replica nobody but the keeper has what is in its log.
+        rooms = parts.recorder.rooms if parts.recorder and not parts.standby else None
+        self._job = lambda: finish_at_exit(*about, rooms, stay=stay)
         atexit.register(self._job)
 
     def forget(self) -> None:
@@ -199,10 +203,12 @@ def finish_at_exit(
     leave: Callable[[], None],
     pid: int,
     shown: Any,
+    rooms: LogRooms | None = None,
     *,
     stay: bool = False,
 ) -> None:
-    """For a script that ends without ``close()``: its last base becomes durable all the same.
+    """For a script that ends without ``close()``: its last base becomes durable all the same. What
+    the log has behind that the keeper goes on holding, as if this process had died.
 
     Args:
         leave: called before: what is under way among several ranks is given up.
@@ -231,7 +237,7 @@ def finish_at_exit(
             if isinstance(error, DeadlineError):
                 break
     _tell_if_gone(keeper, shown)
-    keeper.close()
+    let_go(keeper, stay=rooms is not None and rooms.is_ahead)
 
 
 def _tell_if_gone(keeper: Keeper, shown: Any) -> None:

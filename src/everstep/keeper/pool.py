@@ -62,7 +62,8 @@ class CapturePool:
     def whole(self) -> torch.Tensor:
         """All of the memory (flat ``uint8``)."""
         if self._whole is None:
-            self._whole = torch.frombuffer(self.arena.view, dtype=torch.uint8)
+            with torch.inference_mode(False):  # or nobody outside of it may write there
+                self._whole = torch.frombuffer(self.arena.view, dtype=torch.uint8)
         return self._whole
 
     def block(self, room: Room) -> torch.Tensor:

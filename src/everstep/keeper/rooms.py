@@ -90,6 +90,13 @@ class LogRooms:
                 kept.to_disk = False  # by whom, now?
             self.into, self.durable_step, self.everywhere_step = into, -1, -1
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether records in memory are of steps that nothing on disk has."""
+        with self.lock:
+            newest = max((kept.step for kept in self.kept), default=-1)
+            return not self.disk.on and newest > self.durable_step
+
     def take(self, size_bytes: int) -> Room | None:
         """A room for a record; None if there is none."""
         assert self.into is not None

@@ -118,7 +118,7 @@ class Saver:
         self._keeper: Keeper | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
-        self._warm = self._at_once = False
+        self._warm = self._at_once = self.restored_from_memory = False
         self._prepared: Prepared | None = None
         self._layouts = self._captures = 0
         self._flights: list[_Flight] = []
@@ -159,8 +159,9 @@ class Saver:
 
     @property
     def last_is_in_memory(self) -> bool:
-        """Whether the last base is on no disk, and is not going there."""
-        return self._last is not None and self._last.in_memory
+        """Whether the last base is on no disk, and is not going there; that which was restored, if
+        there has been none since."""
+        return self.restored_from_memory if self._last is None else self._last.in_memory
 
     def take(
         self,

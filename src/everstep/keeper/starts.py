@@ -24,6 +24,8 @@ from everstep.tiers.disk import storage_errors
 
 __all__ = ["Starts"]
 
+_TRIES = 8  # to ask a keeper that others ask, too
+
 
 class Starts:
     """Restores a state and opens a timeline for it.
@@ -74,7 +76,7 @@ class Starts:
         """
         with self._telling():
             self._keepers.open(beside=self._job is not None)
-            recalled = self._keepers.left_behind(own=own)
+            recalled = self._left_behind(own=own)
         with self._overwritten.resuming(), self._computed():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
@@ -138,9 +140,21 @@ class Starts:
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took
-            held = self._keepers.left_behind().newest
+            held = self._left_behind().newest
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
+
+    def _left_behind(self, *, own: bool = False) -> Recalled:
+        """What the keeper has in memory. Another process that resumes the run at the same instant
+        may get it first: it is asked again, or that memory would be in nobody's history. (One
+        that it served before takes it back at its next step, each time.)"""
+        recalled = self._keepers.left_behind(own=own)
+        for _ in range(0 if own or self._job is not None else _TRIES):
+            if not recalled.missed:
+                break
+            self._keepers.open()
+            recalled = self._keepers.left_behind()
+        return recalled
 
     def _telling(self) -> AbstractContextManager[None]:
         return nullcontext() if self._job is None else self._job.telling()

@@ -66,6 +66,7 @@ class Recalled:
         copies: held for other ranks, and of this one what lives in memory.
         logs: steps of their logs that are held.
         served: what ``timeline.json`` was when the keeper came to serve each timeline.
+        missed: it could not be asked, as it serves another process now.
     """
 
     base: HeldBase | None = None
@@ -73,6 +74,7 @@ class Recalled:
     copies: tuple[PeerCopy, ...] = ()
     logs: tuple[PeerLog, ...] = ()
     served: Mapping[int, bytes] = field(default_factory=dict)
+    missed: bool = False
 
     def of_history(self, filesystem: FileSystem, run: PurePath) -> Recalled:
         """Without what is of another history: who puts the folder back as it was once, and goes on
