@@ -21,6 +21,7 @@ from everstep.capture.spots import Spots
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
 from everstep.keeper import untold as untold_module
+from everstep.keeper.untold import Owned
 from everstep.options import LogOptions
 from everstep.seams import Seams
 from tests.unit.logged import document, rewrite_segment, segments_of
@@ -753,3 +754,33 @@ def test_without_samples_data_comes_back_wrong(
     states, _ = train(run_folder, World(), data_clamped, "after update")
     with pytest.raises(AssertionError):
         assert_never_wrong(run_folder, states)
+
+
+# --- Parameters in one storage -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_flat_buffer_that_is_all_of_one_optimizers_is_watched_by_counters(views: bool) -> None:
+    """Whoever else lies there is among them, so nobody's update moves a counter that is shared."""
+    flat = torch.zeros(600)
+    parts = {"a": flat[:100], "b": flat[100:500].view(20, 20), "c": flat[500:]}
+    owned: dict[str, torch.Tensor] = parts
+    if not views:
+        owned = {name: torch.nn.Parameter(part.clone()) for name, part in parts.items()}
+        for name, part in parts.items():
+            owned[name].data = part
+    watched = Owned(owned)
+    assert watched.written() is None
+    with torch.no_grad():
+        owned["b"][7, 3] = 1.0  # samples look at 8 of the 400
+    assert watched.written() in ("a", "b", "c") if views else watched.written() == "b"
+    watched.settle(None)
+    assert watched.written() is None
+
+
+def test_what_shares_a_storage_with_others_is_not() -> None:
+    flat = torch.zeros(600)
+    few = {"a": flat[:100], "c": flat[500:]}
+    watched = Owned(few)
+    flat[300] = 1.0  # another optimizer's update moves their counter, too
+    assert watched.written() is None

@@ -20,12 +20,12 @@ class Versions:
     """The counters of some tensors.
 
     Args:
-        tensors: by name. Those that share their storage with others are left out, because they
-            may share the counter as well; so are inference tensors, which have none.
+        tensors: by name. Those that share their storage with anything else are left out, because
+            they may share the counter as well; so are inference tensors, which have none.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        counted = {name: tensor for name, tensor in tensors.items() if _is_counted(tensor)}
+        counted = _counted(tensors)
         self._names, self._tensors = tuple(counted), tuple(counted.values())
 
     def now(self) -> list[int]:
@@ -41,7 +41,36 @@ class Versions:
         return next(name for name, version, seen in pairs if version != seen)
 
 
-def _is_counted(tensor: torch.Tensor) -> bool:
+def _counted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those in whose storage nothing lies but tensors that are among them."""
+    able = {name: tensor for name, tensor in tensors.items() if _has_counter(tensor)}
+    storages = {name: tensor.untyped_storage() for name, tensor in able.items()}
+    runs: dict[int, list[tuple[int, int]]] = {}  # of bytes
+    for name, tensor in able.items():
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        end = begin + tensor.numel() * tensor.element_size()
+        runs.setdefault(storages[name]._cdata, []).append((begin, end))
+    ends = {storage: _end_of(found) for storage, found in runs.items()}
+    return {
+        name: tensor
+        for name, tensor in able.items()
+        if ends[storages[name]._cdata] == storages[name].nbytes()
+    }
+
+
+def _end_of(runs: list[tuple[int, int]]) -> int:
+    """How far these bytes go from the first one without a gap."""
+    runs.sort()
+    end = 0
+    for begin, to in runs:
+        if begin > end:
+            break
+        end = max(end, to)
+    return end
+
+
+def _has_counter(tensor: torch.Tensor) -> bool:
     if tensor.is_inference() or not tensor.numel():
         return False
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return alone or tensor.is_contiguous()
