@@ -143,7 +143,7 @@ def test_a_keepers_port_is_held_until_it_is_let_go(tmp_path: Path) -> None:
             PeerMailbox(host, port).close()  # its keeper is gone at once
             return port
 
-        def close(self) -> None: ...
+        def close(self, *, stay: bool = False) -> None: ...
 
     given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
     options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
