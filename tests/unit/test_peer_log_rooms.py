@@ -182,3 +182,19 @@ def test_logs_of_earlier_timelines_stay_until_a_base_is_with_all_peers(
     Duties._on_everywhere(duties, trainer, BaseId(2, 9))
     assert dropped == [*drops_at, 0]
     assert [one["base"] for one in told] == [9]
+
+
+def test_steps_that_nothing_on_disk_has() -> None:
+    """For these a keeper stays behind a script that ends without close(), and for no others."""
+    log = Rooms(steps_max=100, peers=False)
+    assert not log.rooms.is_ahead
+    log.train(2)
+    assert log.rooms.is_ahead
+    log.rooms.base_durable(1)
+    assert log.rooms.is_ahead
+    log.rooms.base_durable(2)
+    assert not log.rooms.is_ahead
+    log.train(1)
+    assert log.rooms.is_ahead
+    log.rooms.disk.on = True
+    assert not log.rooms.is_ahead

@@ -237,7 +237,14 @@ def finish_at_exit(
             if isinstance(error, DeadlineError):
                 break
     _tell_if_gone(keeper, shown)
-    let_go(keeper, stay=rooms is not None and rooms.is_ahead)
+    stays = rooms is not None and rooms.is_ahead
+    if stays and isinstance(keeper, RemoteKeeper) and keeper.lost is None:
+        print(
+            "everstep: this script ended without close(): the steps behind its newest base are in "
+            f"the memory of the keeper (process {keeper.pid}) for a while; resume() has them",
+            file=shown,
+        )
+    let_go(keeper, stay=stays)
 
 
 def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
