@@ -473,10 +473,27 @@ def test_interrupted_while_copying(
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save()
             ckpt.wait()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)  # the last of it is given back there
+            ckpt._lane.run(lambda: None).result(TIMEOUT_S)  # what it took is given back there
         assert ckpt.stats().host_bytes == held
         ckpt.save()
     check_usable(run_folder, state, 13)
+
+
+def test_the_pages_of_every_copy_are_taken_before_the_first(run_folder: Path) -> None:
+    """A block is whole pages: those of the second copy in flight, too."""
+    state = {"t": torch.zeros(2000)}
+    with opened(run_folder, state, method="async", progress_timeout_s=TIMEOUT_S) as ckpt:
+        ckpt.step()
+        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        pool = ckpt._keepers.pool
+        assert pool is not None
+        before = pool.touched_bytes
+        size_bytes = sum(entry.size_bytes for entry in ckpt._state.survey().shape.entries)
+        rooms = [pool.acquire(size_bytes, timeout_s=TIMEOUT_S) for _ in range(2)]
+        assert pool.touched_bytes == before
+        for room in rooms:
+            pool.release(room)
+        ckpt.save()
 
 
 def test_interrupted_while_the_keeper_is_told(

@@ -97,6 +97,10 @@ class CapturePool:
         """Host memory that the arena has taken so far."""
         return self._touched_to
 
+    def rounded_bytes(self, size_bytes: int) -> int:
+        """What a block of ``size_bytes`` takes."""
+        return self._allocator.rounded_bytes(size_bytes)
+
     def acquire(
         self, size_bytes: int, *, timeout_s: float, in_flight_max: int | None = None
     ) -> Room:
