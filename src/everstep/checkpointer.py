@@ -25,7 +25,7 @@ from everstep.keeper.lifetime import (
     check_timeout,
     check_usable,
     close_earlier,
-    is_lost,
+    must_stay,
     needs_last_base,
     no_last_base,
     persist_parked,
@@ -69,9 +69,7 @@ from everstep.tiers.options import PeerOptions, TierOptions, split_peers, valida
 
 __all__ = ["Checkpointer"]
 
-_live: weakref.WeakValueDictionary[tuple[PurePath, int], Checkpointer] = (
-    weakref.WeakValueDictionary()
-)
+_live = weakref.WeakValueDictionary[tuple[PurePath, int], "Checkpointer"]()
 
 
 class Checkpointer:
@@ -390,14 +388,15 @@ class Checkpointer:
         """
         if not self._open or os.getpid() != self._pid:
             return
-        failed, stay = list[EverstepError](), False
+        failed, stay, over = list[EverstepError](), False, False
         try:
             stay = self._take_last(failed)
             again = partial(take_failed, self._standby, self._watched, self._take_at, failed)
             failed += wait_through(self.wait, lambda: self._keepers.gave_up, again)
-            stay = stay or (self._keeper_stays and is_lost(self._last))
+            over = True  # or it was interrupted
         finally:
-            self._release(stay=stay)
+            about = self._run, self._recorder, self._keeper, self._last, failed
+            self._release(stay=stay or must_stay(*about, over=over, needed=self._keeper_stays))
         raise_first(failed)
 
     def _take_last(self, failed: list[EverstepError]) -> bool:

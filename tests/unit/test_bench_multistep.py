@@ -172,7 +172,8 @@ def save_of(
     waits_s = stall_s - own_s
     causes = {"gate": waits_s * 2 / 3, "gradients": waits_s / 3, "capture": own_s}
     wall_s = parts * step_s + stall_s
-    return MeasuredSave(causes, stall_s * 0.2, stall_s * 0.8, wall_s, parts, step_s, parts)
+    beside = LENGTHS.forward_s, LENGTHS.backward_s
+    return MeasuredSave(causes, stall_s * 0.2, stall_s * 0.8, wall_s, parts, step_s, parts, *beside)
 
 
 def own_rows(part_s: float = 0.0, counts: Any = (1, 12, 24)) -> list[Row]:
@@ -395,8 +396,22 @@ def test_what_failed_is_no_target_met() -> None:
     assert not report_of(empty).all_met()
 
 
+def test_steps_that_are_longer_beside_copies_give_the_link_time() -> None:
+    """As they were measured apart; the model of copies alone goes by steps without any."""
+    made = measured(4)
+    row = next(row for row in made.rows if (row.way, row.parts) == ("gockpt_o", 3))
+    copies_s, before_s = made.modelled_s(row), made.expected_s(row)
+    for own in made.own:
+        own.saves = [replace(save, backward_s=LENGTHS.backward_s + 0.004) for save in own.saves]
+    assert made.modelled_s(row) == copies_s
+    after_s = made.expected_s(row)
+    assert before_s is not None
+    assert after_s is not None
+    assert 2 * 0.004 <= before_s - after_s <= 3 * 0.004, "in each window, but for cuts"
+
+
 def test_the_slowdown_is_by_the_clock_on_the_wall() -> None:
-    save = MeasuredSave({"gate": 0.1}, 0.05, 0.1, 1.3, 10, 0.1, 10)
+    save = MeasuredSave({"gate": 0.1}, 0.05, 0.1, 1.3, 10, 0.1, 10, 0.03, 0.06)
     assert save.slowdown_s == pytest.approx(0.3)
     assert save.stall_s == pytest.approx(0.15)
     assert save.other_s == pytest.approx(0.05)

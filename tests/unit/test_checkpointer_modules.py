@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch.distributed
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from everstep import Recovery
+from everstep import Checkpointer, KeeperOptions, LogOptions, Recovery
 from everstep.errors import MismatchError, RecoveryError
+from everstep.format.names import base_dir
 from everstep.state.tensors import DTYPE_CODES
 from tests.unit.world import assert_same, opened, seed_everything
 
@@ -156,9 +158,12 @@ def test_tied_weights_are_stored_once_and_stay_tied(run_folder: Path) -> None:
 
 def test_tied_when_saved_untied_now(run_folder: Path) -> None:
     saved, live = Tied(1), Tied(2, tie=False)
-    save_and_resume(run_folder, saved, live)
+    notes = save_and_resume(run_folder, saved, live).notes
     assert_same(live.state_dict(), saved.state_dict())
     assert live.first.weight.data_ptr() != live.second.weight.data_ptr()
+    assert notes == (
+        "m/first.weight, m/second.weight were one tensor when they were saved, and are several now",
+    )
 
 
 def test_untied_when_saved_tied_now(run_folder: Path) -> None:
@@ -174,8 +179,52 @@ def test_untied_but_equal_when_saved_tied_now(run_folder: Path) -> None:
     saved, live = Tied(1, tie=False), Tied(2)
     with torch.no_grad():
         saved.second.weight.copy_(saved.first.weight)
-    save_and_resume(run_folder, saved, live)
+    notes = save_and_resume(run_folder, saved, live).notes
     assert_same(live.state_dict(), saved.state_dict())
+    assert notes == (
+        "m/first.weight, m/second.weight were several tensors when they were saved, and are one "
+        "now",
+    )
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_log_is_of_the_ties_of_its_training(tie: bool, run_folder: Path) -> None:
+    """What replay does to the one tensor, it would not do to the other: the log is left alone."""
+
+    def made(seed: int, tie: bool) -> dict[str, Any]:
+        model = Tied(seed, tie=tie)
+        if not tie:
+            model.second.weight.requires_grad_(False)
+        return {"m": model, "optimizer": torch.optim.AdamW([model.first.weight])}
+
+    def opened_logged(state: dict[str, Any]) -> Checkpointer:
+        log, keeper = LogOptions(to="disk"), KeeperOptions(process=False)
+        return Checkpointer(run_folder, state, method="logged", every=4, log=log, keeper=keeper)
+
+    state, at_base = made(1, tie=True), torch.empty(0)
+    with opened_logged(state) as ckpt:
+        ckpt.resume()
+        for step in range(1, 7):
+            state["m"].first.weight.square().sum().backward()
+            state["optimizer"].step()
+            ckpt.step()
+            at_base = state["m"].first.weight.detach().clone() if step == 4 else at_base
+    shutil.rmtree(base_dir(run_folder, 1, 6))  # which close() has taken
+    live = made(2, tie=tie)
+    with opened_logged(live) as ckpt:
+        recovery = ckpt.resume()
+        wanted = state["m"].first.weight if tie else at_base
+        assert torch.equal(live["m"].first.weight, wanted)
+        assert torch.equal(live["m"].second.weight, wanted)
+    assert (recovery.step, recovery.exact) == ((6, True) if tie else (4, False))
+    assert [one.reason for one in recovery.skipped] == (
+        []
+        if tie
+        else [
+            "the log behind it cannot be replayed: m/first.weight, m/second.weight were one tensor "
+            "when they were saved, and are several now"
+        ]
+    )
 
 
 def test_tied_across_sections(run_folder: Path) -> None:

@@ -139,6 +139,28 @@ def test_parameter_groups_of_their_own(run_folder: Path) -> None:
     check_resume(run_folder, build, step)
 
 
+def test_a_group_that_gets_a_rate_of_its_own(run_folder: Path) -> None:
+    """One tensor is the rate of three groups; from the second step on one has another."""
+
+    def build(seed: int) -> State:
+        model, lr = model_of(seed), torch.tensor(0.01)
+        groups = [{"params": model[at].parameters(), "lr": lr} for at in (0, 1, 3)]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups, foreach=False)}
+
+    def step(state: State) -> None:
+        first, other, third = state["optimizer"].param_groups
+        if other["lr"] is first["lr"]:
+            other["lr"] = torch.tensor(0.03)
+        other["lr"].mul_(0.5)
+        assert third["lr"] is first["lr"], "as torch loads it"
+        train(state)
+
+    state = check_resume(run_folder, build, step)
+    assert [group["lr"].item() for group in state["optimizer"].param_groups] == pytest.approx(
+        [0.01, 0.03 * 0.5 ** (BEFORE + AFTER), 0.01]
+    )
+
+
 def test_named_parameters(run_folder: Path) -> None:
     def build(seed: int) -> State:
         model = model_of(seed)

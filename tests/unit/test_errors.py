@@ -29,7 +29,7 @@ THREAD = KeeperOptions(process=False)
         (errno.ENOSPC, "OutOfSpaceError", "free some space"),
         (errno.EDQUOT, "OutOfSpaceError", "free some space"),
         (errno.EFBIG, "OutOfSpaceError", "ulimit -f"),
-        (errno.EROFS, "PermissionDeniedError", "that this user may write"),
+        (errno.EROFS, "PermissionDeniedError", "file system is read-only"),
         (errno.EACCES, "PermissionDeniedError", "that this user may write"),
     ],
 )

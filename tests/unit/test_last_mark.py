@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep import Checkpointer, KeeperOptions, LogOptions
+from everstep import Checkpointer, KeeperOptions, LogOptions, checkpointer
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -332,5 +332,43 @@ def test_bases_in_memory_outlive_a_last_one_that_fails(run_folder: Path) -> None
             recovery = ckpt.resume()
             assert (recovery.step, recovery.source, recovery.exact) == (8, "memory", True)
             assert same(again.seen(), wanted[8])
+    finally:
+        end_keepers(run_folder.parent)
+
+
+def _interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["fails", "is interrupted"])
+@pytest.mark.parametrize("method", ["logged", "lowdiff_plus"])
+def test_the_log_in_memory_outlives_a_last_base(
+    run_folder: Path,
+    method: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Whoever comes back in time loses no step, as behind SIGKILL."""
+    it = Plain(run_folder, method)
+    error = StorageError if how == "fails" else KeyboardInterrupt
+    try:
+        with pytest.raises(error), it.ckpt as ckpt:
+            ckpt.resume()
+            it.train(7)
+            ckpt.wait()
+            wanted = it.seen()
+            if how == "fails":
+                (base_dir(run_folder, 1, 7) / shard_name(0)).mkdir(parents=True)  # in its way
+            else:
+                monkeypatch.setattr(checkpointer, "wait_through", _interrupted)
+                monkeypatch.setattr(Checkpointer, "_take_at", _interrupted)
+        assert "resume() has them" in capfd.readouterr().err
+        monkeypatch.undo()
+        again = Plain(run_folder, method)
+        with again.ckpt as ckpt:
+            recovery = ckpt.resume()
+            assert (recovery.step, recovery.exact) == (7, True)
+            assert same(again.seen(), wanted)
     finally:
         end_keepers(run_folder.parent)

@@ -46,6 +46,7 @@ __all__ = [
     "close_earlier",
     "finish_at_exit",
     "is_lost",
+    "must_stay",
     "needs_last_base",
     "no_last_base",
     "persist_parked",
@@ -238,13 +239,21 @@ def finish_at_exit(
                 break
     _tell_if_gone(keeper, shown)
     stays = rooms is not None and rooms.is_ahead
-    if stays and isinstance(keeper, RemoteKeeper) and keeper.lost is None:
-        print(
-            "everstep: this script ended without close(): the steps behind its newest base are in "
-            f"the memory of the keeper (process {keeper.pid}) for a while; resume() has them",
-            file=shown,
-        )
+    if stays:
+        _tell_who_has_the_log(keeper, "this script ended without close()", shown)
     let_go(keeper, stay=stays)
+
+
+def _tell_who_has_the_log(keeper: Keeper | None, why: str, shown: Any) -> bool:
+    """Says who has what the log in memory has behind the newest base; whether anyone has it."""
+    if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
+        return False
+    print(
+        f"everstep: {why}: the steps behind its newest base are in the memory of the keeper "
+        f"(process {keeper.pid}) for a while; resume() has them",
+        file=shown,
+    )
+    return True
 
 
 def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
@@ -344,6 +353,32 @@ def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper
         file=sys.stderr,
     )
     return stays
+
+
+def must_stay(
+    run: PurePath,
+    recorder: Recorder | None,
+    keeper: Keeper | None,
+    last: Save | None,
+    failed: Sequence[EverstepError],
+    *,
+    over: bool,
+    needed: bool,
+) -> bool:
+    """Whether the keeper is to stay behind a ``close()``: what was to make it superfluous failed,
+    or was interrupted. Says so, where nobody else has the log.
+
+    Args:
+        last: the base that was to hold what the log has, if one was taken.
+        failed: what failed.
+        over: it was not interrupted.
+        needed: other ranks need what it has, or it alone has bases.
+    """
+    if needed and (not over or is_lost(last)):
+        return True
+    if (over and not failed) or recorder is None or not recorder.rooms.is_ahead:
+        return False
+    return _tell_who_has_the_log(keeper, f"{run}: no last base", sys.stderr)
 
 
 def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) -> None:

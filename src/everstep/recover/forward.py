@@ -276,6 +276,10 @@ def replay(
         why = "the log behind it is of a state that consists of something else"
         restored.skipped.append(Skipped(timeline, at, why))
         return
+    if loaded.tied:
+        why = f"the log behind it cannot be replayed: {loaded.tied[0]}"
+        restored.skipped.append(Skipped(*chain.steps[0], why))
+        return
     redo = Redo(loader.state, loaded.relaid)
     if not together:
         redo.limit_bytes = 0

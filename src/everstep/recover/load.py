@@ -9,7 +9,7 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ class LoadedBase:
         layout: of a base that another number of ranks has saved: who had what; of as many in
             another layout, once that shows.
         relaid: names of tensors that lie otherwise in memory than when they were saved.
+        tied: in words: which are one here, and were several, or the other way round.
     """
 
     marker: Marker
@@ -77,6 +78,7 @@ class LoadedBase:
     finite: frozenset[str] = frozenset()
     layout: OldLayout | None = None
     relaid: frozenset[str] = frozenset()
+    tied: tuple[str, ...] = ()
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -260,7 +262,9 @@ def _load(
         flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
             raise _untied(name)
-    notes: list[str] = [*view.notes, *made.doubts]
+    held = (name for plan in plans.values() if plan.tree is not None for name in plan.in_place)
+    tied = _tied_otherwise(view, targets, held)
+    notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():
         plan = plans[section]
         if plan.tree is not None:
@@ -286,6 +290,7 @@ def _load(
         finite=frozenset(looks.finite),
         layout=layout,
         relaid=relaid(view, tensors),
+        tied=tied,
     )
 
 
@@ -435,6 +440,32 @@ def _sharing_memory(view: View, targets: Targets) -> dict[str, str]:
         if same.setdefault((begin, tensor.shape, tensor.stride(), tensor.dtype), mine) != mine:
             raise _untied(name)
     return found
+
+
+def _tied_otherwise(view: View, targets: Targets, held: Iterable[str]) -> tuple[str, ...]:
+    """Which tensors of the program were one when they were saved, and are several now, or the
+    other way round. All have got their values; training goes on as another one would.
+
+    Args:
+        held: names of those that the program had before.
+    """
+    names: dict[tuple[str, Any], str] = {}  # the first of each entry, and of each memory
+    for name in held:
+        here = local_of(targets.tensors[name])
+        if here.numel():
+            where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
+            names.setdefault((view.entries[name].name, where), name)
+    apart: dict[str, list[str]] = {}
+    together: dict[Any, list[str]] = {}
+    for (entry, where), name in names.items():
+        apart.setdefault(entry, []).append(name)
+        together.setdefault(where, []).append(name)
+    were_one = "were one tensor when they were saved, and are several now"
+    were_several = "were several tensors when they were saved, and are one now"
+    return (
+        *(f"{', '.join(tied)} {were_one}" for tied in apart.values() if len(tied) > 1),
+        *(f"{', '.join(tied)} {were_several}" for tied in together.values() if len(tied) > 1),
+    )
 
 
 def _digest_of(view: View, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -49,9 +50,10 @@ class Targets:
         a device, not contiguous) gets a fresh contiguous one first and a copy at the end."""
         targets = cls()
         fresh: dict[str, torch.Tensor | None] = {}
+        apart = _apart(plans, entries)
         for plan in plans.values():
             for name in () if plan.tree is None else references(plan.tree):
-                live = plan.in_place.get(name)
+                live = apart.get(name, plan.in_place.get(name))
                 if live is None:
                     fresh[name] = plan.like.get(name)
                     continue
@@ -100,6 +102,30 @@ class Targets:
                 turned[id(memory)] = as_it_lay(memory, stride)
             self.tensors[name] = turned[id(memory)]
         return self.tensors
+
+
+def _apart(
+    plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]
+) -> dict[str, torch.Tensor]:
+    """Memory for what is copied in any case, where it is one tensor here and was several when it
+    was saved, or the other way round: a group of an optimizer got a rate of its own in mid-run."""
+    copied = {name for plan in plans.values() for name in plan.copied if name in plan.in_place}
+    if not copied:
+        return {}
+    live = {name: tensor for plan in plans.values() for name, tensor in plan.in_place.items()}
+    pairs = {(_memory(tensor), entries[name].name) for name, tensor in live.items()}
+    here, there = Counter(memory for memory, _ in pairs), Counter(entry for _, entry in pairs)
+    made: dict[str, torch.Tensor] = {}  # what was one when it was saved is one
+    return {
+        name: made.setdefault(entries[name].name, torch.empty_like(live[name]))
+        for name in sorted(copied)
+        if here[_memory(live[name])] > 1 or there[entries[name].name] > 1
+    }
+
+
+def _memory(tensor: torch.Tensor) -> tuple[str, int]:
+    local = local_of(tensor)
+    return str(local.device), local.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,13 @@ def make_live_whole(
             step=step,
             hint="resume() without strict=False, or from a base of one step",
         )
+    if loaded.tied:
+        raise ReplayError(
+            "a base over several steps can only be made whole where tensors are tied as they were: "
+            f"{loaded.tied[0]}",
+            step=step,
+            hint="build the model with the same tied weights as when it was saved",
+        )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
     redo = Redo(state, loaded.relaid)
     elsewhere = other_conditions([trained]) if records.updates else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -19,7 +20,8 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class IoThreads:
-    """A fixed number of threads, started when they are first needed.
+    """A fixed number of threads, started when they are first needed. They end with this object,
+    too: nobody closes what an interrupted start has made.
 
     Args:
         count: number of threads.
@@ -32,6 +34,7 @@ class IoThreads:
         self._name = name
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._let_go: weakref.finalize[..., Any] | None = None
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
         """Runs ``function(*args)`` in one of the threads."""
@@ -43,6 +46,9 @@ class IoThreads:
 
     def _start(self) -> None:
         with self._lock:
+            if self._let_go is None:
+                self._let_go = weakref.finalize(self, _end, self._jobs, self._count)
+                self._let_go.atexit = False  # what they have to do then, they do
             for number in range(len(self._threads), self._count):
                 thread = threading.Thread(
                     target=_work, args=(self._jobs,), name=f"{self._name}-{number}", daemon=True
@@ -54,10 +60,18 @@ class IoThreads:
         """Ends the threads after the work that was submitted; a hung one is left behind."""
         with self._lock:
             threads, self._threads = self._threads, []
-        for _ in threads:
-            self._jobs.put(None)
+            if self._let_go is not None:
+                self._let_go.detach()
+                self._let_go = None
+        _end(self._jobs, len(threads))
         for thread in threads:
             thread.join(timeout_s)
+
+
+def _end(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
+    """Ends so many threads, behind what they have to do."""
+    for _ in range(count):
+        jobs.put(None)
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:

@@ -285,6 +285,7 @@ class OptimizerProvider:
             tensor = live.get(name)
             if tensor is not None and difference(entry, tensor) is None:
                 plan.in_place[name] = tensor
+        plan.copied = frozenset(references(saved.tree["param_groups"]))
         plan.like = self._like(saved.tree["state"], saved.entries)
         return plan
 

@@ -7,7 +7,7 @@ straight into live memory and what does not match, and takes the loaded tree bac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,12 +64,14 @@ class RestorePlan:
         in_place: live tensors to read straight into, by entry name.
         like: DTensors (parameters, mostly) as which a tensor that is not there yet is spread over
             the ranks, by entry name.
+        copied: names of tensors of which the section gets copies, wherever they are read into.
         mismatches: ``(name, what differs)``.
     """
 
     tree: Any
     in_place: dict[str, torch.Tensor] = field(default_factory=dict)
     like: dict[str, torch.Tensor] = field(default_factory=dict)
+    copied: Collection[str] = ()
     mismatches: list[tuple[str, str]] = field(default_factory=list)
 
 

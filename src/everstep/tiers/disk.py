@@ -68,6 +68,11 @@ def storage_errors(
                 )
         elif error.errno in _NO_PERMISSION:
             kind, hint = PermissionDeniedError, "choose a directory that this user may write"
+            if error.errno == errno.EROFS:
+                hint = (
+                    "the file system is read-only, since an error perhaps (dmesg, mount): make it "
+                    f"writable again, or {hint}"
+                )
         elif error.errno in _HINTS:
             hint = _HINTS[error.errno]
         reason = error.strerror or str(error)

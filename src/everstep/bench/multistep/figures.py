@@ -52,6 +52,7 @@ class MeasuredSave:
         steps: in that time.
         step_s: of one in which nothing is saved.
         parts: in which it was captured; 1 for those that do not say.
+        forward_s, backward_s: of a step of it, in the mean: they are longer beside copies.
     """
 
     causes: Mapping[str, float]
@@ -61,6 +62,8 @@ class MeasuredSave:
     steps: int
     step_s: float
     parts: int
+    forward_s: float
+    backward_s: float
 
     @property
     def stall_s(self) -> float:
@@ -164,10 +167,14 @@ class Measurement:
     def own_s(self, way: str, parts: int) -> float | None:
         """The training thread's own work for a base in so many parts; between numbers of parts that
         were measured, in proportion. None: it was not measured."""
+        return self._apart(way, parts, lambda save: save.other_s)
+
+    def _apart(self, way: str, parts: int, figure: Callable[[MeasuredSave], float]) -> float | None:
+        """A figure as it was measured apart."""
         found = sorted(
-            (row.parts, other.median)
+            (row.parts, spread.median)
             for row in self.own
-            if row.way == way and (other := row.spread(lambda save: save.other_s))
+            if row.way == way and (spread := row.spread(figure))
         )
         if not found:
             return None
@@ -187,13 +194,17 @@ class Measurement:
         return self.overlap(pipeline, parts or _count(row), self.held(row.way)).stall_s
 
     def expected(self, row: Row, parts: int | None = None) -> Overlap | None:
-        """What is modelled of a base with the training thread's own work, of which the link makes
-        use, and with copies where everstep makes them; None where that work was not measured."""
+        """What is modelled of a base with the training thread's own work, with forward and backward
+        as long as they are beside copies, of both of which the link makes use, and with copies
+        where everstep makes them; None where these were not measured apart."""
         count = parts or _count(row)
         own_s = self.own_s(row.way, count)
-        if own_s is None:
+        forward_s = self._apart(row.way, count, lambda save: save.forward_s)
+        backward_s = self._apart(row.way, count, lambda save: save.backward_s)
+        if own_s is None or forward_s is None or backward_s is None:
             return None
-        pipeline = replace(self.pipeline(row), part_s=own_s / count, behind_update=True)
+        lengths = replace(self.pipeline(row), forward_s=forward_s, backward_s=backward_s)
+        pipeline = replace(lengths, part_s=own_s / count, behind_update=True)
         return self.overlap(pipeline, count, self.held(row.way))
 
     def expected_s(self, row: Row, parts: int | None = None) -> float | None:

@@ -153,15 +153,14 @@ def _save(training: TimedTraining, checkpointer: Checkpointer, idle: _Idle) -> M
     begin_s = time.monotonic()
     save = take_due(checkpointer)
     calls_s = time.monotonic() - begin_s
-    steps, within_s, last_s = 0, 0.0, sum(stalls().values())
+    steps, within_s, last_s = list[TimedStep](), 0.0, sum(stalls().values())
     while not save.staged.done():
-        training.step()
+        steps.append(training.step())
         within_s += sum(stalls().values()) - last_s
         stepped_s = time.monotonic()
         checkpointer.step()
         calls_s += time.monotonic() - stepped_s - idle.call_s
         last_s = sum(stalls().values())
-        steps += 1
         _check(begin_s)
     wall_s = time.monotonic() - begin_s
     after = stalls()
@@ -178,9 +177,11 @@ def _save(training: TimedTraining, checkpointer: Checkpointer, idle: _Idle) -> M
         calls_s=calls_s,
         within_s=within_s,
         wall_s=wall_s,
-        steps=steps,
+        steps=len(steps),
         step_s=idle.wall_s,
         parts=1 if multistep is None else multistep.parts or 1,
+        forward_s=statistics.fmean(step.forward_s for step in steps or idle.steps),
+        backward_s=statistics.fmean(step.backward_s for step in steps or idle.steps),
     )
 
 
