@@ -9,7 +9,7 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -262,7 +262,7 @@ def _load(
         flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
             raise _untied(name)
-    held = (name for plan in plans.values() if plan.tree is not None for name in plan.in_place)
+    held = {name for plan in plans.values() for name in plan.in_place}
     tied = _tied_otherwise(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():
@@ -442,7 +442,7 @@ def _sharing_memory(view: View, targets: Targets) -> dict[str, str]:
     return found
 
 
-def _tied_otherwise(view: View, targets: Targets, held: Iterable[str]) -> tuple[str, ...]:
+def _tied_otherwise(view: View, targets: Targets, held: set[str]) -> tuple[str, ...]:
     """Which tensors of the program were one when they were saved, and are several now, or the
     other way round. All have got their values; training goes on as another one would.
 
@@ -450,7 +450,7 @@ def _tied_otherwise(view: View, targets: Targets, held: Iterable[str]) -> tuple[
         held: names of those that the program had before.
     """
     names: dict[tuple[str, Any], str] = {}  # the first of each entry, and of each memory
-    for name in held:
+    for name in sorted(targets.tensors.keys() & held):
         here = local_of(targets.tensors[name])
         if here.numel():
             where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
