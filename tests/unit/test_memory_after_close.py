@@ -4,6 +4,8 @@ knows each other in circles, which Python's collector may not look at for a whol
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 import everstep
+from everstep.keeper.remote import RemoteKeeper
 from everstep.options import KeeperOptions
 from everstep.seams import memory
+from tests.unit.following import until
 
 
 @pytest.fixture(autouse=True)
@@ -76,4 +80,38 @@ def test_a_cell_that_is_run_again_does_not_take_it_twice(run_folder: Path) -> No
     kept = [trained(run_folder, model, "lazy", process=True) for _ in range(3)]
     assert len(mapped() - before) == 1
     kept[-1][0].close()
+    assert mapped() == before
+
+
+@pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
+@pytest.mark.parametrize(
+    "method", ["async", "lazy", "logged", "checkflow", "gockpt_o", "lowdiff_plus", "gemini"]
+)
+def test_a_keeper_that_is_replaced_takes_its_memory_along(method: str, run_folder: Path) -> None:
+    """Half of the machine's, perhaps; the next one takes as much."""
+    before = mapped()
+    model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with everstep.Checkpointer(run_folder, state, method=method, every=2) as ckpt:
+        ckpt.resume()
+
+        def train() -> None:
+            for _ in range(3):
+                model(torch.ones(2, 20)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.step()
+
+        train()
+        first = ckpt._keepers.current
+        assert isinstance(first, RemoteKeeper)
+        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: first.lost is not None, "its loss")
+        train()
+        assert ckpt.stats().keeper_restarts == 1
+        ckpt.wait()
+        ckpt._lane.run(lambda: None).result(10)
+        assert len(mapped() - before) == 1
+        train()
     assert mapped() == before

@@ -55,6 +55,7 @@ class CapturePool:
         self._kept: list[Room] = []
         self._touching = threading.Lock()
         self._touched_to = 0
+        self._retired = False
         self._whole: torch.Tensor | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -76,10 +77,15 @@ class CapturePool:
             view = self._views[key] = self.whole[room.offset : room.offset + room.size_bytes]
         return view
 
-    def close(self) -> None:
+    def close(self, *, later: bool = False) -> None:
         """Lets go of the memory, whoever still knows this pool. Not while a capture is under way:
-        storage that hangs may come back."""
+        storage that hangs may come back.
+
+        Args:
+            later: once none is under way any more.
+        """
         with self._changed:
+            self._retired = later
             if self._in_flight:
                 return
             self._views.clear()
@@ -233,3 +239,5 @@ class CapturePool:
         if room.word != _NO_WORD:
             self._words.append(room.word)
         self._changed.notify_all()
+        if self._retired:
+            self.close(later=True)

@@ -141,7 +141,9 @@ class Saver:
         if pool is not self._pool:
             self._prepared = None  # the keeper of this pool knows no layout yet
             self._warm = False
-            self._pool = pool
+            before, self._pool = self._pool, pool
+            if before is not None:  # its memory; behind copies into it that nobody needs now
+                self._lane.run(lambda: before.close(later=True))
         self._keeper = keeper
 
     def warm(self, survey: Survey | None = None) -> None:
