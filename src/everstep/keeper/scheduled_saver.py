@@ -73,8 +73,9 @@ class ScheduledSaver(Saver):
 
     def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
         with self._parking:
-            if pool is not self._pool:
-                self._parked = None  # its memory is gone
+            if pool is not self._pool and self._parked is not None:  # its keeper is gone
+                self._parked.on_end(self._parked)
+                self._parked = None
             self._of_before = True
             self._newest = self._wanted = None
         super().start(keeper, pool)
