@@ -47,7 +47,8 @@ class Coordinator(Member):
 
     Args:
         keep: bases to keep, at least 1.
-        recovered: what the timeline began with; every rank has read its part of it.
+        recovered: what the timeline began with; durable on all ranks.
+        unread: not all of it was read from their disks, and so nothing rests on it.
         unreadable: bases that have a manifest, and that the ranks cannot read all of.
         spared: bases that stay on the disks, however old: asked before each deletion.
     """
@@ -59,6 +60,7 @@ class Coordinator(Member):
         *,
         keep: int,
         recovered: BaseId | None = None,
+        unread: bool = False,
         unreadable: Collection[BaseId] = (),
         pace: Pace | None = None,
         kept: Mapping[BaseId, Marker] | None = None,
@@ -66,7 +68,7 @@ class Coordinator(Member):
     ) -> None:
         super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace, kept=kept)
         self._keep, self._spared = keep, spared
-        self.verified: set[BaseId] = set() if recovered is None else {recovered}
+        self.verified: set[BaseId] = set() if recovered is None or unread else {recovered}
         self.damaged: set[BaseId] = set(unreadable)
         self._kept: dict[BaseId, set[int]] = {}  # by leader
         self._told: dict[BaseId, Manifest] = {}

@@ -134,6 +134,7 @@ class RankCommits:
                 timeline,
                 keep=keep,
                 recovered=seat.recovered,
+                unread=seat.unread,
                 unreadable=seat.unreadable,
                 pace=pace,
                 kept=kept,

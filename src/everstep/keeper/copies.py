@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -56,10 +57,16 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
         StorageError: it cannot be reached.
     """
     _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
+    _refuse_overlap([_followed(run), *(_followed(PurePath(one.where)) for one in tiers)])
     places = [open_tier(one.where, seams.filesystem, clock=seams.clock) for one in tiers]
     for place in places:
         place.check()
     return places
+
+
+def _followed(place: PurePath) -> PurePath:
+    """Where a path leads; a URL to itself."""
+    return place if ":" in place.parts[0] else PurePath(os.path.realpath(place))
 
 
 def _refuse_overlap(places: list[PurePath]) -> None:

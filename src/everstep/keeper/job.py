@@ -292,7 +292,8 @@ class Job:
             if self._copies is not None:
                 self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)
-        self.seat = self._seat(session, keepers, choice)
+        unread = any(one.source != "disk" for one in resumed.reads)
+        self.seat = replace(self._seat(session, keepers, choice), unread=unread)
         return resumed
 
     @contextlib.contextmanager

@@ -394,6 +394,8 @@ class LogStore:
         """No more segments: behind a hole they would be of no use. Nobody waits for them."""
         self._failed = True
         self._pending.clear()
+        said = "the log on disk ends there, and goes on with the next start"
+        error.hint = said if error.hint is None else f"{error.hint}; {said}"
         self._post(error)
         self._on_disk(_ALL)
 

@@ -46,6 +46,7 @@ from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
 from everstep.keeper.place import ROOT, CopyPlace, own_errors
 from everstep.recover.peer_log import copied
+from everstep.recover.scan import bases_with_a_log
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
@@ -324,9 +325,11 @@ class LogMirror:
         first: without it nobody reads the rest."""
         place, own = self._place, self._identity
         inventory = place.inventory()
-        bases = [base.id for base in inventory.bases]
-        if not any(base.status == "committed" for base in inventory.bases):
+        bases = bases_with_a_log(inventory.bases)
+        committed = [base.id for base in inventory.bases if base.status == "committed"]
+        if not committed:
             return  # a listing may be some time old
+        newest = max((id.step for id in committed if id.timeline == own.timeline), default=-1)
         for timeline in sorted(n for n in inventory.timelines if n <= own.timeline):
             everyones = self._leads and timeline < own.timeline
             for kind in (LOG_DIR, LOSSY_DIR):
@@ -335,7 +338,9 @@ class LogMirror:
                     names = [entry.name for entry in place.files.scan(directory)]
                 for name in sorted(names):
                     steps = parse_segment(name)
-                    if steps is not None and not needed_by((timeline, *steps), bases):
+                    if steps is None or (timeline == own.timeline and steps[-1] > newest):
+                        continue  # of our own: the base that it leads on from may be coming
+                    if not needed_by((timeline, *steps), bases):
                         self._delete(
                             f"{directory.relative_to(ROOT).as_posix()}/{name}",
                             None if everyones else own.rank,

@@ -44,6 +44,7 @@ from everstep.seams.clock import Clock
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.rate import ObjectRate
+from everstep.tiers.streams import read_record
 
 __all__ = ["Mirror", "MirrorStats"]
 
@@ -176,7 +177,9 @@ class Mirror:
         if not here or not self._may_copy(there[here[0]]):
             return None
         self._place.check_fence()
-        if not self._published:  # or another run's base might be taken for the copy of this one
+        if self._published:
+            self._find_again(inventory)
+        else:  # or another run's base might be taken for the copy of this one
             self._publish(inventory)
             self._published = True
         base = there[here[0]]
@@ -312,6 +315,33 @@ class Mirror:
                     tier=self._tier.traits.kind,
                     path=f"{self._tier.url}/{self._name(path)}",
                     hint="end one of the two, or copy to another place",
+                )
+
+    def _find_again(self, inventory: Inventory) -> None:
+        """The place still is what it was: no other directory lies under that name now, as where it
+        was unmounted, and nobody has emptied it."""
+        own = timeline_dir(self._run, self._timeline) / TIMELINE_RECORD
+        records = {
+            RUN_RECORD: RunRecord(inventory.run or "").encode(),
+            self._name(own): read_record_bytes(self._filesystem, own),
+        }
+        for name, data in records.items():
+            what = {"tier": self._tier.traits.kind, "path": f"{self._tier.url}/{name}"}
+            try:
+                with contextlib.closing(self._tier.open(name)) as file:
+                    found = read_record(file, name)
+            except FileNotFoundError:
+                raise StorageError(
+                    f"{name}, which was written there, is gone: {self._tier.url} has been "
+                    "unmounted, or emptied",
+                    hint="copies go on when it is back; for a new place, start again",
+                    **what,
+                ) from None
+            if found != data:
+                raise ForeignDirectoryError(
+                    f"{self._tier.url} holds another run, or another history of this one, now",
+                    hint="give each run a place of its own",
+                    **what,
                 )
 
     def _beat(self) -> None:

@@ -235,16 +235,25 @@ class Persister:
 
     def _clean_up(self, plan: BasePlan, directory: PurePath) -> None:
         """Leaves nothing of a base that failed: marker first, so that no mixture can be
-        rolled forward, then the files. A committed base is past this."""
+        rolled forward, then the files. A committed base is past this.
+
+        Whoever resumes meanwhile may make it whole, and rest on it. It looks whether the marker is
+        there behind its new timeline, and we look for that behind the marker's going: of the two
+        one sees the other (``adr/004``)."""
         filesystem = self._filesystem
         try:
             names = {entry.name for entry in filesystem.scan(directory)}
-            if MANIFEST in names:
+            if MANIFEST in names or self._is_fenced_off():
                 return
             marker = marker_name(plan.identity.rank)
             if marker in names:
-                filesystem.unlink(directory / marker)
+                gone = directory / temporary(PurePath(marker)).name
+                filesystem.rename(directory / marker, gone)
                 filesystem.sync_dir(directory)
+                if self._is_fenced_off():
+                    filesystem.rename(gone, directory / marker)
+                    filesystem.sync_dir(directory)
+                    return
             mine = {shard.name for shard in plan.shards} | {marker, MANIFEST}
             for name in mine | {temporary(PurePath(name)).name for name in mine}:
                 remove_if_there(filesystem, directory / name)
@@ -252,6 +261,9 @@ class Persister:
                 filesystem.remove_dir(directory)
         except OSError:
             pass  # the disk that failed the save may fail this too; retention cleans up later
+
+    def _is_fenced_off(self) -> bool:
+        return self._fence is not None and self._fence.seen() != self._fence.timeline
 
 
 def _base(plan: BasePlan) -> BaseId:

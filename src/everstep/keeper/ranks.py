@@ -51,7 +51,13 @@ from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
 from everstep.recover.fence import Fence
 from everstep.recover.ranks import keep_manifest
-from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
+from everstep.recover.scan import (
+    BaseFound,
+    Inventory,
+    bases_with_a_log,
+    newest_timeline,
+    scan_run,
+)
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, temporary, write_durably
 
@@ -200,7 +206,7 @@ class RankDisk:
             FencedError: a newer timeline has begun.
         """
         inventory = scan_run(self._filesystem, self._run)
-        left = [base.id for base in inventory.bases]
+        left = bases_with_a_log(inventory.bases)
         for number in sorted(n for n in inventory.timelines if n <= timeline):
             delete_segments(
                 self._filesystem,

@@ -46,7 +46,13 @@ from everstep.keeper.retain_log import delete_segments
 from everstep.options import History
 from everstep.recover.fence import Fence
 from everstep.recover.lift import lift_mark
-from everstep.recover.scan import BaseFound, Inventory, newest_timeline, scan_run
+from everstep.recover.scan import (
+    BaseFound,
+    Inventory,
+    bases_with_a_log,
+    newest_timeline,
+    scan_run,
+)
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem
@@ -180,7 +186,7 @@ class Retention:
     def _retain_log(self) -> None:
         """Segments that lead nowhere from any base that is left."""
         inventory = scan_run(self._filesystem, self._run)
-        left = [b.id for b in inventory.bases if b.is_usable or b.status == "damaged"]
+        left = bases_with_a_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
         mine = [number for number in inventory.timelines if number <= self._timeline]
         delete_segments(
             self._filesystem,

@@ -22,6 +22,7 @@ class Seat:
         disks: by rank: a name of the disk that it writes to.
         peers: by rank: where its keeper's mailbox is.
         recovered: what the timeline began with, if that is durable on all ranks.
+        unread: not all of it was read from their disks: nobody knows whether what is there is good.
         spare: the same, if it is not.
         unreadable: bases that have a manifest, and that the ranks cannot read all of.
         again: another keeper has served this rank in this start, and is lost.
@@ -39,6 +40,7 @@ class Seat:
     again: bool = False
     lost: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
+    unread: bool = False
 
     @property
     def peer(self) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -52,7 +52,14 @@ from everstep.format.records import (
 )
 from everstep.seams.filesystem import DirEntry, FileSystem
 
-__all__ = ["BaseFound", "Inventory", "newest_timeline", "scan_base", "scan_run"]
+__all__ = [
+    "BaseFound",
+    "Inventory",
+    "bases_with_a_log",
+    "newest_timeline",
+    "scan_base",
+    "scan_run",
+]
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
@@ -200,6 +207,15 @@ def _scan(filesystem: FileSystem, path: PurePath, entries: list[DirEntry]) -> In
         ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
         inventory.run = ids[0] if ids else None
     return inventory
+
+
+def bases_with_a_log(bases: Iterable[BaseFound]) -> list[BaseId]:
+    """Those of which retention leaves the log: the committed ones, and what is none, or none yet,
+    unless all of these are newer. What a process that died has left, or what is damaged, would
+    else keep all segments since, for ever."""
+    found = list(bases)
+    oldest = min((base.id for base in found if base.status == "committed"), default=None)
+    return [base.id for base in found if oldest is None or base.id >= oldest]
 
 
 def newest_timeline(filesystem: FileSystem, path: PurePath) -> int:

@@ -164,4 +164,5 @@ class ObjectRate:
         """``count`` objects were written, or at least tried."""
         with self._lock:
             self.total += count
-            self._written.append((self._clock.monotonic_s(), count))
+            if self._cap is not None:
+                self._written.append((self._clock.monotonic_s(), count))
