@@ -204,7 +204,8 @@ class Checkpointer:
                 self._channel.undone(step)
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
-        own = {"own": self._timeline > 0, "trained": self._timeline > 0 and self._step > 0}
+        mine, begun = self._timeline > 0, self._step > 0 or self._updates.lsn > 0
+        own = {"own": mine, "trained": mine and begun}
         resumed, only_in_memory = self._starts.resume(step, strict=strict, **own)
         verified = resumed.base if resumed.source == "disk" else None
         self._updates.lsn, self._step = resumed.lsn, resumed.step

@@ -184,6 +184,7 @@ def spoil(ranks: list[Replica], recorded_by: int) -> None:
             bad.grad.view(-1)[1:2] = torch.nan
 
         hook = one.optimizer.register_step_pre_hook(spoils)
+        one.optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # no late one
         take(one.model, one.optimizer, one.state["data"]["step"])
         hook.remove()
         one.state["data"]["step"] += 1

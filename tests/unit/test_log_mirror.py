@@ -21,9 +21,11 @@ from everstep.errors import (
     StorageError,
     UnreachableError,
 )
+from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord
-from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
+from everstep.format.records import FileRecord, Manifest, Marker, RunRecord, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper import log_mirror
 from everstep.keeper import mirrors as mirrors_module
@@ -616,3 +618,46 @@ def test_a_cap_must_do_for_all_ranks() -> None:
     assert options.of_rank(3).objects_per_hour == 4
     with pytest.raises(OptionError, match="log of 4 rank"):
         options.of_rank(4)
+
+
+_RUN_ID = "0" * 32
+
+
+def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() -> None:
+    """Training went back behind the newest copy; the base that it rests on is still on its way."""
+    tier, clock, log, posted = MemoryTier(), ManualClock(), Log(), list[Any]()
+    place = CopyPlace(tier, 2, ObjectRate(None, clock))
+    for number, parent, fork in ((1, None, 0), (2, 1, 50)):
+        record = TimelineRecord(_RUN_ID, number, parent, fork, True, 1, {}, 0.0)
+        tier.create(f"{timeline_dir(ROOT, number).name}/{TIMELINE_RECORD}", record.encode())
+    data = b"x" * 96
+    file = FileRecord("rank-00000.safetensors", len(data), 0, digest(b""), digest(data))
+
+    def commit(timeline: int, step: int) -> None:
+        marker = Marker(_RUN_ID, timeline, step, 200, 0, 1, True, (file,))
+        base = base_dir(ROOT, timeline, step).relative_to(ROOT)
+        tier.create(f"{base}/rank-00000.safetensors", data)
+        tier.create(f"{base}/rank-00000.done", marker.encode())
+        tier.create(f"{base}/manifest.json", Manifest((marker,)).encode())
+
+    tier.create("run.json", RunRecord(_RUN_ID).encode())
+    commit(1, 100)
+    identity = ShardIdentity(_RUN_ID, 2, 0, 0, 0, 1, True)
+    mirror = LogMirror(place, log.store, identity, clock, posted.append, batch_steps=5)
+    mirror.base_durable()  # as at the start of a timeline
+
+    def there() -> list[str]:
+        names = [item.name for item in tier.walk() if item.name.endswith("/rank-00000.done")]
+        return sorted(name.split("/")[2][7:12] for name in names if "/log/" in name)
+
+    for step in range(51, 71):
+        log.step(step, timeline=2)
+        mirror.turn()
+    assert there() == ["00050", "00055", "00060", "00065"]
+    commit(2, 65)
+    mirror.base_durable()
+    for step in range(71, 76):
+        log.step(step, timeline=2)
+        mirror.turn()
+    assert there() == ["00065", "00070"]
+    assert not posted

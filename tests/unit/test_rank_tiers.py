@@ -24,6 +24,7 @@ from everstep.errors import (
 )
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
+from everstep.keeper import commits as commits_module
 from everstep.keeper import copies as copies_module
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import KeeperStats
@@ -43,6 +44,7 @@ from tests.unit.rank_copying import FILES, Job, names_in, store, usable
 from tests.unit.test_tiers_mirror import FOREVER, Interloper, contents, put, wait_for
 from tests.unit.test_together import resume, save, train
 from tests.unit.together import trained, trainings
+from tests.unit.world import flip
 
 __all__ = ["store"]  # a fixture
 
@@ -676,3 +678,27 @@ def test_histories_that_went_apart_are_refused(
         started(*runs, progress_timeout_s=2.0) as ranks,
     ):
         resume(ranks)
+
+
+def test_retention_rests_on_no_part_that_was_not_read(
+    tmp_path: Path, store: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has found its part damaged, and read the copy: older bases stay until a newer one was
+    read back."""
+    runs = saved(tmp_path / "a", tmp_path / "b", steps=3)
+    fill(store, runs, tmp_path, 3)
+    flip(runs[1] / BASE.format(3) / "rank-00001.safetensors", -1)
+    read = set[BaseId]()
+    real = commits_module.verify_rank
+
+    def verify_rank(files: Any, run: Any, base: Any, *rest: Any, **how: Any) -> Any:
+        read.add(getattr(base, "id", base))
+        return real(files, run, base, *rest, **how)
+
+    monkeypatch.setattr(commits_module, "verify_rank", verify_rank)
+    with started(*runs, every=1, keep=2) as ranks:
+        found = resume(ranks)
+        assert sources(found[0]) == [(0, "disk"), (1, "copy")]
+        train(ranks, 1)
+    assert not (runs[0] / BASE.format(1)).exists()
+    assert BaseId(2, 4) in read, "before anything was deleted"

@@ -19,10 +19,12 @@ from everstep.errors import (
     FencedError,
     ForeignDirectoryError,
     InfeasibleError,
+    OptionError,
     StorageError,
     UnreachableError,
 )
 from everstep.format.names import CONDEMNED, RUN_RECORD
+from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper import mirror as mirror_module
 from everstep.keeper.local import LocalKeeper
@@ -734,3 +736,40 @@ def test_places_that_cannot_be(run_folder: Path, tmp_path: Path) -> None:
             Checkpointer(run_folder, {"model": model}, tiers=tiers)
     with pytest.raises(EverstepError, match="process of its own"):
         Checkpointer(run_folder, {"model": model}, method="sync", tiers=[str(tmp_path / "copies")])
+
+
+def test_a_place_that_is_another_one_now_gets_no_copies(run_folder: Path, tmp_path: Path) -> None:
+    """A disk that was unmounted; a folder that another run has now."""
+    where = tmp_path / "copies"
+    run, away = run_folder, tmp_path / "away"
+    tier = DiskTier(PosixFileSystem(), PurePath(where))
+    trained(run, 1)
+    mirror = mirror_of(run, tier)
+    assert mirror.copy_newest() is not None
+    where.rename(away)  # its mount point is left
+    with pytest.raises(StorageError, match=r"run\.json.*is gone.*unmounted"):
+        mirror.copy_newest()
+    assert not [path for path in where.rglob("*") if path.is_file()]
+    tier.create(RUN_RECORD, RunRecord("f" * 32).encode())
+    with pytest.raises(ForeignDirectoryError, match="holds another run"):
+        mirror.copy_newest()
+    shutil.rmtree(where)
+    away.rename(where)
+    assert mirror.copy_newest() is not None
+
+
+def test_without_a_cap_nothing_is_counted() -> None:
+    """It would be for ever."""
+    rate = ObjectRate(None, ManualClock())
+    for _ in range(10):
+        rate.wrote(3)
+    assert rate.total == 30
+    assert not rate._written
+
+
+def test_a_place_that_leads_to_the_run_is_refused(run_folder: Path, tmp_path: Path) -> None:
+    run_folder.mkdir(exist_ok=True)
+    link = tmp_path / "link"
+    link.symlink_to(run_folder)
+    with pytest.raises(OptionError, match="a place of its own"):
+        Checkpointer(run_folder, {"n": 1}, tiers=[str(link)])

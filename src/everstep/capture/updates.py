@@ -71,11 +71,12 @@ class UpdateHooks:
             self.gate(key)
 
         def after(*_: Any) -> None:
+            late = self.depth <= 1 and self.consumed is not None and not self.told
             if self.depth <= 1 and self.consumed is not None and self.applied is not None:
-                if not self.told:  # no hook could tell: they are as they were consumed
+                if late:  # no hook could tell: they are looked at as they are now
                     self.consumed(key)
                 self.applied(key)
-            self._after()
+            self._after(late=late)
             if last is not None:  # whatever the user registers meanwhile comes before it
                 before_hooks.move_to_end(last.id)
 
@@ -87,12 +88,13 @@ class UpdateHooks:
         def at_last(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             if self.depth > 1:
                 return None  # of a call within a call
+            if not _is_last(before_hooks, last.id):
+                return None  # what comes behind may change gradients, and what is updated
             if len(args) > 1 and callable(args[1]):
                 return (args[0], _then(args[1], consume), *args[2:]), options
             if callable(options.get("closure")):
                 return args, {**options, "closure": _then(options["closure"], consume)}
-            if _is_last(before_hooks, last.id):
-                consume()
+            consume()
             return None
 
         at_last.looks_on = True  # type: ignore[attr-defined]
@@ -144,13 +146,19 @@ class UpdateHooks:
             handle.remove()
         self.handles.clear()
 
-    def _after(self) -> None:
+    def _after(self, *, late: bool) -> None:
+        """
+        Args:
+            late: a hook that was registered since came last: what it has done nobody could tell.
+        """
         self.depth -= 1
         if self.depth <= 0:
             self.depth = 0
             self.lsn += 1
             if self.within:
                 self._lose(f"another optimizer was called within {self.key}")
+            elif late:
+                self._lose(f"a hook of {self.key} that is new came last, and may have changed any")
             self.outermost = None  # from now on another thread may begin one
 
     def _lose(self, why: str) -> None:

@@ -329,7 +329,7 @@ class LogMirror:
         committed = [base.id for base in inventory.bases if base.status == "committed"]
         if not committed:
             return  # a listing may be some time old
-        newest = max((id.step for id in committed if id.timeline == own.timeline), default=-1)
+        newest = max((b.step for b in committed if b.timeline == own.timeline), default=-1)
         for timeline in sorted(n for n in inventory.timelines if n <= own.timeline):
             everyones = self._leads and timeline < own.timeline
             for kind in (LOG_DIR, LOSSY_DIR):

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from everstep.commit.lineage import BaseId, split_by_history
 from everstep.errors import (
@@ -326,7 +327,10 @@ class Mirror:
             self._name(own): read_record_bytes(self._filesystem, own),
         }
         for name, data in records.items():
-            what = {"tier": self._tier.traits.kind, "path": f"{self._tier.url}/{name}"}
+            what: dict[str, Any] = {
+                "tier": self._tier.traits.kind,
+                "path": f"{self._tier.url}/{name}",
+            }
             try:
                 with contextlib.closing(self._tier.open(name)) as file:
                     found = read_record(file, name)

@@ -280,7 +280,7 @@ def replay(
         why = f"the log behind it cannot be replayed: {loaded.tied[0]}"
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
-    redo = Redo(loader.state, loaded.relaid)
+    redo = Redo(loader.state, loaded.relaid, loaded.aliases)
     if not together:
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)

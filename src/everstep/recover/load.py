@@ -65,6 +65,7 @@ class LoadedBase:
             another layout, once that shows.
         relaid: names of tensors that lie otherwise in memory than when they were saved.
         tied: in words: which are one here, and were several, or the other way round.
+        aliases: other names of tensors, and those of their entries.
     """
 
     marker: Marker
@@ -79,6 +80,7 @@ class LoadedBase:
     layout: OldLayout | None = None
     relaid: frozenset[str] = frozenset()
     tied: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -291,6 +293,7 @@ def _load(
         layout=layout,
         relaid=relaid(view, tensors),
         tied=tied,
+        aliases={name: one.name for name, one in view.entries.items() if one.name != name},
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class Redo:
     Args:
         state: as a base has left it.
         relaid: entries that lie otherwise in memory than when the base was saved.
+        aliases: other names of tensors, and those of their entries.
 
     Attributes:
         limit_bytes: of the log as read from disk, that wait to be applied; one step may always.
@@ -129,8 +131,13 @@ class Redo:
             it was trained: then they are compared with the samples in the marks.
     """
 
-    def __init__(self, state: State, relaid: Collection[str] = ()) -> None:
-        self._state, self._relaid = state, relaid
+    def __init__(
+        self,
+        state: State,
+        relaid: Collection[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._state, self._relaid, self._aliases = state, relaid, aliases
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
         self._waiting = self._waiting_bytes = 0
@@ -223,6 +230,9 @@ class Redo:
         entries: dict[str, Entry] = {}
         for tree in trees.values():
             for name in references(tree):
+                first = self._aliases.get(name, name)
+                if name not in kept and first in kept:
+                    kept[name], logged[name] = kept[first], logged[first]
                 if name in kept:
                     entries[name] = as_live(kept[name], live.get(name))
                 elif name in live:
@@ -240,6 +250,9 @@ class Redo:
             for name, template in plan.like.items():
                 if name in logged and name not in plan.in_place:
                     logged[name] = like(template, entries[name], logged[name])
+        for name, first in self._aliases.items():  # of what an update has changed
+            if name in live and first in live and name not in logged:
+                live[name] = live[first]
         return put_back(state, plans, logged, live)
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
@@ -339,6 +352,7 @@ def put_back(
         live: all of the state, by the same names.
     """
     notes: list[str] = []
+    copies: dict[int, torch.Tensor] = {}  # one of each: what was one tensor is one again
     for section in state.restore_order():
         plan = plans[section]
         if plan.tree is None:
@@ -348,7 +362,9 @@ def put_back(
             target = plan.in_place.get(name)
             source = logged.get(name)
             if target is None:  # of its own: training writes to it, and records are read again
-                tensors[name] = live[name] if source is None else source.clone()
+                if source is not None and id(source) not in copies:
+                    copies[id(source)] = source.clone()
+                tensors[name] = live[name] if source is None else copies[id(source)]
                 continue
             if source is not None:
                 with torch.no_grad():

@@ -133,7 +133,7 @@ class State:
                         "change that copy, and resume() could not give it back",
                         hint=f'the object itself, in a place of its own: {{"{name}": {name}}}',
                     )
-                provider = PlainProvider(key, values)
+                provider = PlainProvider(key, values, self._held)
             self.providers[key] = provider
         if any(isinstance(p, ZeroProvider) and len(p.ranks) > 1 for p in self.providers.values()):
             # A rank that replays has not yet what the others update: functions would read that.
@@ -185,6 +185,17 @@ class State:
                         section,
                         name,
                     )
+
+    def _held(self) -> Callable[[torch.Tensor], bool]:
+        """Tells whether a module or an optimizer of the state has the memory of a tensor."""
+        found: list[torch.Tensor] = []
+        for optimizer in self.optimizers.values():
+            found += (p for group in optimizer.param_groups for p in group["params"])
+        for provider in self.providers.values():
+            if isinstance(provider, ModuleProvider):
+                found += (tensor for _, tensor in provider.memory())
+        held = set(map(_where, found)) - {0}
+        return lambda tensor: _where(tensor) in held
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -286,6 +297,12 @@ class State:
             if section not in trees:
                 missing = [(section, "not in the checkpoint")]
                 plans[section] = RestorePlan(None, mismatches=missing)
+                continue
+            if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(
+                trees[section]
+            ):
+                what = "an optimizer in the checkpoint, an object with state_dict() in the state"
+                plans[section] = RestorePlan(None, mismatches=[(section, what)])
                 continue
             live: dict[str, torch.Tensor] = {}
             split(provider.collect(), section, live)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -320,13 +320,15 @@ class OptimizerProvider:
         return []
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """``load_state_dict``; groups and state stay the containers that they were. Others hold
-        them: an optimizer around or inside of this one, a loop that sets the rates of groups. torch
-        makes new ones, and what is written to the old ones is lost without a word."""
+        """``load_state_dict``; groups and state stay the containers that they were, and rates that
+        are tensors these tensors. Others hold them: an optimizer around or inside of this one, a
+        loop that sets the rates of groups. torch makes new ones, and what is written to the old
+        ones is lost without a word."""
         own = vars(self._optimizer)
         groups, state = own["param_groups"], own["state"]
 
         def keep(_: Optimizer) -> None:
+            _keep_tensors(groups, own["param_groups"])
             for group, loaded in zip(groups, own["param_groups"], strict=True):
                 group.clear()
                 group.update(loaded)
@@ -460,6 +462,25 @@ def _named_groups(tree: Any) -> list[list[Named]] | None:
         return groups if isinstance(tree["state"], dict) else None
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
+    """Puts what was loaded into the tensors that the groups have, where these are one and the same
+    in the same groups as those."""
+    pairs: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+    for old, new in zip(groups, loaded, strict=True):
+        for key, value in new.items():
+            mine = old.get(key)
+            if type(value) is torch.Tensor and type(mine) is torch.Tensor:
+                pairs.append((new, key, mine, value))
+    both = {(id(mine), id(value)) for *_, mine, value in pairs}
+    one, other = Counter(mine for mine, _ in both), Counter(value for _, value in both)
+    for new, key, mine, value in pairs:
+        alike = mine.dtype == value.dtype and mine.shape == value.shape
+        if alike and one[id(mine)] == 1 and other[id(value)] == 1:
+            with torch.no_grad():
+                mine.copy_(value)
+            new[key] = mine
 
 
 def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:

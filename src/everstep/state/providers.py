@@ -7,7 +7,7 @@ straight into live memory and what does not match, and takes the loaded tree bac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -215,7 +215,7 @@ class ModuleProvider:
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         plan = RestorePlan(tree={})
         mine = self.collect()
-        memory = dict(self._memory())
+        memory = dict(self.memory())
         if not isinstance(saved.tree, dict):
             kind = "no module in the checkpoint, one in the state"
             return RestorePlan(None, mismatches=[(self.section, kind)])
@@ -254,7 +254,7 @@ class ModuleProvider:
         for key, parameter in self._module.named_parameters():
             yield canonical_key(key), parameter
 
-    def _memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's own parameters and buffers, by canonical key."""
         for key, parameter in self._module.named_parameters(remove_duplicate=False):
             yield canonical_key(key), parameter
@@ -278,7 +278,7 @@ class ModuleProvider:
 
     def _needs_load(self, tree: Mapping[str, Any]) -> bool:
         """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
-        memory = dict(self._memory())
+        memory = dict(self.memory())
         if any(not _same_memory(memory.get(key), value) for key, value in tree.items()):
             return True
         if not _from_torch(self._module.load_state_dict):
@@ -337,11 +337,21 @@ class StatefulProvider(Unproven):
 
 
 class PlainProvider(Unproven):
-    """Plain data: read from the user's mapping at each save, put back into it on resume."""
+    """Plain data: read from the user's mapping at each save, put back into it on resume.
 
-    def __init__(self, section: str, state: MutableMapping[str, Any]) -> None:
+    Args:
+        held: gives what tells whether others of the state have the memory of a tensor, too.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        state: MutableMapping[str, Any],
+        held: Callable[[], Callable[[torch.Tensor], bool]] = lambda: lambda tensor: False,
+    ) -> None:
         self.section = section
         self._state = state
+        self._held = held
 
     def collect(self) -> Any:
         return self._state[self.section]
@@ -349,10 +359,10 @@ class PlainProvider(Unproven):
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         """Tensors that somebody else trains are read into where they lie: a fresh one in their
         place would leave the training with the values that it began with."""
-        value = self._state[self.section]
+        value, held = self._state[self.section], self._held() if live else bool
         plan = RestorePlan(saved.tree)
         for name, trained in zip(live, _trained(value), strict=True):
-            if not trained and not isinstance(value, torch.Tensor):
+            if not (trained or isinstance(value, torch.Tensor) or held(live[name])):
                 continue  # one in a container is put there anew
             problem: str | None = "no tensor in the checkpoint, one in the state"
             if name in saved.entries:
