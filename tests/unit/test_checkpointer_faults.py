@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
 import time
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.unit.world import (
     HookedFileSystem,
     assert_same,
     base_folder,
+    forget,
     inventory_of,
     opened,
     raising,
@@ -618,3 +621,34 @@ def test_one_that_is_refused_leaves_the_first_alone(
             make(run_folder)
         first.step()
         first.save()
+
+
+@pytest.mark.parametrize("at", ["rename", "unlink"])
+def test_whoever_resumes_while_a_failed_base_is_cleaned_up(at: str, run_folder: Path) -> None:
+    """All of it was there but the manifest. It is made whole by one, or deleted by the other."""
+    state, there = {"n": [0]}, list[Any]()
+    marker = "*/000000000002/rank-00000.done"
+
+    def hook(op: str, path: PurePath) -> None:
+        if op == "create" and fnmatch(str(path), "*/000000000002/manifest.json.tmp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        away = op == at and fnmatch(str(path), marker if at == "rename" else f"{marker}.tmp")
+        if away and not there:
+            there.append(None)
+            forget(run_folder)
+            there.append(everstep.Checkpointer(run_folder, {"n": [9]}, method="sync", every=None))
+            there.append(there[1].resume())
+
+    fs = HookedFileSystem(lambda op, path: None)
+    with contextlib.suppress(EverstepError), opened(run_folder, state, fs=fs) as ckpt:
+        ckpt.resume()
+        for number in (1, 2):
+            state["n"][0] = number
+            ckpt.step()
+            fs.hook = hook if number == 2 else fs.hook
+            with contextlib.suppress(EverstepError):
+                ckpt.save()
+    recovery = there[2]
+    assert recovery.step in (1, 2)
+    there[1].close()
+    check_usable(run_folder, {"n": [recovery.step]}, recovery.step)

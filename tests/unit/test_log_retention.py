@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import everstep
 from everstep import LogOptions
 from everstep.errors import StorageError
-from everstep.format.names import marker_name, segment_dir
+from everstep.format.names import MANIFEST, base_dir, marker_name, segment_dir
 from everstep.keeper.retain_log import delete_segments
 from everstep.seams import PosixFileSystem
 from tests.unit.test_log import World, opened, run_steps
+from tests.unit.world import flip
 
 FILES = PosixFileSystem()
 OPTIONS: dict[str, Any] = {
@@ -103,3 +105,21 @@ def test_a_run_that_is_gone_is_said(run_folder: Path, monkeypatch: pytest.Monkey
     around(monkeypatch, "create", before=take)
     with pytest.raises(StorageError, match="could not write the log"):
         trained(run_folder, 3)
+
+
+def test_a_base_that_was_damaged_does_not_keep_the_log_for_ever(run_folder: Path) -> None:
+    """It stays, for whoever wants to look at it; what leads on from it is of use as long as no
+    newer ones are there."""
+    world, options = World(), {**OPTIONS, "every": 10, "keep": 2, "on_failure": "warn"}
+    segments: list[int] = []
+    with warnings.catch_warnings(), opened(run_folder, world, **options) as ckpt:
+        warnings.simplefilter("ignore")
+        ckpt.resume()
+        for at in range(10):
+            run_steps(ckpt, world, 10)
+            ckpt.wait()
+            if at == 1:
+                flip(base_dir(run_folder, 1, 20) / MANIFEST, 60)
+            segments.append(len(list(segment_dir(run_folder, 1, 0, 1).parent.iterdir())))
+    assert base_dir(run_folder, 1, 20).exists()
+    assert max(segments[4:]) <= segments[1] + 10, segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
@@ -154,8 +155,12 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
     log = run_log(filesystem, inventory)
     if log is None or base.id not in log.usable:
         return None
+    older = [one for one in inventory.bases if one.id in log.usable and one.id.step <= base.id.step]
+    bad = tuple(one.id for one in older if _first_good(filesystem, inventory, [one]) is None)
+    if base.id in bad:
+        return None  # nothing can be restored from it
     with reading(inventory.path):
-        lost = log.replayable() - log.replayable(without=(base.id,))
+        lost = log.replayable(without=bad) - log.replayable(without=(base.id, *bad))
     if not lost:
         return None
     steps = steps_in_words(sorted({step for _, step in lost}))
@@ -164,15 +169,23 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
     """The newest base of the current history that verifies, read back now."""
+    from everstep.recover.decide import candidates
+
+    return _first_good(filesystem, inventory, candidates(inventory).ordered)
+
+
+def _first_good(
+    filesystem: FileSystem, inventory: Inventory, bases: Iterable[BaseFound]
+) -> BaseFound | None:
+    """The first of some bases that verifies, read back now."""
     import everstep.recover.load  # noqa: F401  # and torch, which is no part of the time of reading
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
-    from everstep.recover.decide import candidates
     from everstep.seams.progress import progress
 
     ring = ChunkRing(CHUNKS, WRITERS)
     try:
-        for base in candidates(inventory).ordered:
+        for base in bases:
             with progress(f"verify {base.id}", base.size_bytes) as bar:
                 checked = check_base(filesystem, inventory, base, ring, bar)
             if checked.usable:

@@ -30,6 +30,7 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.writer import ChunkRing
 from everstep.recover.ahead import Ahead
+from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.chain import Chain
 from everstep.recover.conditions import conditions
 from everstep.recover.decide import Skipped
@@ -309,6 +310,9 @@ class Rebuilder:
             timeline, count, tried = chain.end[0], len(chain.steps), tuple(skipped)
             state, notes = _of_one(logged)
             why = why or next(iter(notes), "")  # as where fewer ranks go on from it (I9)
+            audit = audit_of(self.log.inventory, BaseId(timeline, step))
+            if audit is not None and audit.verdict == "different":  # as resume() says
+                why = why or audit_in_words(audit)
             found = Rebuilt(state, base.id, timeline, count, not why, why, tried, notes)
             if other is None:
                 return found, None
