@@ -784,3 +784,78 @@ def test_what_shares_a_storage_with_others_is_not() -> None:
     watched = Owned(few)
     flat[300] = 1.0  # another optimizer's update moves their counter, too
     assert watched.written() is None
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_a_slice_of_a_larger_table_is_watched(norm: float | None, run_folder: Path) -> None:
+    """Nobody else of the state has any of it. torch itself writes to the rows of a batch there."""
+    torch.manual_seed(3)
+    table = torch.randn(1200, 64)
+    emb = torch.nn.Embedding.from_pretrained(table[:1000], freeze=False, max_norm=norm)
+    optimizer = torch.optim.Adam(emb.parameters(), 0.01)
+    keeper, log = everstep.KeeperOptions(process=False), LogOptions(to="disk")
+    state = {"m": emb, "o": optimizer}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        options: dict[str, Any] = {"every": 1000, "keeper": keeper, "log": log}
+        with everstep.Checkpointer(run_folder, state, method="logged", **options) as ckpt:
+            ckpt.resume()
+            for _ in range(5):
+                (emb(torch.randint(0, 1000, (64,))) - 1).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if norm is None:
+                    with torch.no_grad():
+                        emb.weight[0].zero_()
+                ckpt.step()
+            assert ckpt.stats().log_holes >= 4
+
+
+@pytest.mark.parametrize("rest", [0, 8])
+def test_what_two_optimizers_have_of_one_buffer_raises_no_alarm(
+    rest: int, run_folder: Path
+) -> None:
+    """They have the counter in common, and so has a buffer that changes in each step."""
+    flat = torch.randn(24 + rest)
+    state: dict[str, Any] = {"seen": flat[16:24]}
+    parameters = [torch.nn.Parameter(flat[at : at + 8]) for at in (0, 8)]
+    for at, parameter in enumerate(parameters):
+        state[f"p{at}"], state[f"o{at}"] = parameter, torch.optim.SGD([parameter], 0.1, 0.9)
+    log, keeper = LogOptions(to="disk"), everstep.KeeperOptions(process=False)
+    options: dict[str, Any] = {"every": 1000, "keeper": keeper, "log": log}
+    with everstep.Checkpointer(run_folder, state, method="logged", **options) as ckpt:
+        ckpt.resume()
+        for _ in range(5):
+            for at, parameter in enumerate(parameters):
+                parameter.square().sum().backward()
+                state[f"o{at}"].step()
+                state[f"o{at}"].zero_grad()
+            state["seen"].add_(1)
+            ckpt.step()
+        assert ckpt.stats().log_holes == 0
+
+
+def test_what_was_found_once_is_compared_as_a_whole(run_folder: Path) -> None:
+    """A row that only the samples of one step in eight see is written to in each, and no counter
+    tells: from the first find on, none of these steps is in a log."""
+    torch.manual_seed(3)
+    emb = torch.nn.Embedding(1000, 64)
+    optimizer = torch.optim.Adam(emb.parameters(), 0.01)
+    log, keeper = LogOptions(to="disk"), everstep.KeeperOptions(process=False)
+    options: dict[str, Any] = {"every": 1000, "keeper": keeper, "log": log}
+    holes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        state = {"m": emb, "o": optimizer}
+        with everstep.Checkpointer(run_folder, state, method="logged", **options) as ckpt:
+            ckpt.resume()
+            for _ in range(14):
+                (emb(torch.tensor([0, 5, 7])) - 1).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                emb.weight.data[0].zero_()
+                ckpt.step()
+                holes.append(ckpt.stats().log_holes)
+    first = holes.index(1)
+    assert first < 8
+    assert holes[first:] == list(range(1, len(holes) - first + 1))

@@ -6,7 +6,7 @@ collectives. But where one has moved between two updates, something was written 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 import torch
@@ -22,10 +22,14 @@ class Versions:
     Args:
         tensors: by name. Those that share their storage with anything else are left out, because
             they may share the counter as well; so are inference tensors, which have none.
+        beside: all else that might share it, where that is known: a storage of which a part is
+            nobody's (a slice of a larger table) is counted, too. None: anything might.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        counted = _counted(tensors)
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], beside: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        counted = _counted(tensors, beside)
         self._names, self._tensors = tuple(counted), tuple(counted.values())
 
     def now(self) -> list[int]:
@@ -41,8 +45,11 @@ class Versions:
         return next(name for name, version, seen in pairs if version != seen)
 
 
-def _counted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those in whose storage nothing lies but tensors that are among them."""
+def _counted(
+    tensors: Mapping[str, torch.Tensor], beside: Iterable[torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Those in whose storage nothing lies but tensors that are among them; or, where it is known
+    what else there is, nothing of that."""
     able = {name: tensor for name, tensor in tensors.items() if _has_counter(tensor)}
     storages = {name: tensor.untyped_storage() for name, tensor in able.items()}
     runs: dict[int, list[tuple[int, int]]] = {}  # of bytes
@@ -51,11 +58,22 @@ def _counted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         end = begin + tensor.numel() * tensor.element_size()
         runs.setdefault(storages[name]._cdata, []).append((begin, end))
     ends = {storage: _end_of(found) for storage, found in runs.items()}
-    return {
-        name: tensor
-        for name, tensor in able.items()
-        if ends[storages[name]._cdata] == storages[name].nbytes()
-    }
+    others = None if beside is None else {_storage_of(tensor) for tensor in beside}
+
+    def is_counted(storage: torch.UntypedStorage) -> bool:
+        if ends[storage._cdata] == storage.nbytes():
+            return True
+        return others is not None and storage._cdata not in others
+
+    return {name: tensor for name, tensor in able.items() if is_counted(storages[name])}
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """0: it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _end_of(runs: list[tuple[int, int]]) -> int:

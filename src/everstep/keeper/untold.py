@@ -11,7 +11,7 @@ What neither has seen, replay finds by the samples that each step mark holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ import torch
 from everstep.capture.spots import Spots, marked, which_of
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError
+from everstep.format.digests import digest
 from everstep.keeper.channel import BackgroundChannel
+from everstep.state.dtensors import local_of
 from everstep.state.survey import Shape, Survey, same_objects
+from everstep.state.tensors import host_bytes
 
 __all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Owned", "Untold"]
 
@@ -32,11 +35,24 @@ LOOK_EVERY = 16
 
 
 class Owned:
-    """What one optimizer owns, or some of it, between its updates."""
+    """What one optimizer owns, or some of it, between its updates.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    Args:
+        beside: all else that the state has; None: it is not known.
+        suspects: names of those that are compared as a whole: samples of them once were others,
+            and no counter had moved.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        beside: Iterable[torch.Tensor] | None = None,
+        suspects: Collection[str] = (),
+    ) -> None:
         self.tensors = tensors
-        self._versions = Versions(tensors)
+        self._suspects = suspects
+        self._digests: dict[str, str] = {}
+        self._versions = Versions(tensors, beside)
         self._seen = self._versions.now()
         self._spots: Spots | None = None  # as soon as it is looked at
         self._held: tuple[int, Mapping[str, Any]] | None = None
@@ -56,14 +72,28 @@ class Owned:
         """
         self._seen = self._versions.now()
         self._held = None
+        self._digests = dict(self._digests_now())
         if step is not None:
             self._spots = self._spots or Spots(self.tensors)
             if self._spots.intact:
                 self._held = step, self._spots.take(step)
 
+    def counted(self) -> str | None:
+        """The name of one whose counter has moved since."""
+        return self._versions.moved(self._seen)
+
+    def _digests_now(self) -> Iterator[tuple[str, str]]:
+        for name in self._suspects:
+            tensor = self.tensors.get(name)
+            if tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous():
+                yield name, digest(host_bytes(tensor.detach()))
+
     def written(self) -> str | None:
         """The name of a tensor that was written to since."""
-        found = self._versions.moved(self._seen)
+        found = self.counted()
+        if found is None and self._digests:
+            pairs = self._digests_now()
+            found = next((name for name, now in pairs if self._digests.get(name, now) != now), None)
         if found is None and self._held is not None and self._spots is not None:
             step, values = self._held
             found = self._spots.other(step, values) if self._spots.intact else None
@@ -105,6 +135,7 @@ class Untold:
         self._step = 0  # under way
         self._looked_at_first = 0
         self._suspicious = False
+        self._suspects: set[str] = set()
 
     def start(self, survey: Survey | None, step: int) -> None:
         """What there is now is what log and bases have, or will have.
@@ -130,7 +161,7 @@ class Untold:
         watched = self._watched.get(key)
         if watched is None or torch.compiler.is_compiling():  # refused by whoever copies
             return None
-        return self._found(watched.written(), step)
+        return self._found(self._written(watched), step)
 
     def applied(self, key: str) -> None:
         """Its update is over."""
@@ -142,7 +173,7 @@ class Untold:
         """A step is over: why the log cannot go on; None if it can."""
         torn, self._torn, self._sampled = self._torn, None, None
         self._step = step + 1
-        found = next((name for w in self._watched.values() if (name := w.written())), None)
+        found = next((name for w in self._watched.values() if (name := self._written(w))), None)
         self._learn(survey)
         if found is not None or self._looks is not None:
             self.accept()
@@ -182,6 +213,13 @@ class Untold:
         self._say(error.message, step)
         return True
 
+    def _written(self, watched: Owned) -> str | None:
+        """What was written to; suspect from now on, if no counter has told."""
+        name = watched.written()
+        if name is not None and self.follows_base and watched.counted() is None:
+            self._suspects.add(name)
+        return name
+
     def _found(self, name: str | None, step: int) -> str | None:
         if name is None or not self.follows_base:
             return None
@@ -213,7 +251,10 @@ class Untold:
         for key, mine in self._names.items():
             now = {name: tensors[name] for name in mine}
             old = before.get(key)
-            self._watched[key] = old if old is not None and old.is_of(now) else Owned(now)
+            if old is None or not old.is_of(now):
+                others = (tensor for name, tensor in tensors.items() if name not in now)
+                old = Owned(now, map(local_of, others), self._suspects)
+            self._watched[key] = old
         if self._watched != before:
             all_of = (watched.tensors for watched in self._watched.values())
             left_out = self._elsewhere()
