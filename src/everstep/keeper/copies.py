@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -14,6 +13,7 @@ from everstep.recover.copies import RunWithCopies
 from everstep.recover.folder import open_run_folder
 from everstep.recover.resume import Resumed
 from everstep.seams import Seams
+from everstep.seams.machine import leads_to
 from everstep.tiers.contract import Tier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import open_tier
@@ -66,7 +66,7 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
 
 def _followed(place: PurePath) -> PurePath:
     """Where a path leads; a URL to itself."""
-    return place if ":" in place.parts[0] else PurePath(os.path.realpath(place))
+    return place if ":" in place.parts[0] else leads_to(place)
 
 
 def _refuse_overlap(places: list[PurePath]) -> None:

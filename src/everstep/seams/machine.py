@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 
 __all__ = [
     "launcher",
+    "leads_to",
     "machine_name",
     "memory_available_bytes",
     "on_own_device",
@@ -61,6 +62,11 @@ def processor_model() -> str:
     for key, _, value in lines:
         found.setdefault(key.strip(), value.strip())
     return " ".join(found[key] for key in _CPUINFO_KEYS if key in found) or platform.machine()
+
+
+def leads_to(path: PurePath) -> PurePath:
+    """Where a path leads here, links followed, whether anything is there or not."""
+    return PurePath(os.path.realpath(path))
 
 
 def on_own_device(path: PurePath) -> bool:
