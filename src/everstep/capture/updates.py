@@ -158,7 +158,7 @@ class UpdateHooks:
             if self.within:
                 self._lose(f"another optimizer was called within {self.key}")
             elif late:
-                self._lose(f"a hook of {self.key} that is new came last, and may have changed any")
+                self._lose(f"a hook of {self.key} is new, and nobody could see what it did")
             self.outermost = None  # from now on another thread may begin one
 
     def _lose(self, why: str) -> None:

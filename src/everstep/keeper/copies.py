@@ -66,7 +66,7 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
 
 def _followed(place: PurePath) -> PurePath:
     """Where a path leads; a URL to itself."""
-    return place if ":" in place.parts[0] else leads_to(place)
+    return place if any(":" in part for part in place.parts[:1]) else leads_to(place)
 
 
 def _refuse_overlap(places: list[PurePath]) -> None:
