@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.errors import OptionError
+from everstep.errors import OptionError, ReplayError
+from everstep.recover.whole import make_live_whole
 from everstep.seams import Seams
+from everstep.seams.progress import silent
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.fuzzy import heads_on_disk, left, lsns_on_disk
 from tests.unit.logged import document, invoke, rebuilder_of
@@ -240,3 +243,12 @@ def test_the_option_is_of_bases_over_several_steps() -> None:
         everstep.Method(base="lazy", rebuild="recovery")
     with pytest.raises(OptionError, match="no rebuild 'recover'"):
         everstep.Method(base="multistep", rebuild="recover")
+
+
+def test_no_base_is_made_whole_over_other_ties() -> None:
+    """Updates of the one tensor would not reach the other; it is refused before any is read."""
+    opened_base: Any = SimpleNamespace(marker=SimpleNamespace(step=4))
+    loaded: Any = SimpleNamespace(mismatches=(), tied=("a, b were one tensor",))
+    rest: list[Any] = [None, None, None]
+    with pytest.raises(ReplayError, match=r"tied as they were: a, b.*\n.*same tied weights"):
+        make_live_whole(opened_base, loaded, *rest, timeout_s=1.0, progress=silent)
