@@ -180,13 +180,12 @@ class Checkpointer:
 
     @named("resume", strict=bool)
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
-        """Restores the newest base whose bytes all verify, and takes the run over.
-
-        Opens a new timeline: any other process that still works on this run can neither
-        commit nor delete from now on.
+        """Restores the newest base whose bytes all verify, and takes the run over: with the new
+        timeline no other process that still works on this run can commit or delete.
 
         Args:
-            step: restore the base of this step instead; 0 starts from scratch.
+            step: go back to this one instead, of a branch that was given up if the present history
+                has none, which ``notes`` says; 0 starts from scratch.
             strict: refuse a base whose names, shapes or dtypes differ from the live state;
                 otherwise load the rest and report the differences.
 

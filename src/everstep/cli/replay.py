@@ -19,7 +19,7 @@ from everstep.cli._common import (
     open_run,
     table,
 )
-from everstep.cli.restore import check_out, infeasible, rebuilding, write_run
+from everstep.cli.restore import check_out, given_up, infeasible, rebuilding, write_run
 from everstep.errors import OptionError
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def replay(
                 "why": other.why,
                 "logged_exact": logged.exact,
                 "logged_why": logged.why,
+                "given_up": given_up(inventory, logged, timeline),
                 "entries": _entries(logged),
                 "changes": [
                     {"entry": one.entry, "max_abs": one.max_abs, "relative": one.relative}
@@ -101,6 +102,8 @@ def replay(
         return
     show = console()
     _show(show, logged, dropped, found)
+    if note := given_up(inventory, logged, timeline):
+        show.print(label(note, "yellow", 4000), soft_wrap=True)
     if folder is not None:
         show.print(label(f"written to {folder}, as a state that is not exact"), soft_wrap=True)
 

@@ -27,6 +27,7 @@ from everstep.cli._common import (
     plain,
     reading,
 )
+from everstep.commit.lineage import BaseId, left_at
 from everstep.errors import OptionError, StorageError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from everstep.recover.scan import Inventory
     from everstep.seams.filesystem import FileSystem
 
-__all__ = ["check_out", "infeasible", "rebuilding", "restore", "write_run"]
+__all__ = ["check_out", "given_up", "infeasible", "rebuilding", "restore", "write_run"]
 
 _TIMEOUT_S = 120.0
 
@@ -90,6 +91,7 @@ def restore(
             for one in rebuilt.skipped
         ],
         "notes": list(rebuilt.notes),
+        "given_up": given_up(inventory, rebuilt, timeline),
         "seconds": time.monotonic() - start_s,
     }
     if json_output:
@@ -107,11 +109,21 @@ def restore(
             f"{in_words(found['size_bytes'])}, " + ("exact" if rebuilt.exact else "not exact")
         )
     )
+    if found["given_up"]:
+        show.print(label(found["given_up"], "yellow", 4000), soft_wrap=True)
     if rebuilt.why and rebuilt.why not in rebuilt.notes:
         show.print(label(f"not exact: {rebuilt.why}", "yellow"), soft_wrap=True)
     for note in rebuilt.notes:
         show.print(label(f"of several ranks: {note}", "yellow"), soft_wrap=True)
     show.print(label(f"written to {folder}: resume() there goes on from it"), soft_wrap=True)
+
+
+def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> str | None:
+    """That a state is of no step of the present history, in words; None: it is, or its ``timeline``
+    was asked for."""
+    if timeline is not None:
+        return None
+    return left_at(BaseId(rebuilt.timeline, rebuilt.step), inventory.branches)
 
 
 @contextlib.contextmanager

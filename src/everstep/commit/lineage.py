@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from everstep.format.records import TimelineRecord
 
-__all__ = ["BaseId", "Branch", "branches_of", "history", "split_by_history"]
+__all__ = [
+    "BaseId",
+    "Branch",
+    "branches_of",
+    "history",
+    "left_at",
+    "lost_behind",
+    "split_by_history",
+]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,6 +101,52 @@ def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int 
             break
         timeline, limit = branch.parent, branch.fork_step
     return found
+
+
+def left_at(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
+    """Where the newest timeline's history parts from a state that is not in it, in words for
+    whoever has asked for that step; None: it is in it. Another training had that step, and nothing
+    else tells the two apart.
+
+    Args:
+        end: timeline and step of the state.
+    """
+    if not branches or not split_by_history([end], branches)[1]:
+        return None
+    path = history(max(branches), branches)
+    limits = dict(path)
+    origin = next((item for item in history(end.timeline, branches) if item[0] in limits), None)
+    if origin is None:
+        how = f"timeline {path[-1][0]} began from scratch, without it"
+    else:
+        common, own = origin
+        younger = [timeline for timeline, _ in path if timeline > common]
+        left = limits[common]
+        steps = [step for step in (own, left) if step is not None]
+        where = BaseId(common, min(steps)) if steps else f"timeline {common}"
+        # The two may have parted before the one that left began: then it is that which forked.
+        if left is None or (own is not None and own < left):
+            how = f"it parted at {where}, and training went on without it"
+        else:
+            how = f"timeline {min(younger)} began at {where}, and left it behind"
+    return (
+        f"{end} is of a branch that was given up: {how}. The history of timeline {path[0][0]}, the "
+        f"newest until now, has no step {end.step} that can be restored"
+    )
+
+
+def lost_behind(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
+    """What the newest timeline's history has had behind the newest state that is left of it, in
+    words; None: nothing that its forks tell of."""
+    path = history(max(branches, default=end.timeline), branches)
+    for (younger, _), (timeline, last) in pairwise(path):
+        if last is not None and last > end.step:
+            steps = f"step {last}" if last == end.step + 1 else f"steps {end.step + 1} to {last}"
+            return (
+                f"timeline {younger} began at {BaseId(timeline, last)}, and neither a base nor a "
+                f"log leads there any more: {steps} must be trained again"
+            )
+    return None
 
 
 def split_by_history(

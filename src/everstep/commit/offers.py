@@ -14,7 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.commit.lineage import BaseId, Branch, branches_of, split_by_history
+from everstep.commit.lineage import (
+    BaseId,
+    Branch,
+    branches_of,
+    left_at,
+    lost_behind,
+    split_by_history,
+)
 from everstep.commit.logs import JobLogs, LogReader, LogRun, Reach
 from everstep.commit.offered import timelines_of
 from everstep.commit.reclaim import COPY_TIERS, TIERS, VOLATILE_TIERS
@@ -137,6 +144,7 @@ class Choice:
         readers: where another number of ranks has written the log up to there: who reads what.
         partly: of some ranks no files are left, or not where they are needed: what they had in
             common with others is taken from those.
+        note: what is to be said of where it lies in the history, in words; "": nothing.
     """
 
     base: BaseId | None
@@ -153,6 +161,7 @@ class Choice:
     reach: Reach | None = None
     readers: tuple[LogReader, ...] = ()
     partly: bool = False
+    note: str = ""
 
     @property
     def end(self) -> BaseId | None:
@@ -249,6 +258,7 @@ def choose(
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
+    say = lost_behind if step is None else left_at
     leads, end = reach is not None and reach.count > 0, base if reach is None else reach.end
     return Choice(
         base,
@@ -275,6 +285,7 @@ def choose(
         reach if leads else None,
         logs.readers(base, manifest, reach) if leads and base and manifest and reach else (),
         base is not None and base not in readable,
+        "" if end is None else say(end, branches) or "",
     )
 
 

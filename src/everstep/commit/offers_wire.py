@@ -79,6 +79,7 @@ def encode_choice(choice: Choice) -> bytes:
             None if choice.reach is None else [*astuple(choice.reach)],
             [list(one) for one in choice.readers],
             choice.partly,
+            choice.note,
         ]
     )
 
@@ -174,7 +175,7 @@ def _base_offer(pieces: Any, manifest: Any, listed: Any) -> BaseOffer:
 
 def _choice(found: Any) -> Choice:
     base, manifest, sources, complete, timelines, run, timeline, skipped, *rest = found
-    unreadable, safe, elsewhere, reach, readers, partly = rest
+    unreadable, safe, elsewhere, reach, readers, partly, note = rest
     return Choice(
         None if base is None else to_base(base),
         None if manifest is None else Manifest.decode(manifest, _WIRE),
@@ -190,6 +191,7 @@ def _choice(found: Any) -> Choice:
         None if reach is None else _reach(reach),
         tuple(LogReader(*map(int, one)) for one in readers),
         bool(partly),
+        str(note),
     )
 
 

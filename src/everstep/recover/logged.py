@@ -19,6 +19,7 @@ from everstep.recover.logs import LogFound
 from everstep.recover.offline_job import JobStep
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.opened import OpenBase, open_ranks
+from everstep.recover.reach import present_first
 from everstep.recover.reshard import SavedRanks
 from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.segments import SegmentFound, scan_logs, vetted
@@ -205,7 +206,7 @@ class RunLog:
         """
         usable = self.usable
         told: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
-        for number in sorted(self.inventory.branches, reverse=True):
+        for number in present_first(self.inventory, self.index):
             path = path_of(number, self.inventory.timelines)
             for key in sorted(_on(path, usable), reverse=True):
                 if key.step > step:
@@ -229,8 +230,8 @@ class RunLog:
 
     def newest_end(self, base: BaseFound) -> BaseId | None:
         """How far replay goes from a base along the newest history; None: not a step."""
-        branches = self.inventory.branches
-        chain = self.chain(base, path_of(max(branches), self.inventory.timelines))
+        present = present_first(self.inventory, self.index)[0]
+        chain = self.chain(base, path_of(present, self.inventory.timelines))
         return BaseId(*chain.end) if chain.steps else None
 
     def reaches(self) -> dict[int, Reach]:

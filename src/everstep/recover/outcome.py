@@ -84,6 +84,7 @@ def resumed_of(
     inventory = outcome.inventory
     assert inventory is not None
     problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
+    problems += (choice.note,) if choice.note else ()
     if loaded is not None:
         seen = () if choice.reach is not None else loaded.finite
         if bad := nonfinite_parameter(state, but=seen):

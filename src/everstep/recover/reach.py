@@ -11,7 +11,7 @@ from everstep.recover.chain import Chain, LogIndex, chains, path_of
 from everstep.recover.decide import Candidates, candidates
 from everstep.recover.scan import BaseFound, Inventory
 
-__all__ = ["Reachable", "reachable"]
+__all__ = ["Reachable", "present_first", "reachable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
     particular step.
 
     Args:
-        step: in any timeline, that of the history first, then the younger ones.
+        step: in any timeline, that of the history first, then the younger ones; who takes one that
+            is not of the history has to say so (:func:`everstep.commit.lineage.left_at`).
 
     Raises:
         RecoveryError: no base and no log has ``step``.
@@ -42,7 +43,6 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         assert base.manifest is not None
         own = index.marks.get((base.id.timeline, base.id.step))  # what the state consists of there
         lsns[base.id] = (base.manifest.markers[0].lsn, None if own is None else own.shape)
-    branches = inventory.branches
     if step is None:
         here = {base.id for base in everything.ordered}
         known = {key: value for key, value in lsns.items() if key in here}
@@ -54,7 +54,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         found.sort(key=lambda chain: (chain.end, chain.base), reverse=True)
         return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
     ordered: dict[BaseId, Chain] = {}
-    for timeline in sorted(branches, reverse=True):
+    for timeline in present_first(inventory, index):
         path = path_of(timeline, inventory.timelines)
         early = {key: value for key, value in lsns.items() if key.step <= step}
         cut = [_cut(chain, step) for chain in chains(early, index, path)]
@@ -72,6 +72,13 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             hint="steps there are: " + (_listed(lsns, index, inventory) or "none"),
         )
     return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
+
+
+def present_first(inventory: Inventory, index: LogIndex) -> list[int]:
+    """All timelines: first the one whose history is the present one, then the younger ones. That is
+    not the newest where nobody has trained on it, and what it forked from is gone."""
+    numbers = sorted(inventory.branches, reverse=True)
+    return sorted(numbers, key=_trained(inventory, index).__ne__) if numbers else []
 
 
 def _trained(inventory: Inventory, index: LogIndex) -> int:

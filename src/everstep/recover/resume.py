@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Callable, Collection
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
-from everstep.commit.lineage import BaseId
+from everstep.commit.lineage import BaseId, left_at, lost_behind
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -48,6 +49,7 @@ from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, wr
 
 __all__ = ["OfSeveralError", "Resumed", "not_finite", "open_timeline", "resume"]
 
+_log = logging.getLogger("everstep")
 _ATTEMPTS = 8
 
 
@@ -182,6 +184,11 @@ def resume(
                     seen = () if restored.replayed else loaded.finite
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
+                if restored.end is not None:
+                    say = lost_behind if step is None else left_at
+                    if note := say(restored.end, inventory.branches):
+                        _log.warning("%s", note)
+                        problems += (note,)
                 base = found.id if found else None
                 source = "fresh" if loaded is None else loader.source
                 return Resumed(

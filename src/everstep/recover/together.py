@@ -478,6 +478,8 @@ def resume_together(
         raise
     finally:
         start.ahead.close()
+    if go.choice.note and meeting.rank == COORDINATOR:  # the same on all of them
+        _log.warning("%s", go.choice.note)
     skipped = (*start.skipped, *(() if log is None else log.skipped))
     resumed = resumed_of(go, start.outcome, state, skipped, copies.problems)
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice
