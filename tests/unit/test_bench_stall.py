@@ -83,6 +83,7 @@ def test_arms_by_name() -> None:
         {"device": "tpu"},
         {"dtype": "float8"},
         {"batch": 0},
+        {"layers": 0},
         {"writers": -1},
         {"writers": 1000},
         {"link_bytes_per_s": 0.0},

@@ -311,6 +311,31 @@ def test_steps_of_a_device_are_as_long_as_it_says() -> None:
     assert steps.known() == pytest.approx((1.0, 0.9)), "it waits while something is captured"
 
 
+def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
+    """Each time takes the training thread as long as all else that it does at a mark."""
+    device, clock, asked = Device(), ManualClock(), []
+
+    def moment() -> Any:
+        asked.append(clock.monotonic_s())
+        return device.moment()
+
+    steps = StepLengths(clock, moment)
+    for _ in range(40):
+        ran(device, clock, steps, quiet=True)
+        device.passed_s = device.given_s
+    asked.clear()
+    for _ in range(70):
+        ran(device, clock, steps, quiet=True)
+        device.passed_s = device.given_s
+    assert len(asked) == 30, "a mark, an update and the next mark, of every seventh step"
+    assert steps.known() == pytest.approx((1.0, 0.9))
+    for _ in range(7 * 20):
+        ran(device, clock, steps, quiet=True)
+        device.given_s += 1.0  # it takes longer from now on
+        device.passed_s = device.given_s
+    assert steps.known() == pytest.approx((2.0, 0.9))
+
+
 def test_a_model_that_leaves_its_device() -> None:
     device, clock, here = Device(), ManualClock(), [True]
     steps = StepLengths(clock, lambda: device.moment() if here else None)

@@ -954,6 +954,12 @@ def test_gradients_in_shared_memory_are_waited_for(
     assert restored(served.run, World(seed=9), 4) == states[4]
 
 
+def given_out(segments: int, size_bytes: int = 0) -> dict[str, dict[str, dict[str, int]]]:
+    """What an allocator tells of what it has asked a device for."""
+    sums = {"segment": segments, "reserved_bytes": size_bytes}
+    return {key: {"all": {"allocated": value}} for key, value in sums.items()}
+
+
 @pytest.mark.parametrize(("pool", "holds"), [((0, 0), True), ((0, 3), False), (None, False)])
 def test_gradients_in_the_memory_of_a_graph_are_waited_for(
     pool: tuple[int, int] | None, holds: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
@@ -970,13 +976,14 @@ def test_gradients_in_the_memory_of_a_graph_are_waited_for(
 
     monkeypatch.setattr(multistep_gradients, "on_cuda", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: given_out(1))
     monkeypatch.setattr(HeldGradients, "hold", lambda self, *about: kept.append(about))
     world = World()
     ckpt = start(served, world, over(3, overlap=True))
     states = run_steps(ckpt, world, 2)
     ckpt.close()
     assert bool(kept) is holds
-    assert asked == [1], "looked for once in a window"
+    assert asked == [1], "nothing was given out since"
     assert restored(served.run, World(seed=9), 4) == states[4]
 
 
@@ -989,12 +996,50 @@ def test_where_the_memory_of_graphs_begins_and_ends(monkeypatch: pytest.MonkeyPa
     memory = GraphMemory()
 
     def at(address: int, *, cuda: bool = True) -> Any:
-        return SimpleNamespace(is_cuda=cuda, data_ptr=lambda: address)
+        return SimpleNamespace(is_cuda=cuda, device=0, data_ptr=lambda: address)
 
     inside = [n for n in range(0, 1000, 50) if memory.has([at(250), at(n)])]
     assert inside == [300, 350, 600]
     assert not memory.has([])
     assert not memory.has([at(300, cuda=False)])
+
+
+def test_memory_of_graphs_is_looked_for_again_where_a_device_has_given_some_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that is captured in the middle of a training takes memory of its own."""
+    found: list[dict[str, Any]] = []
+    given: dict[int, Any] = {0: given_out(1, 10), 1: given_out(1, 10)}
+    looked: list[bool] = []
+
+    def snapshot(mempool_id: object = None, include_traces: bool = True) -> list[dict[str, Any]]:
+        looked.append(include_traces)
+        return list(found)
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", given.get)
+    monkeypatch.setattr(multistep_gradients, "on_cuda", lambda tensor: True)
+    memory = GraphMemory()
+
+    def has(device: int) -> bool:
+        tensor: Any = SimpleNamespace(device=device, data_ptr=lambda: 100)
+        return memory.has([tensor])
+
+    assert not has(0)
+    assert not has(0)
+    assert looked == [False], "once, and without a history that may be long"
+    found.append({"address": 100, "total_size": 50, "segment_pool_id": (0, 1)})
+    given[0] = given_out(2, 60)
+    assert has(0)
+    given[0] = given_out(2, 90)  # a segment that has grown
+    found.clear()
+    assert not has(0)
+    assert not has(1), "another device, which is asked for the first time"
+    assert len(looked) == 4
+    given[0] = {}
+    assert not has(0)
+    assert not has(0)
+    assert len(looked) == 6, "who does not tell is looked at each time"
 
 
 def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_then_on(

@@ -96,6 +96,12 @@ class TestGPT:
         assert (config.context, config.dropout) == (64, 0.25)
         assert 16 <= config.width / config.layers <= 128
 
+    @pytest.mark.parametrize("layers", [1, 4, 40])
+    def test_gpt_of_as_many_layers_as_are_asked_for(self, layers: int) -> None:
+        config = gpt_of(20_000_000, context=64, layers=layers)
+        assert config.layers == layers
+        assert abs(config.params - 20_000_000) <= 0.2 * 20_000_000
+
     def test_gpt_of_refuses_what_cannot_be_that_small(self) -> None:
         with pytest.raises(OptionError, match="as few as 100 parameters"):
             gpt_of(100)

@@ -147,6 +147,10 @@ def stall(
         int | None,
         typer.Option(help="Sequences of a step [default: 1 on a CPU, 64 on a GPU]."),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Of the model, however wide that makes them [default: as GPT-2's]."),
+    ] = None,
     link: Link = None,
     writers: Annotated[int, typer.Option(help="Other processes that flush as much.")] = 0,
     free_core: FreeCore = True,
@@ -201,6 +205,7 @@ def stall(
         arms=parse_arms(arms),
         batch=batch,
         dtype=dtype,
+        layers=layers,
         curves=curves is not None or json_output or trace is not None,
         folder=folder,
     )

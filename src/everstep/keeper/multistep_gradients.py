@@ -14,13 +14,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,32 +61,43 @@ class GraphMemory:
     ``torch.compile`` makes): a replay writes over the gradients that lie there, whoever refers to
     them, and calls no hook. Each of them seems to have memory of its own.
 
-    Looked for once, when it is asked: graphs are captured in the first steps of a training, and
-    to look takes milliseconds.
+    Looked for when it is asked, and again where a device has given out memory since: to look takes
+    milliseconds, and graphs are captured in the first steps of a training.
     """
 
     def __init__(self) -> None:
-        self._spans: list[tuple[int, int]] | None = None
+        self._spans: list[tuple[int, int]] = []
+        self._given: dict[torch.device, Any] = {}  # by each device, when it was looked at last
 
     def has(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether any of these lies there."""
-        addresses = [tensor.data_ptr() for tensor in tensors if on_cuda(tensor)]
-        if not addresses:
+        there = [tensor for tensor in tensors if on_cuda(tensor)]
+        if not there:
             return False
-        if self._spans is None:
-            self._spans = _kept_apart()
-        return any(map(self._holds, addresses))
+        given = {device: _given_out(device) for device in {tensor.device for tensor in there}}
+        if any(now is None or self._given.get(device) != now for device, now in given.items()):
+            # What another device has given out since is not looked for before it is asked about.
+            self._spans, self._given = _kept_apart(), given
+        return any(self._holds(tensor.data_ptr()) for tensor in there)
 
     def _holds(self, address: int) -> bool:
-        assert self._spans is not None
         index = bisect.bisect_right(self._spans, address, key=itemgetter(0))
         return index > 0 and address < self._spans[index - 1][1]
+
+
+def _given_out(device: torch.device) -> Any:
+    """How often the allocator has asked a device for memory, and for how much in all: where neither
+    has changed, nothing was kept apart since. None: it does not tell."""
+    with contextlib.suppress(KeyError, RuntimeError, TypeError):
+        found = torch.cuda.memory_stats_as_nested_dict(device)
+        return tuple(found[key]["all"]["allocated"] for key in ("segment", "reserved_bytes"))
+    return None
 
 
 def _kept_apart() -> list[tuple[int, int]]:
     """Addresses, in order; all of them where the allocator does not tell."""
     try:
-        segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = _segments()
         return sorted(
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in segments
@@ -93,6 +105,16 @@ def _kept_apart() -> list[tuple[int, int]]:
         )
     except (KeyError, RuntimeError):
         return [(0, sys.maxsize)]
+
+
+def _segments() -> list[dict[str, Any]]:
+    """Of all devices. Without the history of their memory, if that is recorded, which is long."""
+    snapshot: Any = torch.cuda.memory_snapshot
+    if "include_traces" in inspect.signature(snapshot).parameters:
+        found: Any = snapshot(include_traces=False)
+    else:
+        found = snapshot()
+    return cast("list[dict[str, Any]]", found)
 
 
 class _Few(NamedTuple):
@@ -313,8 +335,9 @@ class HeldGradients:
     def settle(self) -> None:
         """No more gradients are held: where all copies are made, nothing is in training's way any
         more. Does not wait."""
-        self._copying = [one for one in self._copying if not one.transfer.complete]
-        if not self._copying:
+        if self._copying:
+            self._copying = [one for one in self._copying if not one.transfer.complete]
+        if not self._copying and (self._hooks or self._guards):
             self.release()
 
     def release(self) -> None:

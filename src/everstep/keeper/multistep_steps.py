@@ -19,6 +19,7 @@ from everstep.state.image import State
 __all__ = ["StepLengths", "moment_of"]
 
 _STEPS = 32  # that are remembered
+_EVERY = 7  # of a device's, once so many are: no multiple of what loops do every 10 or 16 steps
 
 
 class StepLengths:
@@ -39,6 +40,7 @@ class StepLengths:
         self._on_device = False  # what is remembered is by its clock
         self._points: list[Any] = []  # the last mark, and the update behind it
         self._passed: deque[list[Any]] = deque(maxlen=_STEPS)  # perhaps not by the device yet
+        self._left_out = 0  # marks that the device is not to be asked at
 
     def marked(self, stall_s: float) -> None:
         """A step is over.
@@ -46,17 +48,26 @@ class StepLengths:
         Args:
             stall_s: that training has lost so far.
         """
-        now_s, point = self._clock.monotonic_s(), self._moment()
+        now_s = self._clock.monotonic_s()
+        if self._left_out:  # to ask takes a tenth of a millisecond
+            self._left_out -= 1
+            self._mark, self._gated = (now_s, stall_s), False
+            return
+        point = self._moment()
         if point is None and self._on_device:  # the model was moved
             self._by(device=False)
         if self._mark is not None and not self._on_device:
             self._steps.append(max(0.0, now_s - self._mark[0] - (stall_s - self._mark[1])))
         self._mark, self._gated = (now_s, stall_s), False
         if point is not None:
-            if len(self._points) == 2:
+            whole = len(self._points) == 2
+            if whole:
                 self._passed.append([*self._points, point])
-            self._points = [point]
             self._look()
+            if whole and self._on_device and len(self._steps) == _STEPS:
+                self._left_out, self._points = _EVERY - 2, []  # one begins a step, one ends it
+            else:
+                self._points = [point]
 
     def gated(self, stall_s: float, *, quiet: bool) -> None:
         """An update is about to begin.

@@ -19,6 +19,7 @@ from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_gradients import (
     GradientCheck,
     GradientPlaces,
+    GraphMemory,
     HeldGradients,
     are_alone,
 )
@@ -76,6 +77,7 @@ class UpdateCopies:
         self._under: CopiedUpdate | None = None
         self._seen_lsn = -1  # of the update that has told what it consumes
         self._places = GradientPlaces()
+        self._graphs = GraphMemory()
         self.consumption = Consumption(state)
         self.held = HeldGradients(state, self._wait)
         self.waits = not options.method.overlap_forward
@@ -171,7 +173,7 @@ class UpdateCopies:
             self._lane.run(lambda: window.pool.populate(room))
         held, check, batches = None, None, consumed.batches
         if gradients and not self.waits and not consumed.written:
-            held = self._alone(window, key, names)
+            held = self._alone(key, names)
         if held is not None:
             check = GradientCheck(gradients, layout, lsn, self._places)
             if others := consumed.tensors.keys() - gradients.keys():  # a schedule writes to these
@@ -199,7 +201,7 @@ class UpdateCopies:
         return room
 
     def _alone(
-        self, window: Window, key: str, names: frozenset[str]
+        self, key: str, names: frozenset[str]
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Captured parameters and their gradients; None where these lie in memory that others may
         write to, or no hook would tell of a backward, as FSDP puts its parts together."""
@@ -207,7 +209,7 @@ class UpdateCopies:
         found = [(p, gradient) for _, p in members if (gradient := p.grad) is not None]
         guarded = all(p.requires_grad and not is_dtensor(p) for p, _ in found)
         gradients = [gradient for _, gradient in found]
-        alone = guarded and are_alone(gradients) and not window.graphs.has(gradients)
+        alone = guarded and are_alone(gradients) and not self._graphs.has(gradients)
         return found if alone else None
 
     def _encode(self, window: Window, update: CopiedUpdate) -> None:

@@ -16,7 +16,7 @@ from everstep.keeper.assembly import PartialUpdate
 from everstep.keeper.consumed import Consumed
 from everstep.keeper.multistep_choice import Timed
 from everstep.keeper.multistep_fuzzy import CapturedParts
-from everstep.keeper.multistep_gradients import GradientCheck, GraphMemory
+from everstep.keeper.multistep_gradients import GradientCheck
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.multistep_stats import Watch
@@ -90,7 +90,6 @@ class Window:
         told: the keeper has been told of all of it.
         whole: the keeper has made it whole.
         parts: what was captured, if nobody makes it whole before it is restored.
-        graphs: where gradients may not be held.
     """
 
     save: Save
@@ -115,7 +114,6 @@ class Window:
     told: bool = False
     whole: bool = False
     parts: CapturedParts = field(default_factory=CapturedParts)
-    graphs: GraphMemory = field(default_factory=GraphMemory)
 
     @property
     def block(self) -> torch.Tensor:

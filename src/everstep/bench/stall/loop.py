@@ -86,6 +86,7 @@ class Loop:
         options: size, seed, device, whether there is a part of pure Python.
         batch: sequences of a step; None: so few that a save fills some steps.
         dtype: of the parameters, and so of gradients and moments.
+        layers: of the model; None: as many as its size wants.
 
     Attributes:
         training: the run; its optimizer has made its state.
@@ -97,13 +98,18 @@ class Loop:
     """
 
     def __init__(
-        self, options: Workload, *, batch: int | None = None, dtype: torch.dtype = torch.float32
+        self,
+        options: Workload,
+        *,
+        batch: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        layers: int | None = None,
     ) -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("this torch sees no CUDA device", hint="leave out --device cuda")
         context, usual = _CONTEXT_BATCH[options.device]
         batch = usual if batch is None else batch
-        shape: GPTConfig = gpt_of(options.params, context=context)
+        shape: GPTConfig = gpt_of(options.params, context=context, layers=layers)
         config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
         text = stdlib_text(_TEXT_BYTES)
         self.training: Training = training_of(

@@ -102,6 +102,8 @@ class StallOptions:
         arms: names of arms; None for all. The ideal is always among them.
         batch: sequences of a step; None: so few that a save fills some steps.
         dtype: of the parameters, and so of gradients and moments: ``"float32"`` or ``"bfloat16"``.
+        layers: of the model; None: as many as its size wants. Few make a step of a large model
+            short on a device, which otherwise waits for whoever asks for it.
         curves: also record, for each of our arms, what keeper and link do over some saves.
         folder: a folder is made in it, and removed at the end.
 
@@ -123,6 +125,7 @@ class StallOptions:
     arms: tuple[str, ...] | None = None
     batch: int | None = None
     dtype: str = "float32"
+    layers: int | None = None
     curves: bool = False
     folder: Path | None = None
 
@@ -134,6 +137,8 @@ class StallOptions:
             )
         if self.batch is not None and self.batch < 1:
             raise OptionError(f"batch={self.batch}: a step has at least one sequence")
+        if self.layers is not None and self.layers < 1:
+            raise OptionError(f"layers={self.layers}: a model has at least one")
         if not self.every or min(self.every) < 1:
             raise OptionError(f"every={self.every!r}: blocks have at least one step")
         if self.device not in ("cpu", "cuda"):

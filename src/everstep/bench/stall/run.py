@@ -89,7 +89,8 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
         placement = Placement(free_core=options.free_core)
         with placement.pinned(), contextlib.ExitStack() as stack:
             display.begin("making a model", 1)
-            loop = Loop(options, batch=options.batch, dtype=options.torch_dtype)
+            about = {"batch": options.batch, "layers": options.layers}
+            loop = Loop(options, dtype=options.torch_dtype, **about)
             _check_room(options, machine, loop.size_bytes, folder)
             if any(name.startswith("dcp") for name in options.names()):
                 from everstep.bench.stall.dcp import single_rank_group

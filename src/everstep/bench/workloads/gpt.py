@@ -138,11 +138,16 @@ class _Block(nn.Module):
         return out
 
 
-def gpt_of(params: int, *, context: int = 128, dropout: float = 0.1) -> GPTConfig:
+def gpt_of(
+    params: int, *, context: int = 128, dropout: float = 0.1, layers: int | None = None
+) -> GPTConfig:
     """A configuration with about ``params`` parameters and the proportions of GPT-2.
 
     Among the sizes within 2 % of ``params`` the one whose width per layer is nearest to
     64 is taken; where none is that near, the nearest size.
+
+    Args:
+        layers: so many, however wide that makes them; None: as GPT-2's proportions want it.
 
     Raises:
         OptionError: when even the smallest model has more than twice ``params``.
@@ -151,19 +156,21 @@ def gpt_of(params: int, *, context: int = 128, dropout: float = 0.1) -> GPTConfi
     width = _WIDTH_STEP
     while True:
         # Half the smallest depth allowed at this width already overshoots: wider ones do too.
-        least = GPTConfig(max(1, width // _ASPECT_MAX), width, 1, context)
-        if least.params > 2 * params:
+        fewest, most = max(1, width // _ASPECT_MAX), max(1, width // _ASPECT_MIN)
+        if layers is not None:
+            fewest = most = layers
+        if GPTConfig(fewest, width, 1, context).params > 2 * params:
             break
-        for layers in range(least.layers, max(1, width // _ASPECT_MIN) + 1):
-            config = GPTConfig(layers, width, _heads_of(width), context=context, dropout=dropout)
+        for depth in range(fewest, most + 1):
+            config = GPTConfig(depth, width, _heads_of(width), context=context, dropout=dropout)
             off = abs(config.params - params) / params
-            aspect = abs(math.log(width / layers / _ASPECT))
+            aspect = abs(math.log(width / depth / _ASPECT))
             found.append((max(off, _CLOSE_ENOUGH), aspect, config))
         width += _WIDTH_STEP if width < _WIDE else 2 * _WIDTH_STEP
     if not found:
         raise OptionError(
             f"no GPT with a context of {context} has as few as {params} parameters",
-            hint=f"the smallest has {GPTConfig(1, _WIDTH_STEP, 1, context).params}",
+            hint=f"the smallest has {GPTConfig(layers or 1, _WIDTH_STEP, 1, context).params}",
         )
     return min(found, key=lambda item: item[:2])[2]
 
