@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import PROGRESS_WORDS, Arena
-from everstep.errors import DeadlineError, OutOfSpaceError
+from everstep.errors import DeadlineError, OutOfSpaceError, StateError
 from everstep.keeper.pool import CapturePool, Room
 
 TIMEOUT_S = 10.0
@@ -88,6 +88,20 @@ def test_progress_words_start_at_zero_and_never_run_out_of_order() -> None:
     again = pool.acquire(PAGE_BYTES, timeout_s=0)
     assert again.word == rooms[3].word
     assert pool.arena.progress(again.word) == 0
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_memory_goes_with_the_last_capture_that_is_under_way(durable: bool) -> None:
+    pool = pool_of(4)
+    room = pool.acquire(PAGE_BYTES, timeout_s=0)
+    pool.close(later=True)
+    assert pool.arena.view.nbytes == 4 * PAGE_BYTES
+    if durable:
+        pool.keep(room, lambda: None)
+    else:
+        pool.release(room)
+    with pytest.raises(StateError, match="closed"):
+        _ = pool.arena.view
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=40))

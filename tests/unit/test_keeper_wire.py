@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,29 @@ def test_what_came_before_a_failed_send_can_be_received(pair: Pair) -> None:
         other.send({"kind": "more"})
     assert received(other)[0] == {"kind": "refused"}
     assert other.receive(TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_fails_keeps_nothing_that_was_in_use_then(
+    sends: bool, raw: tuple[socket.socket, Connection]
+) -> None:
+    bare, connection = raw
+
+    def fail() -> weakref.ref[threading.Event]:
+        in_use = threading.Event()
+        with contextlib.suppress(KeeperError):
+            if sends:
+                connection.send({"kind": "more"})
+            else:
+                connection.receive(TIMEOUT_S)
+        return weakref.ref(in_use)
+
+    bare.sendall((1).to_bytes(4, "little") + b"\xc1")
+    if sends:
+        bare.close()
+    assert fail()() is None
+    with pytest.raises(KeeperError, match="has failed"):
+        connection.send({"kind": "more"})
 
 
 def test_several_threads_send_and_no_message_is_mixed_with_another(pair: Pair) -> None:

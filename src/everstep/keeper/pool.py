@@ -175,6 +175,7 @@ class CapturePool:
             room.forget = forget
             self._kept.append(room)
             self._changed.notify_all()
+            self._close_retired()
 
     def drop_kept(self, *, but: Room | None = None) -> None:
         """Forgets every kept block; a newer one is there."""
@@ -239,5 +240,8 @@ class CapturePool:
         if room.word != _NO_WORD:
             self._words.append(room.word)
         self._changed.notify_all()
+        self._close_retired()
+
+    def _close_retired(self) -> None:
         if self._retired:
             self.close(later=True)

@@ -51,7 +51,9 @@ def done(future: Future[_T], result: _T) -> None:
 
 
 def failed(future: Future[_T], error: BaseException) -> None:
-    """Sets an exception, as :func:`done` sets a result."""
+    """Sets an exception, as :func:`done` sets a result; without its traceback, which would keep
+    what was in use where it was raised: memory of a keeper that is gone, say."""
+    error.__traceback__ = None
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 

@@ -138,9 +138,10 @@ class Connection:
         self._receive_lock = threading.Lock()
         self._closed = False
         # Why nothing more can be sent, or received. What had come before a send failed (the
-        # other side's reason, perhaps) can still be received.
-        self._send_failure: KeeperError | None = None
-        self._receive_failure: KeeperError | None = None
+        # other side's reason, perhaps) can still be received. In words: the error itself would
+        # keep whatever was in use where it was raised, a keeper's memory, say.
+        self._send_failure: str | None = None
+        self._receive_failure: str | None = None
         # What has arrived of the next message. Between the two moments at which bytes have
         # left the socket and are noted here, an interrupt would lose count of them.
         self._header = bytearray()
@@ -262,7 +263,8 @@ class Connection:
         try:
             message = decode_message(self._body)
         except KeeperError as error:
-            raise self._break(error) from error
+            self._break(error)
+            raise
         fds, self._fds = self._fds, []
         self._header, self._body = bytearray(), bytearray()
         return message, fds
@@ -332,21 +334,21 @@ class Connection:
     def _end_sending(self, error: KeeperError) -> KeeperError:
         """Nothing more is sent; of several reasons the first is the one to be told."""
         if self._send_failure is None:
-            self._send_failure = error
+            self._send_failure = error.message
         self._stream.shutdown()
         return error
 
     def _break(self, error: KeeperError) -> KeeperError:
         """Nothing more goes over this connection, either way."""
         if self._receive_failure is None:
-            self._receive_failure = error
+            self._receive_failure = error.message
         self._moving = False
         fds, self._fds = self._fds, []
         close_descriptors(fds)
         return self._end_sending(error)
 
-    def _again(self, error: KeeperError) -> KeeperError:
-        return KeeperError(f"the connection to {self._other} has failed: {error.message}")
+    def _again(self, why: str) -> KeeperError:
+        return KeeperError(f"the connection to {self._other} has failed: {why}")
 
     def _no_room(self) -> KeeperError:
         return KeeperTimeoutError(
