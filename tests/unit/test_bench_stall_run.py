@@ -754,6 +754,27 @@ def test_the_trace_of_a_run(whole: Any) -> None:
     assert set(lazy) >= {"compute", "waits", "state", "write"}
 
 
+@pytest.mark.usefixtures("no_wait")
+def test_an_interrupt_behind_the_last_round_loses_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To give back much pinned memory takes as long as a round."""
+    close = run._Bench._close
+
+    def interrupted(self: Any, opened: Any) -> None:
+        close(self, opened)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Bench, "_close", interrupted)
+    options = StallOptions(
+        params=TINY, repeats=1, every=(1,), arms=("torch.save",), folder=tmp_path
+    )
+    report = run_stall(options, Shown())
+    assert sorted(report.intervals[0].ideals) == [1]
+    assert "torch.save" in shown_by(report)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_wait")
 def test_all_installed_peers_and_ablations_run(tmp_path: Path) -> None:

@@ -80,44 +80,52 @@ def run_stall(options: StallOptions, display: Display) -> StallReport:
         EverstepError: when one of our own arms fails. A peer that fails is reported in its row.
     """
     start_s = time.monotonic()
-    with (
-        interruptible() as signals,
-        workspace(options.folder) as folder,
-        seeded_single_thread(options.seed),
-    ):
-        machine = look_at(folder)
-        placement = Placement(free_core=options.free_core)
-        with placement.pinned(), contextlib.ExitStack() as stack:
-            display.begin("making a model", 1)
-            about = {"batch": options.batch, "layers": options.layers}
-            loop = Loop(options, dtype=options.torch_dtype, **about)
-            _check_room(options, machine, loop.size_bytes, folder)
-            if any(name.startswith("dcp") for name in options.names()):
-                from everstep.bench.stall.dcp import single_rank_group
+    report: StallReport | None = None
+    try:
+        with (
+            interruptible() as signals,
+            workspace(options.folder) as folder,
+            seeded_single_thread(options.seed),
+        ):
+            machine = look_at(folder)
+            placement = Placement(free_core=options.free_core)
+            with placement.pinned(), contextlib.ExitStack() as stack:
+                display.begin("making a model", 1)
+                about = {"batch": options.batch, "layers": options.layers}
+                loop = Loop(options, dtype=options.torch_dtype, **about)
+                _check_room(options, machine, loop.size_bytes, folder)
+                if any(name.startswith("dcp") for name in options.names()):
+                    from everstep.bench.stall.dcp import single_rank_group
 
-                stack.enter_context(single_rank_group(folder))
-            writers = Writers(options.writers, loop.size_bytes, folder, placement)
-            stack.enter_context(writers)
-            bench = _Bench(options, loop, placement, writers, display, signals, start_s)
-            arms = bench.open(folder, stack)
-            loop.watch_hooks()  # outside of all that the arms have registered
-            intervals = [bench.measure(arms, every) for every in options.every]
-            curves = bench.curves(arms, options.every[0]) if options.curves else []
-        return StallReport(
-            options=options,
-            machine=machine,
-            size_bytes=loop.size_bytes,
-            tensors=loop.tensors,
-            workload=loop.description,
-            python_part_s=loop.python_part_s,
-            free_core=placement.free,
-            intervals=intervals,
-            curves=curves,
-            load_after=os.getloadavg()[0],
-            start_s=start_s,
-            seconds=time.monotonic() - start_s,
-            folder=str(folder.parent),
-        )
+                    stack.enter_context(single_rank_group(folder))
+                writers = Writers(options.writers, loop.size_bytes, folder, placement)
+                stack.enter_context(writers)
+                bench = _Bench(options, loop, placement, writers, display, signals, start_s)
+                arms = bench.open(folder, stack)
+                loop.watch_hooks()  # outside of all that the arms have registered
+                intervals = [bench.measure(arms, every) for every in options.every]
+                curves = bench.curves(arms, options.every[0]) if options.curves else []
+                report = StallReport(
+                    options=options,
+                    machine=machine,
+                    size_bytes=loop.size_bytes,
+                    tensors=loop.tensors,
+                    workload=loop.description,
+                    python_part_s=loop.python_part_s,
+                    free_core=placement.free,
+                    intervals=intervals,
+                    curves=curves,
+                    load_after=os.getloadavg()[0],
+                    start_s=start_s,
+                    seconds=time.monotonic() - start_s,
+                    folder=str(folder.parent),
+                )
+                display.begin("closing", 1)  # much pinned memory takes as long as a round
+    except KeyboardInterrupt:
+        if report is None:
+            raise
+    assert report is not None
+    return report
 
 
 class _Bench:
