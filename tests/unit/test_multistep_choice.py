@@ -128,6 +128,36 @@ def test_what_is_paid_once_is_not_held_against_parts(waits: bool) -> None:
     assert bench.stats.report().part_s == bench.stats.part_s
 
 
+@pytest.mark.parametrize("beside_s", [0.01, 0.05])
+def test_windows_are_as_long_as_they_are_beside_copies(beside_s: float) -> None:
+    """The link uses what they are longer by. Here it copies 4.02 s in a step less."""
+    quiet, beside = (Bench(update_s=0.01, link=STATE_BYTES / 4.02, held_steps=8) for _ in range(2))
+    for bench in (quiet, beside):
+        base = MultistepBase(0, 4, 4 * 0.004, 0.0, 0.0, 1, 1, 9.0)
+        bench.stats.bases += [base] * 2
+    for number in range(4):
+        assert beside.parts(STATE_BYTES, 0, waits=False) == 5, f"{number} say too little"
+        beside.clock.advance(0.99 + beside_s)
+        beside.choice.steps.gated(0.0, quiet=False)
+        beside.clock.advance(0.01)
+        beside.choice.steps.marked(0.0)
+    assert quiet.parts(STATE_BYTES, 0, waits=False) == 5
+    lengths = beside.choice.steps.known()
+    assert lengths == pytest.approx((1.0, 0.99, 0.99 + beside_s))
+    few = 5 if beside_s < 0.02 else 4
+    assert beside.parts(STATE_BYTES, 0, waits=False) == few
+    pipeline = Pipeline(4.02, 0.0, 0.99 + beside_s, 0.0, 0.01, 0.004, behind_update=True)
+    assert few == best_parts(pipeline, 8).parts
+
+
+def test_steps_that_are_all_beside_copies() -> None:
+    clock = ManualClock()
+    steps = StepLengths(clock)
+    for _ in range(3):
+        ran(Device(), clock, steps, quiet=False)
+    assert steps.known() == pytest.approx((0.5, 0.2, 0.2))
+
+
 def test_what_each_part_costs_training_counts_too() -> None:
     """Many parts that save next to nothing are not worth it."""
     bench = Bench(link=48e6 / 4)
@@ -300,15 +330,15 @@ def test_steps_of_a_device_are_as_long_as_it_says() -> None:
     steps = StepLengths(clock, device.moment)
     for _ in range(4):
         ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((0.5, 0.2)), "it has not come so far"
+    assert steps.known() == pytest.approx((0.5, 0.2, 0.2)), "it has not come so far"
     device.passed_s = 2.0
     ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((1.0, 0.9))
+    assert steps.known() == pytest.approx((1.0, 0.9, 0.9))
     for _ in range(40):
         ran(device, clock, steps, quiet=False)
         device.passed_s = device.given_s
     ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((1.0, 0.9)), "it waits while something is captured"
+    assert steps.known() == pytest.approx((1.0, 0.9, 0.9)), "it waits while something is captured"
 
 
 def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
@@ -328,12 +358,12 @@ def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
         ran(device, clock, steps, quiet=True)
         device.passed_s = device.given_s
     assert len(asked) == 30, "a mark, an update and the next mark, of every seventh step"
-    assert steps.known() == pytest.approx((1.0, 0.9))
+    assert steps.known() == pytest.approx((1.0, 0.9, 0.9))
     for _ in range(7 * 20):
         ran(device, clock, steps, quiet=True)
         device.given_s += 1.0  # it takes longer from now on
         device.passed_s = device.given_s
-    assert steps.known() == pytest.approx((2.0, 0.9))
+    assert steps.known() == pytest.approx((2.0, 0.9, 0.9))
 
 
 def test_a_model_that_leaves_its_device() -> None:
@@ -343,11 +373,11 @@ def test_a_model_that_leaves_its_device() -> None:
         ran(device, clock, steps, quiet=True)
         device.passed_s = device.given_s
     steps.marked(0.0)
-    assert steps.known() == pytest.approx((1.0, 0.9))
+    assert steps.known() == pytest.approx((1.0, 0.9, 0.9))
     here.clear()
     for _ in range(4):
         ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((0.5, 0.2))
+    assert steps.known() == pytest.approx((0.5, 0.2, 0.2))
 
 
 def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> None:

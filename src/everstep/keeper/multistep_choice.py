@@ -27,7 +27,8 @@ _CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 64 << 10, 4 << 20  # at most those of GoCkpt (section 4.4.2)
 _FEWER, _MORE = 1, 2  # parts than if a state could be cut anywhere: parameters are captured whole
 _KEPT = 0.02  # of a step: a cut is not changed for less
-_ALIKE = 0.02  # measurements that differ by less lead to no other choice
+_ALIKE = 0.02  # copies that differ by less lead to no other choice
+_ALIKE_STEPS = 0.005  # nor do steps: as many of them as a base takes differ by more
 
 OnCopy = Callable[[str, float, float, int], None]
 """Told of each copy, in the lane's thread: what it was of (``"part"`` or ``"gradients"``), when it
@@ -272,17 +273,16 @@ class Choice:
         """Steps and copies, as far as they are known."""
         link = self._stats.link_bytes_per_s
         steps = self.steps.known()
-        if link is None or steps is None or steps[1] <= 0:
+        if link is None or steps is None or steps.immutable_s <= 0:
             return None
-        step_s, immutable_s = steps
         state_bytes = sum(unit.size_bytes for unit in units)
         gradient_bytes = sum(unit.gradient_bytes for unit in units)
         now = Pipeline(
             state_bytes / link,
             gradient_bytes / link,
-            immutable_s,
+            steps.beside_s,
             0.0,
-            step_s - immutable_s,
+            steps.step_s - steps.immutable_s,
             part_s=self._stats.part_s or 0.0,
             behind_update=True,
         )
@@ -315,5 +315,5 @@ def _are_alike(one: Pipeline, other: Pipeline) -> bool:
         (one.part_s, other.part_s),
     )
     return all(abs(a - b) <= _ALIKE * b for a, b in copies) and all(
-        abs(a - b) <= _ALIKE * other.step_s for a, b in steps
+        abs(a - b) <= _ALIKE_STEPS * other.step_s for a, b in steps
     )

@@ -3,6 +3,9 @@
 Where training computes on a device, the training thread runs ahead of it: by the host's clock
 forward and backward are as long as it takes to ask for them. There the device's own clock counts,
 of steps in which nothing was captured: it waits for copies in the others.
+
+In host memory forward and backward are longer beside copies, by hooks and by memory that is shared
+with whoever copies. The link uses that time, so windows are as long as they are then.
 """
 
 from __future__ import annotations
@@ -10,16 +13,31 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.capture.cuda import moment_on
 from everstep.seams import Clock
 from everstep.state.image import State
 
-__all__ = ["StepLengths", "moment_of"]
+__all__ = ["Lengths", "StepLengths", "moment_of"]
 
 _STEPS = 32  # that are remembered
 _EVERY = 7  # of a device's, once so many are: no multiple of what loops do every 10 or 16 steps
+_BESIDE_MIN = 4  # that say how long they are beside copies
+
+
+class Lengths(NamedTuple):
+    """In the middle of those that are remembered, in seconds, without what training was held up.
+
+    Attributes:
+        step_s: of a step in which nothing is copied.
+        immutable_s: of forward and backward of such a step.
+        beside_s: of forward and backward beside copies; of the others, as long as few were.
+    """
+
+    step_s: float
+    immutable_s: float
+    beside_s: float
 
 
 class StepLengths:
@@ -35,6 +53,7 @@ class StepLengths:
         self._moment = moment
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._immutable: deque[float] = deque(maxlen=_STEPS)  # forward and backward
+        self._beside: deque[float] = deque(maxlen=_STEPS)  # the same, beside copies
         self._mark: tuple[float, float] | None = None  # when, and stall until then
         self._gated = True
         self._on_device = False  # what is remembered is by its clock
@@ -80,24 +99,28 @@ class StepLengths:
         self._gated = True
         if not self._on_device:
             took_s = self._clock.monotonic_s() - self._mark[0] - (stall_s - self._mark[1])
-            self._immutable.append(max(0.0, took_s))
+            (self._immutable if quiet else self._beside).append(max(0.0, took_s))
         if not quiet:
             self._points = []
         elif self._points and (point := self._moment()) is not None:
             self._points.append(point)
 
-    def known(self) -> tuple[float, float] | None:
-        """Seconds of a step, and of forward and backward, in the middle; None: not known yet."""
-        if not self._steps or not self._immutable:
+    def known(self) -> Lengths | None:
+        """None: not known yet."""
+        immutable = self._immutable or self._beside  # there may be no step without copies
+        if not self._steps or not immutable:
             return None
         step_s = statistics.median(self._steps)
-        return step_s, min(step_s, statistics.median(self._immutable))
+        immutable_s = beside_s = min(step_s, statistics.median(immutable))
+        if len(self._beside) >= _BESIDE_MIN:
+            beside_s = max(immutable_s, statistics.median(self._beside))
+        return Lengths(step_s, immutable_s, beside_s)
 
     def _by(self, *, device: bool) -> None:
         """Another clock counts from now on."""
         self._on_device = device
-        self._steps.clear()
-        self._immutable.clear()
+        for lengths in (self._steps, self._immutable, self._beside):
+            lengths.clear()
 
     def _look(self) -> None:
         """At steps that the device has passed meanwhile; does not wait for it."""
