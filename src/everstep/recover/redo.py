@@ -22,7 +22,7 @@ from everstep.recover.declared import DeclaredRedo
 from everstep.recover.marks import logs_less
 from everstep.recover.sharded import as_live, replayer_of
 from everstep.recover.tensors import tensor_of
-from everstep.recover.updates import update_of
+from everstep.recover.updates import other_class, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
@@ -148,7 +148,8 @@ class Redo:
         self._comparison = Comparison()
         self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
-        self._before = Exactness(True, "")  # what was replayed before others logged less
+        self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
+        self._kinds: set[tuple[str, str]] = set()
         self._notes: list[str] = []
         self.compares = False
 
@@ -165,8 +166,8 @@ class Redo:
     @property
     def exactness(self) -> Exactness:
         """Of all optimizers together."""
-        if not self._before.exact:
-            return self._before
+        if not self._inexact.exact:
+            return self._inexact
         for replayer in self._replayers.values():
             if not replayer.exact.exact:
                 return replayer.exact
@@ -181,6 +182,9 @@ class Redo:
                 than training had.
         """
         mark = step.mark
+        for _, update in step.updates:
+            if update is not None and (update.optimizer, update.kind) not in self._kinds:
+                self._look_at_class(update)
         self._turn_over(mark)
         doubtful = self._find_doubtful(mark)
         for record, update in step.updates:
@@ -259,6 +263,15 @@ class Redo:
                 live[name] = live[first]
         return list(dict.fromkeys((*self._notes, *put_back(state, plans, logged, live))))
 
+    def _look_at_class(self, update: Update) -> None:
+        """Raises:
+        ReplayError: the optimizer here is of another class than the one that made the update.
+        """
+        optimizer = self._state.optimizers.get(update.optimizer)
+        if optimizer is not None and (why := other_class(update, type(acting(optimizer)))):
+            self._inexact = Exactness(False, why)
+        self._kinds.add((update.optimizer, update.kind))
+
     def _turn_over(self, mark: LogRecord) -> None:
         """Where less is logged from now on, the program is another one: what only the mark before
         has is put back, and all else with it, which is how it was when that program began."""
@@ -268,7 +281,7 @@ class Redo:
 
     def _begin_anew(self) -> None:
         """Everything is as the last mark has it."""
-        self._before, self._replayers, self._surveyed = self.exactness, {}, None
+        self._inexact, self._replayers, self._surveyed = self.exactness, {}, None
         self._doubtful, self._live = None, {}
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
