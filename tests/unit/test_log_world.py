@@ -19,8 +19,9 @@ from everstep.format.log import record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.recover import log_post
-from everstep.recover.redo import Redo, Step, update_of
+from everstep.recover.redo import Redo, Step
 from everstep.recover.scan import scan_run
+from everstep.recover.updates import update_of
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.image import State
 from everstep.state.ranks import RankInfo

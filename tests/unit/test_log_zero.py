@@ -19,8 +19,9 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.recordable import Layouts
 from everstep.keeper.untold import Untold
 from everstep.recover.declared import DeclaredRedo
-from everstep.recover.redo import Redo, Step, update_of
+from everstep.recover.redo import Redo, Step
 from everstep.recover.scan import BaseFound
+from everstep.recover.updates import update_of
 from everstep.seams.clock import ManualClock
 from everstep.state import share
 from everstep.state.common import common_of

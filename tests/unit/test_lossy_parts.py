@@ -16,8 +16,8 @@ from everstep.keeper import log as keeper_log
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.lossy_log import lossy_record
-from everstep.recover.redo import update_of
 from everstep.recover.sharded import replayer_of
+from everstep.recover.updates import update_of
 from everstep.replay.packed import Packed, dense
 from everstep.state.dtensors import local_of
 from everstep.state.image import State

@@ -16,6 +16,8 @@ from everstep.state.owners import Claims, Holding, Memory, Owner, memory_of
 from tests.unit.state_changes import step, world
 
 LOGGED = Owner("logged")
+READ = Owner("logged", read="whole")
+"""What updates read, besides."""
 
 
 def owners(values: dict[str, Any], **told: Any) -> dict[str, Owner]:
@@ -72,7 +74,7 @@ def test_what_two_optimizers_own_is_logged() -> None:
     state = State({"m": model, "one": one, "two": two})
     found = state.survey().shape.owners
     assert found["m/weight"] == Owner("replayed", "one")
-    assert found["m/bias"] == LOGGED
+    assert found["m/bias"] == READ
     assert found["one/state/m.bias/momentum_buffer"] == Owner("replayed", "one")
     two.param_groups[0]["params"] = []
     two.state.clear()
@@ -82,13 +84,13 @@ def test_what_two_optimizers_own_is_logged() -> None:
 def test_what_one_optimizer_owns_twice_is_logged() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight, nn.Parameter(weight.data)], lr=0.1)
-    assert owners({"w": {"w": weight}, "o": optimizer})["w/w"] == LOGGED
+    assert owners({"w": {"w": weight}, "o": optimizer})["w/w"] == READ
     held = torch.zeros(2)
     optimizer = torch.optim.SGD([weight, nn.Parameter(torch.ones(2))], lr=0.1)
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter] = {"shared": held}
     found = owners({"w": weight, "o": optimizer})
-    assert [found[name] for name in found if name.startswith("o/")] == [LOGGED]
+    assert [found[name] for name in found if name.startswith("o/")] == [READ]
 
 
 def test_tensor_hyperparameters_are_logged_whoever_shares_them() -> None:
@@ -127,14 +129,28 @@ def test_memory_that_is_shared_in_part_is_logged(first: Any, second: Any) -> Non
     assert state.survey().shape.owners["w"] == Owner("replayed", "o")
     values["v"] = second(memory)
     found = state.survey().shape.owners
-    assert found["w"] == found["v"] == LOGGED
+    assert (found["w"], found["v"]) == (READ, Owner("logged", read="part"))
     assert found["apart"] == Owner("replayed", "o")
 
 
 def test_an_owned_view_that_is_no_entry_makes_the_whole_logged() -> None:
     memory = torch.ones(4)
     whole, part = nn.Parameter(memory), nn.Parameter(memory[1:])
-    assert owners({"w": whole, "o": torch.optim.SGD([whole, part], lr=0.1)})["w"] == LOGGED
+    assert owners({"w": whole, "o": torch.optim.SGD([whole, part], lr=0.1)})["w"] == READ
+
+
+def test_what_says_how_rates_are_is_not_read() -> None:
+    """Whoever sets them sets them between updates, and each has them in its record."""
+    rates, weight = torch.tensor([0.1, 0.2]), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": rates[0]}], lr=0.1)
+    found = owners({"w": weight, "rates": rates, "o": optimizer})
+    assert found["rates"] == found["o/param_groups/0/lr"] == LOGGED
+
+
+def test_what_is_declared_may_be_read() -> None:
+    memory = torch.ones(4)
+    values: dict[str, Any] = {"flat": memory, "o": torch.optim.SGD([nn.Parameter(memory[:2])], 0.1)}
+    assert owners(values, declared=["flat"])["flat"] == Owner("declared", read="whole")
 
 
 def test_ownership_does_not_depend_on_the_state_dict() -> None:

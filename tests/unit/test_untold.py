@@ -859,3 +859,112 @@ def test_what_was_found_once_is_compared_as_a_whole(run_folder: Path) -> None:
     first = holes.index(1)
     assert first < 8
     assert holes[first:] == list(range(1, len(holes) - first + 1))
+
+
+# --- What two optimizers own, or views share -------------------------------------------------
+
+
+class Shared:
+    """A table that is logged in full at each step mark, and read by updates all the same: weight
+    decay brings it into moments."""
+
+    def __init__(self, kind: str, *, seed: int = 1, norm: float | None = None) -> None:
+        torch.manual_seed(seed)
+        self.table = torch.randn(1000, 64)
+        self.model = nn.Embedding.from_pretrained(self.table, freeze=False, max_norm=norm)
+        if kind == "a slice":
+            self.table = torch.randn(1200, 64)
+            self.model = nn.Embedding.from_pretrained(self.table[:1000], False, max_norm=norm)
+        self.state: dict[str, Any] = {"m": self.model}
+        for key in ("one", "two")[: 2 if kind == "two optimizers" else 1]:
+            weights = self.model.parameters()
+            self.state[key] = torch.optim.Adam(weights, 0.01, weight_decay=0.1)
+        self.optimizers = [self.state[key] for key in ("one", "two") if key in self.state]
+        if kind == "a view":
+            self.state["half"] = self.table[:500]
+        elif kind == "a slice":  # the rest of it is written to before each update
+            self.state["all"], self.state["rest"] = self.table, self.table[1100:]
+        self.batch = torch.tensor([3, 555, 777])  # which are no samples
+
+    def one_step(self, behind: Callable[[], None] = lambda: None) -> None:
+        if "rest" in self.state:
+            self.state["rest"].add_(1)
+        for optimizer in self.optimizers:
+            (-self.model(self.batch).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        behind()
+
+    def snapshot(self) -> dict[str, bytes]:
+        found = {"table": self.table.numpy().tobytes()}
+        for number, optimizer in enumerate(self.optimizers):
+            (values,) = optimizer.state.values()
+            found |= {f"{number}.{key}": value.numpy().tobytes() for key, value in values.items()}
+        return found
+
+
+def shared_run(
+    run: Path, kind: str, steps: int, behind: Callable[[Shared], None], norm: float | None = None
+) -> tuple[dict[str, bytes], Any]:
+    world = Shared(kind, norm=norm)
+    with opened(run, world) as ckpt:
+        ckpt.resume()
+        for _ in range(steps):
+            world.one_step(lambda: behind(world))
+            ckpt.step()
+        stats = ckpt.stats()
+        ckpt._recorder = None
+    return world.snapshot(), stats
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("kind", ["two optimizers", "a view"])
+def test_what_is_logged_and_read_is_watched(run_folder: Path, kind: str) -> None:
+    """torch itself writes to rows of the table in each forward, before the update reads it."""
+    with said_once():
+        wanted, stats = shared_run(run_folder, kind, 5, lambda world: None, norm=1.0)
+    assert stats.log_holes >= 4
+    other = Shared(kind, seed=9, norm=1.0)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.base_step, recovery.exact) == (5, 5, True)
+        assert other.snapshot() == wanted
+
+
+@pytest.mark.parametrize("kind", ["two optimizers", "a view", "a slice"])
+def test_what_is_logged_and_read_is_in_the_mark(run_folder: Path, kind: str) -> None:
+    """So what is written to it between the last update and the mark is no hole, whatever it is."""
+
+    def behind(world: Shared) -> None:
+        with torch.no_grad():
+            world.model.weight[555].mul_(0.5)
+        world.model.weight.data[0].zero_()
+
+    wanted, stats = shared_run(run_folder, kind, 20, behind)
+    assert (stats.log_holes, stats.saves) == (0, 1)
+    other = Shared(kind, seed=9)
+    with opened(run_folder, other) as ckpt:
+        recovery = ckpt.resume()
+        ckpt._recorder = None
+        assert (recovery.step, recovery.base_step, recovery.exact) == (20, 1, True)
+        assert other.snapshot() == wanted
+
+
+def test_between_two_updates_of_what_they_share(run_folder: Path) -> None:
+    """No mark holds that."""
+    world = Shared("two optimizers")
+    one, two = world.optimizers
+    with opened(run_folder, world) as ckpt, said_once():
+        ckpt.resume()
+        for step in range(1, 6):
+            for optimizer in (one, two):
+                (-world.model(world.batch).square().sum()).backward()
+                if step == AT and optimizer is two:
+                    with torch.no_grad():
+                        world.model.weight[555].mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            ckpt.step()
+        assert ckpt.stats().log_holes == 1
+        ckpt._recorder = None

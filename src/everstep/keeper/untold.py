@@ -6,6 +6,9 @@ gives. So between the end of an update and the beginning of the next, nothing ma
 written: version counters are compared each time, which are hints (``capture/versions.py``); and a
 few elements now and then, in the first steps above all, where what a loop does in each step shows.
 What neither has seen, replay finds by the samples that each step mark holds.
+
+What two optimizers own, or views share, is in each mark as a whole, so what is written to it behind
+the last update is in the log. What is written behind the mark is not, and the next update reads it.
 """
 
 from __future__ import annotations
@@ -126,6 +129,7 @@ class Untold:
         self._said = False
         self._torn: str | None = None
         self._watched: dict[str, Owned] = {}
+        self._read: Owned | None = None  # by updates, and logged in full
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._shape: Shape | None = None
         self._names: Mapping[str, tuple[str, ...]] = {}
@@ -145,6 +149,7 @@ class Untold:
             step: that has just ended.
         """
         self._watched, self._tensors, self._torn, self._sampled = {}, None, None, None
+        self._read = None
         self._step, self._looked_at_first = step + 1, step + LOOKED_AT_FIRST
         if survey is not None:
             self._learn(survey)
@@ -152,22 +157,26 @@ class Untold:
 
     def accept(self) -> None:
         """Whatever was written is known by now."""
-        for watched in self._watched.values():
-            watched.settle(self._looks)
+        for watched in (*self._watched.values(), self._read):
+            if watched is not None:
+                watched.settle(self._looks)
 
     def before(self, key: str, step: int) -> str | None:
         """An optimizer is going to update: why the log cannot go on; None if it can."""
         self._step = step
-        watched = self._watched.get(key)
-        if watched is None or torch.compiler.is_compiling():  # refused by whoever copies
+        if torch.compiler.is_compiling():  # refused by whoever copies
             return None
-        return self._found(self._written(watched), step)
+        some = (self._watched.get(key), self._read)
+        written = (self._written(watched) for watched in some if watched is not None)
+        return self._found(next((name for name in written if name), None), step)
 
     def applied(self, key: str) -> None:
         """Its update is over."""
-        watched = self._watched.get(key)
-        if watched is not None and not torch.compiler.is_compiling():
-            watched.settle(self._looks)
+        if torch.compiler.is_compiling():
+            return
+        for watched in (self._watched.get(key), self._read):  # any may have written to the latter
+            if watched is not None:
+                watched.settle(self._looks)
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
         """A step is over: why the log cannot go on; None if it can."""
@@ -177,6 +186,8 @@ class Untold:
         self._learn(survey)
         if found is not None or self._looks is not None:
             self.accept()
+        elif self._read is not None:  # the mark holds it, whatever it is by now
+            self._read.settle(None)
         return self._found(found, step) or (torn if self.follows_base else None)
 
     def samples(self, step: int) -> dict[str, torch.Tensor]:
@@ -188,7 +199,8 @@ class Untold:
     @property
     def is_as_marked(self) -> bool:
         """Whether nothing was written since the last mark, as far as counters and samples tell."""
-        if any(watched.written() for watched in self._watched.values()):
+        watched = (*self._watched.values(), *([] if self._read is None else [self._read]))
+        if any(one.written() for one in watched):
             return False
         if self._sampled is None:  # that step was not recorded
             return True
@@ -247,6 +259,7 @@ class Untold:
                 if owner.kind == "replayed" and owner.optimizer is not None:
                     names.setdefault(owner.optimizer, []).append(name)
             self._names = {key: tuple(found) for key, found in names.items()}
+        self._learn_read(shape, tensors)
         before, self._watched = self._watched, {}
         for key, mine in self._names.items():
             now = {name: tensors[name] for name in mine}
@@ -261,6 +274,17 @@ class Untold:
             sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
             self._spots = Spots(sampled)
         self._which = which_of(self._spots, sorted(tensors))
+
+    def _learn_read(self, shape: Shape, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What others have of the same storages moves counters, too. What optimizers replay does
+        so in updates only, and behind each of these all that is read is settled."""
+        of = shape.owners
+        read = {name: tensors[name] for name, owner in of.items() if owner.read == "whole"}
+        if not read:
+            self._read = None
+        elif self._read is None or not self._read.is_of(read):
+            others = (t for n, t in tensors.items() if not of[n].read and of[n].kind != "replayed")
+            self._read = Owned(read, map(local_of, others), self._suspects)
 
 
 def _notice(what: str, step: int) -> AuditError:

@@ -24,10 +24,12 @@ from everstep.errors import (
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
 from everstep.format.records import Marker
+from everstep.recover.marks import Held, no_longer_held
 from everstep.recover.owned import owned_entries, parameter_names
 from everstep.recover.parts import own_part
-from everstep.recover.redo import compare, tensor_of, update_of
+from everstep.recover.redo import compare, tensor_of
 from everstep.recover.tensors import as_it_lay
+from everstep.recover.updates import update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.own import makes_state_when_built
@@ -119,7 +121,8 @@ class OfflineState:
         self._threads, self._training_threads = threads, training_threads
         self._optimizers: dict[str, _Replayed] = {}
         self._last: LogRecord | None = None
-        self._held: list[tuple[LogRecord, Placed]] = []  # by the last step's marks
+        self._held: Held = []  # by the last step's marks, until it is put
+        self._marked: set[str] = set()
         self._comparison = Comparison()
         self._parameters = parameter_names(self._trees, self._canonical)
         self._owned = owned_entries(self._trees, self._canonical)
@@ -127,7 +130,7 @@ class OfflineState:
     @property
     def from_mark(self) -> set[str]:
         """What is as the last mark has it: entries that it holds in full, and all objects."""
-        return {place.entry.name for _, place in self._held} | set(self.objects)
+        return self._marked | set(self.objects)
 
     @property
     def exactness(self) -> Exactness:
@@ -165,7 +168,7 @@ class OfflineState:
         self,
         updates: Sequence[LogRecord],
         mark: LogRecord,
-        others: Sequence[tuple[LogRecord, Placed]] = (),
+        others: Held = (),
     ) -> None:
         """Takes one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
@@ -192,6 +195,8 @@ class OfflineState:
             found = [(own_part(u, r, mine), r) for (u, r), mine in zip(found, names, strict=True)]
         own = ((mark, p) for p in mark.layout.placed if not p.entry.name.startswith(SAMPLE))
         held = [*own, *others]
+        for one, place in no_longer_held(self._held, held):
+            self._put(one, place)
         doubtful = [(one, place) for one, place in held if place.entry.name in self._owned]
         for (update, _), optimizer in zip(found, optimizers, strict=True):
             optimizer.waiting.append(update)
@@ -200,7 +205,7 @@ class OfflineState:
         for one, place in doubtful:  # what two optimizers, or views, may have changed in turn
             self._put(one, place)
         self._last, self.step, self.lsn = mark, mark.head.step, mark.head.lsn
-        self._held = held
+        self._held, self._marked = held, {place.entry.name for _, place in held}
 
     def work_off(self) -> None:
         """Applies what is waiting: from now on no record of the steps taken so far is read.
@@ -230,7 +235,7 @@ class OfflineState:
             return
         for one, place in self._held:
             self._put(one, place)
-        logged = {place.entry.name for _, place in self._held}
+        self._held, logged = [], self._marked
         found = {**mark.objects, **(objects or {})}
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in found.items()}
         for section, tree in trees.items():

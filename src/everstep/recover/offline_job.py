@@ -10,7 +10,7 @@ of them has updated for all, by the gradients that all of them have recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
 from everstep.format.records import Marker
+from everstep.recover.marks import Held, no_longer_held
 from everstep.recover.offline import OfflineState
 from everstep.recover.owned import owned_entries
 from everstep.recover.partitioned import Parts, whole_objects
@@ -75,8 +76,17 @@ class Resting:
     tensors: dict[str, torch.Tensor]
     objects: dict[str, bytes]
     shape: str
-    held: list[tuple[LogRecord, Placed]] = field(default_factory=list)
+    held: Held = ()
     last: LogRecord | None = None
+
+    def advance(self, mark: LogRecord, held: Held) -> None:
+        """Takes one step: what marks of several ranks hold of it, as of its own one."""
+        self._put(no_longer_held(self.held, held))
+        self.held, self.last = held, mark
+
+    def _put(self, held: Held) -> None:
+        for mark, place in held:
+            self.tensors[place.entry.name].copy_(tensor_of(mark, place))
 
     def finish(self, objects: Mapping[str, bytes]) -> None:
         """Puts everything as the last mark has it.
@@ -84,8 +94,7 @@ class Resting:
         Args:
             objects: instead of those of the mark that have the same names.
         """
-        for mark, place in self.held:
-            self.tensors[place.entry.name].copy_(tensor_of(mark, place))
+        self._put(self.held)
         if self.last is not None:
             self.objects = {**self.last.objects, **objects}
 
@@ -181,7 +190,7 @@ class JobState:
             )
             state.advance(list(mine), mark, held[rank])
         for rank, one in self._resting.items():
-            one.held, one.last = held[rank], step[rank][1]
+            one.advance(step[rank][1], held[rank])
         self._marks = {rank: mark for rank, (_, mark) in step.items()}
         any_mark = next(iter(self._marks.values()))
         self.step, self.lsn = any_mark.head.step, any_mark.head.lsn

@@ -18,8 +18,8 @@ from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradients_of
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.redo import update_of
 from everstep.recover.tensors import tensor_of
+from everstep.recover.updates import update_of
 from everstep.replay.exactness import is_elementwise, kind_name, variant_of
 from everstep.replay.packed import Gradient, dense
 from everstep.replay.updates import Update

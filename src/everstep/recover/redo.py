@@ -19,10 +19,10 @@ from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.conditions import uneven_denormals
 from everstep.recover.declared import DeclaredRedo
-from everstep.recover.gradients import gradients_of
-from everstep.recover.parts import gradients_of_others
+from everstep.recover.marks import logs_less
 from everstep.recover.sharded import as_live, replayer_of
 from everstep.recover.tensors import tensor_of
+from everstep.recover.updates import other_class, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
@@ -32,7 +32,7 @@ from everstep.seams.processes import available_cores
 from everstep.state.dtensors import like, local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.log import HYPER, PART_OBJECT, SPOT, UPDATE_OBJECT
+from everstep.state.log import SPOT
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.providers import RestorePlan
@@ -51,7 +51,6 @@ __all__ = [
     "other_than_trained",
     "put_back",
     "tensor_of",
-    "update_of",
 ]
 
 STEPS_AT_ONCE = 5
@@ -149,6 +148,9 @@ class Redo:
         self._comparison = Comparison()
         self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
+        self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
+        self._kinds: set[tuple[str, str]] = set()
+        self._notes: list[str] = []
         self.compares = False
 
     @property
@@ -164,6 +166,8 @@ class Redo:
     @property
     def exactness(self) -> Exactness:
         """Of all optimizers together."""
+        if not self._inexact.exact:
+            return self._inexact
         for replayer in self._replayers.values():
             if not replayer.exact.exact:
                 return replayer.exact
@@ -178,6 +182,10 @@ class Redo:
                 than training had.
         """
         mark = step.mark
+        for _, update in step.updates:
+            if update is not None and (update.optimizer, update.kind) not in self._kinds:
+                self._look_at_class(update)
+        self._turn_over(mark)
         doubtful = self._find_doubtful(mark)
         for record, update in step.updates:
             if update is not None:
@@ -216,7 +224,7 @@ class Redo:
         """
         mark, state = self._last, self._state
         if mark is None:
-            return []
+            return self._notes
         self._apply()
         self._compare()
         logged = {place.entry.name: tensor_of(mark, place) for place in mark.layout.placed}
@@ -253,7 +261,28 @@ class Redo:
         for name, first in self._aliases.items():  # of what an update has changed
             if name in live and first in live and name not in logged:
                 live[name] = live[first]
-        return put_back(state, plans, logged, live)
+        return list(dict.fromkeys((*self._notes, *put_back(state, plans, logged, live))))
+
+    def _look_at_class(self, update: Update) -> None:
+        """Raises:
+        ReplayError: the optimizer here is of another class than the one that made the update.
+        """
+        optimizer = self._state.optimizers.get(update.optimizer)
+        if optimizer is not None and (why := other_class(update, type(acting(optimizer)))):
+            self._inexact = Exactness(False, why)
+        self._kinds.add((update.optimizer, update.kind))
+
+    def _turn_over(self, mark: LogRecord) -> None:
+        """Where less is logged from now on, the program is another one: what only the mark before
+        has is put back, and all else with it, which is how it was when that program began."""
+        if self._last is not None and logs_less(mark, than=self._last):
+            self._notes = self.finish()
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Everything is as the last mark has it."""
+        self._inexact, self._replayers, self._surveyed = self.exactness, {}, None
+        self._doubtful, self._live = None, {}
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
         """Logged entries that an optimizer updates, too: what two of them own, or views of one
@@ -438,45 +467,3 @@ def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
     return bool(address) and any(begin <= address < end for begin, end in spans)
-
-
-def update_of(record: LogRecord, *, own: bool = False) -> Update:
-    """An update as replay takes it, put together from all ranks' parts where there are such.
-
-    Args:
-        own: without what other ranks have recorded.
-
-    Raises:
-        FormatError: it is none, or a part is missing.
-    """
-    try:
-        in_parts = PART_OBJECT in record.objects
-        about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
-        tensors = {place.entry.name: tensor_of(record, place) for place in record.layout.placed}
-        hyper: dict[str, Any] = {
-            name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
-        }
-        gradients, lossy = gradients_of(about, tensors), bool(about.get("lossy", False))
-        # What each rank updates by itself takes nothing else; in other parts it does (adr/033).
-        own = own or (bool(about.get("spread", False)) and not record.parts)
-        if in_parts and not own:
-            others = gradients_of_others(record, about)
-            gradients |= others.gradients
-            lossy = lossy or others.lossy
-        return Update(
-            lsn=record.head.lsn,
-            optimizer=str(about["optimizer"]),
-            groups=tuple(_mapping(join(group, hyper)) for group in about["groups"]),
-            gradients=gradients,
-            grad_scale=tensors.get("grad_scale"),
-            found_inf=tensors.get("found_inf"),
-            lossy=lossy,
-        )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"options of a group are no {type(value).__name__}")
-    return value

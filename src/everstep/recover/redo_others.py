@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
@@ -16,6 +17,7 @@ from everstep.format.log import NOT_EXACT, LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.recover.decide import Skipped
 from everstep.recover.forward import Restored
+from everstep.recover.marks import logs_less
 from everstep.recover.old_gradients import OldGradients
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.old_marks import OldSamples, live_tensors, restore_marks
@@ -75,7 +77,30 @@ class _Redo(Redo):
             AuditError, ReplayError: as :meth:`step`.
         """
         self.idle()
-        return restore_marks(self._state, self._layout, marks)
+        notes = restore_marks(self._state, self._layout, marks)
+        return list(dict.fromkeys((*self._notes, *notes)))
+
+    def turn_over(
+        self, marks: Mapping[int, LogRecord], then: Mapping[int, LogRecord], world: int
+    ) -> None:
+        """As :meth:`step` does, by the marks of all ranks: where there are those of two steps.
+
+        Args:
+            marks, then: of the step before, and of this one.
+            world: so many ranks have written them.
+
+        Raises:
+            MismatchError, FormatError, AuditError, ReplayError: as :meth:`put_back`.
+        """
+        if len(marks) == len(then) == world and any(
+            logs_less(then[rank], than=mark) for rank, mark in marks.items()
+        ):
+            self._notes = self.put_back(marks)
+            self._begin_anew()
+            self._looked = False
+
+    def _turn_over(self, mark: LogRecord) -> None:
+        pass  # one rank's mark is not all of it
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
         if not self._looked:
@@ -142,18 +167,21 @@ def redo_of_others(
     redo.compares = not conditions and not gradients.inexact
     everyone = tuple(range(layout.world))
     asked = tuple(sorted(gradients.asked))
+    # Where one program goes on from another's steps, all of the marks on both sides.
+    turns = {at for two in pairwise(steps) if two[0][0] != two[1][0] for at in two}
     marks: Mapping[int, LogRecord] = {}
     with progress("replay", len(steps), "items") as bar:
         for at in steps:
             alive()
             try:
-                found = fetch(everyone if at == steps[-1] else asked, *at)
+                found = fetch(everyone if at in {*turns, steps[-1]} else asked, *at)
             except DamageError as error:
                 restored.skipped.append(Skipped(*at, f"log: {error.message}"))
                 return
             logs = {rank: _Log(rank, at, restored.lsn, of, layout) for rank, of in found.items()}
             step = _step_of(logs, gradients)
-            marks = {rank: log.mark for rank, log in logs.items()}
+            before, marks = marks, {rank: log.mark for rank, log in logs.items()}
+            redo.turn_over(before, marks, layout.world)
             redo.take(step, {rank: marks[rank] for rank in asked})
             restored.replayed += 1
             restored.end, restored.lsn = BaseId(*at), step.mark.head.lsn

@@ -35,6 +35,7 @@ class Update:
         found_inf: likewise; a fused kernel does nothing where it is 1.
         lossy: the gradients are not those that training consumed, but lossy copies: what this
             update gives is an approximation (I9).
+        kind: name of the class whose ``step()`` it was; "" where the record does not say.
     """
 
     lsn: int
@@ -44,6 +45,7 @@ class Update:
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     lossy: bool = False
+    kind: str = ""
 
     @property
     def skipped(self) -> bool:

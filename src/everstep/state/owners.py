@@ -8,7 +8,8 @@ Hyperparameters that are tensors are *logged*: a scheduler changes them between 
 
 Doubt makes an entry *logged*: that is right whatever changes it, only larger. In doubt is what
 two optimizers own, or one of them twice, and what shares a part of its memory with other
-tensors, because replay on separate copies of them would give something else.
+tensors, because replay on separate copies of them would give something else. Updates read it all
+the same: what a mark holds is what the next step's begin with.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ class Owner(NamedTuple):
         optimizer: section key of the optimizer that replays it.
         update: of a declared entry, the pattern under which the function is registered that
             replay runs; None: there is none, so it is logged as well.
+        read: what no single optimizer replays, updates may read all the same. ``"whole"``: an
+            optimizer owns it, or some of it that is no entry. ``"part"``: it shares memory with
+            entries that are so; the rest is read by none.
     """
 
     kind: Literal["replayed", "logged", "declared", "static"]
     optimizer: str | None = None
     update: str | None = None
+    read: Literal["", "part", "whole"] = ""
 
     @property
     def in_marks(self) -> bool:
@@ -143,6 +148,24 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, depth + 1)
 
 
+class _Spans:
+    """Bytes of memory, to be looked up."""
+
+    def __init__(self, found: Iterable[Memory]) -> None:
+        self._begins: dict[torch.device, list[int]] = defaultdict(list)
+        self._ends: dict[torch.device, list[int]] = defaultdict(list)  # the largest so far
+        for memory in sorted(found, key=lambda memory: memory.begin):
+            ends = self._ends[memory.device]
+            self._begins[memory.device].append(memory.begin)
+            ends.append(max(memory.end, ends[-1] if ends else 0))
+
+    def meet(self, memory: Memory) -> bool:
+        """Whether any of the bytes from the first to the last of ``memory`` is among them."""
+        begins = self._begins.get(memory.device, [])
+        before = bisect_left(begins, memory.end)
+        return before > 0 and self._ends[memory.device][before - 1] > memory.begin
+
+
 class Claims:
     """What all registered optimizers own together."""
 
@@ -157,18 +180,23 @@ class Claims:
         self.options = {m for holding in holdings for m in holding.shared} - {
             m for holding in holdings for m in holding.slots
         }
-        self._begins: dict[torch.device, list[int]] = defaultdict(list)
-        self._ends: dict[torch.device, list[int]] = defaultdict(list)  # the largest so far
-        for memory in sorted(owned, key=lambda memory: memory.begin):
-            ends = self._ends[memory.device]
-            self._begins[memory.device].append(memory.begin)
-            ends.append(max(memory.end, ends[-1] if ends else 0))
+        # Hyperparameters are in an update's record: it reads none of the state.
+        self.read = owned.keys() - self.options
+        self._spans, self._spans_read = _Spans(owned), _Spans(self.read)
 
     def own_part_of(self, memory: Memory) -> bool:
         """Whether an optimizer owns any of the bytes from the first to the last of ``memory``."""
-        begins = self._begins.get(memory.device, [])
-        before = bisect_left(begins, memory.end)
-        return before > 0 and self._ends[memory.device][before - 1] > memory.begin
+        return self._spans.meet(memory)
+
+    def read_of(self, memory: Memory | None, hidden: _Spans) -> Literal["", "part", "whole"]:
+        """What updates read of an entry (see :class:`Owner`).
+
+        Args:
+            hidden: memory of what they read that is no entry.
+        """
+        if memory is None or not self._spans_read.meet(memory):
+            return ""
+        return "whole" if memory in self.read or hidden.meet(memory) else "part"
 
     def optimizers(self, memory: Memory | None) -> list[str]:
         """Section keys of those that own exactly ``memory``; one is there twice if it owns it
@@ -298,6 +326,7 @@ def owners_of(
             claim one entry.
     """
     overlapping = claims.overlapping(memory.values())
+    hidden = _Spans(claims.read - set(memory.values()))
     owners: dict[str, Owner] = {}
     for name, also in names.items():
         kinds = told.kinds(also)
@@ -317,7 +346,9 @@ def owners_of(
         alone = memory.get(name) not in overlapping
         if own and alone:
             owners[name] = Owner("replayed", optimizers[0])
-        elif kinds == {"declared"}:
+            continue
+        read = claims.read_of(memory.get(name), hidden)
+        if kinds == {"declared"}:
             updates = told.updates_of(also)
             if len(updates) > 1:
                 raise error(
@@ -325,9 +356,9 @@ def owners_of(
                     hint="make one of the patterns narrower",
                 )
             known = updates and alone and told.replays
-            owners[name] = Owner("declared", update=updates[0] if known else None)
+            owners[name] = Owner("declared", None, updates[0] if known else None, read)
         else:
-            owners[name] = Owner(kinds.pop() if kinds else "logged")
+            owners[name] = Owner(kinds.pop() if kinds else "logged", read=read)
     return owners
 
 

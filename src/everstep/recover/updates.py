@@ -1,0 +1,83 @@
+"""Updates of the log as replay takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from everstep.errors import FormatError, ReplayError
+from everstep.format.log import LogRecord
+from everstep.recover.gradients import gradients_of
+from everstep.recover.parts import gradients_of_others
+from everstep.recover.tensors import tensor_of
+from everstep.replay.exactness import kind_name, replay_kind
+from everstep.replay.updates import Update
+from everstep.state.log import HYPER, PART_OBJECT, UPDATE_OBJECT
+from everstep.state.objects import decode
+from everstep.state.tree import join
+
+__all__ = ["other_class", "update_of"]
+
+
+def update_of(record: LogRecord, *, own: bool = False) -> Update:
+    """An update as replay takes it, put together from all ranks' parts where there are such.
+
+    Args:
+        own: without what other ranks have recorded.
+
+    Raises:
+        FormatError: it is none, or a part is missing.
+    """
+    try:
+        in_parts = PART_OBJECT in record.objects
+        about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
+        tensors = {place.entry.name: tensor_of(record, place) for place in record.layout.placed}
+        hyper: dict[str, Any] = {
+            name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
+        }
+        gradients, lossy = gradients_of(about, tensors), bool(about.get("lossy", False))
+        # What each rank updates by itself takes nothing else; in other parts it does (adr/033).
+        own = own or (bool(about.get("spread", False)) and not record.parts)
+        if in_parts and not own:
+            others = gradients_of_others(record, about)
+            gradients |= others.gradients
+            lossy = lossy or others.lossy
+        return Update(
+            lsn=record.head.lsn,
+            optimizer=str(about["optimizer"]),
+            groups=tuple(_mapping(join(group, hyper)) for group in about["groups"]),
+            gradients=gradients,
+            grad_scale=tensors.get("grad_scale"),
+            found_inf=tensors.get("found_inf"),
+            lossy=lossy,
+            kind=str(about.get("kind") or ""),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
+
+
+def other_class(update: Update, kind: type[Optimizer]) -> str:
+    """Why a class need not do what the one did that made an update; "" if it is the same, or the
+    record does not say which it was.
+
+    Args:
+        kind: of the optimizer that is to redo it.
+
+    Raises:
+        ReplayError: one of the two is torch's, so the other one is another. Classes of users' own
+            may have been renamed, or moved to another module, since.
+    """
+    theirs, mine = update.kind, kind_name(kind)
+    if not theirs or theirs == mine or replay_kind(theirs) is kind:
+        return ""
+    why = f"{update.optimizer!r} was a {theirs} in training, and is a {mine} here"
+    if any(name.startswith("torch.optim.") for name in (theirs, mine)):
+        raise ReplayError(f"{why}, whose step() is another; the log needs one of that class")
+    return why
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"options of a group are no {type(value).__name__}")
+    return value
