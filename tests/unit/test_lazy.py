@@ -107,7 +107,7 @@ def test_without_the_gate_it_is_torn(
     monkeypatch.setattr(Saver, "gate", lambda self, optimizer: None)
     if not checked:
         monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
-        monkeypatch.setattr(Versions, "moved", lambda self, since: None)
+        monkeypatch.setattr(Versions, "moved", lambda self, since, but=(): None)
     world = World()
     with opened(run_folder, world.state, method="lazy", on_failure="warn") as ckpt:
         ckpt.step()

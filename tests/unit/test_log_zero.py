@@ -144,7 +144,7 @@ def in_samples(state: State) -> set[str]:
     """Parameters of which marks of this rank's log hold some elements."""
     survey = state.survey()
     channel = BackgroundChannel("raise", ManualClock(), progress_timeout_s=9.0)
-    untold = Untold(channel, lambda: updated_elsewhere(state))
+    untold = Untold(channel, state)
     untold.start(survey, STEP)
     which = untold.samples(STEP + 1)[f"{SPOT}which"].numpy()
     bits = np.unpackbits(which)[: len(survey.tensors)]

@@ -111,16 +111,17 @@ def test_tensor_hyperparameters_are_logged_whoever_shares_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "read"),
     [
-        (lambda t: t, lambda t: t[1:]),
-        (lambda t: t[:3], lambda t: t[2:]),
-        (lambda t: t, lambda t: t.view(2, 2)),
-        (lambda t: t[1:3], lambda t: t),
-        (lambda t: t, lambda t: t.view(torch.int32)),
+        (lambda t: t, lambda t: t[1:], "inside"),
+        (lambda t: t[:3], lambda t: t[2:], "part"),
+        (lambda t: t, lambda t: t.view(2, 2), "inside"),
+        (lambda t: t[1:3], lambda t: t, "part"),
+        (lambda t: t, lambda t: t.view(torch.int32), "inside"),
+        (lambda t: t[::2], lambda t: t[:3], "part"),
     ],
 )
-def test_memory_that_is_shared_in_part_is_logged(first: Any, second: Any) -> None:
+def test_memory_that_is_shared_in_part_is_logged(first: Any, second: Any, read: Any) -> None:
     memory = torch.ones(4)
     weight, apart = nn.Parameter(first(memory)), nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight, apart], lr=0.1)
@@ -129,7 +130,7 @@ def test_memory_that_is_shared_in_part_is_logged(first: Any, second: Any) -> Non
     assert state.survey().shape.owners["w"] == Owner("replayed", "o")
     values["v"] = second(memory)
     found = state.survey().shape.owners
-    assert (found["w"], found["v"]) == (READ, Owner("logged", read="part"))
+    assert (found["w"], found["v"]) == (READ, Owner("logged", read=read))
     assert found["apart"] == Owner("replayed", "o")
 
 
@@ -150,7 +151,9 @@ def test_what_says_how_rates_are_is_not_read() -> None:
 def test_what_is_declared_may_be_read() -> None:
     memory = torch.ones(4)
     values: dict[str, Any] = {"flat": memory, "o": torch.optim.SGD([nn.Parameter(memory[:2])], 0.1)}
-    assert owners(values, declared=["flat"])["flat"] == Owner("declared", read="whole")
+    assert owners(values, declared=["flat"])["flat"] == Owner("declared", read="part")
+    values["p"] = torch.optim.SGD([nn.Parameter(memory[2:])], 0.1)
+    assert owners(values, declared=["flat"])["flat"] == Owner("declared", read="inside")
 
 
 def test_ownership_does_not_depend_on_the_state_dict() -> None:

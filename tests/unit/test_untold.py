@@ -740,7 +740,7 @@ def test_marks_without_samples_stay_readable(run_folder: Path) -> None:
 def test_without_counters_one_element_comes_back_wrong(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Versions, "moved", lambda self, since: None)
+    monkeypatch.setattr(Versions, "moved", lambda self, since, but=(): None)
     states, _ = train(run_folder, World(), one_element, "after update")
     with pytest.raises(AssertionError):
         assert_never_wrong(run_folder, states)

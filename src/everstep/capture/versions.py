@@ -6,12 +6,12 @@ collectives. But where one has moved between two updates, something was written 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 
 import torch
 
-__all__ = ["Versions"]
+__all__ = ["Versions", "storage_of"]
 
 _VERSION = attrgetter("_version")
 
@@ -36,13 +36,18 @@ class Versions:
         """The counters."""
         return list(map(_VERSION, self._tensors))
 
-    def moved(self, since: list[int]) -> str | None:
-        """The name of a tensor that was written to since they were so; None if there is none."""
+    def moved(self, since: list[int], but: Collection[str] = ()) -> str | None:
+        """The name of a tensor that was written to since they were so; None if there is none.
+
+        Args:
+            but: names that are of no interest.
+        """
         now = self.now()
         if now == since:
             return None
         pairs = zip(self._names, now, since, strict=True)
-        return next(name for name, version, seen in pairs if version != seen)
+        found = (name for name, version, seen in pairs if version != seen)
+        return next((name for name in found if name not in but), None)
 
 
 def _counted(
@@ -58,7 +63,7 @@ def _counted(
         end = begin + tensor.numel() * tensor.element_size()
         runs.setdefault(storages[name]._cdata, []).append((begin, end))
     ends = {storage: _end_of(found) for storage, found in runs.items()}
-    others = None if beside is None else {_storage_of(tensor) for tensor in beside}
+    others = None if beside is None else {storage_of(tensor) for tensor in beside}
 
     def is_counted(storage: torch.UntypedStorage) -> bool:
         if ends[storage._cdata] == storage.nbytes():
@@ -68,8 +73,8 @@ def _counted(
     return {name: tensor for name, tensor in able.items() if is_counted(storages[name])}
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    """0: it has none of its own."""
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lies in, the same for all that do; 0: it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -48,7 +48,6 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.log_parts import updated_elsewhere
 from everstep.state.objects import encode
 from everstep.state.survey import Survey
 
@@ -143,7 +142,7 @@ class Recorder:
         self._consumption = Consumption(state, lossy_ratio=ratio, sparse=log == "topk")
         self._part = LogPart(state)
         self._replaced = Replaced(state)
-        self.untold = Untold(channel, lambda: updated_elsewhere(state))
+        self.untold = Untold(channel, state)
         self.nonfinite = NonFinite(channel, watched=options.log.watch)
         self._retry = Retry()
         self._entries: Any = None
@@ -255,6 +254,7 @@ class Recorder:
         if self.rooms.into is None:
             return
         with self._timed():
+            self.untold.declared(pattern)
             named = self._declared.ran(pattern)
             head = self._head("update", step, lsn, pattern)
             self._copy_now(head, named, dict)

@@ -20,13 +20,17 @@ from typing import Any
 import torch
 
 from everstep.capture.spots import Spots, marked, which_of
-from everstep.capture.versions import Versions
+from everstep.capture.versions import Versions, storage_of
 from everstep.errors import AuditError
 from everstep.format.digests import digest
 from everstep.keeper.channel import BackgroundChannel
 from everstep.state.dtensors import local_of
+from everstep.state.image import State
+from everstep.state.log_parts import updated_elsewhere
+from everstep.state.owners import memory_of, slots_of
 from everstep.state.survey import Shape, Survey, same_objects
-from everstep.state.tensors import host_bytes
+from everstep.state.tensors import host_bytes, why_not_storable
+from everstep.state.zero import acting
 
 __all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Owned", "Untold"]
 
@@ -91,16 +95,20 @@ class Owned:
             if tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous():
                 yield name, digest(host_bytes(tensor.detach()))
 
-    def written(self) -> str | None:
-        """The name of a tensor that was written to since."""
-        found = self.counted()
+    def written(self, but: Collection[str] = ()) -> str | None:
+        """The name of a tensor that was written to since.
+
+        Args:
+            but: of no interest.
+        """
+        found = self._versions.moved(self._seen, but)
         if found is None and self._digests:
-            pairs = self._digests_now()
+            pairs = ((name, now) for name, now in self._digests_now() if name not in but)
             found = next((name for name, now in pairs if self._digests.get(name, now) != now), None)
         if found is None and self._held is not None and self._spots is not None:
             step, values = self._held
             found = self._spots.other(step, values) if self._spots.intact else None
-        return found
+        return None if found in but else found
 
 
 class Untold:
@@ -109,20 +117,14 @@ class Untold:
     Training goes on whatever it finds, and the log ends before it: bases are taken instead. That
     is said once.
 
-    Args:
-        elsewhere: names of what another rank updates for this one: no sample of it is in marks, as
-            this rank's log does not replay it.
-
     Attributes:
         follows_base: there is a base that the log goes on from, or will be; otherwise there is
             nothing that a change would be missing from.
         distrust: called at the first finding.
     """
 
-    def __init__(
-        self, channel: BackgroundChannel, elsewhere: Callable[[], Collection[str]] = tuple
-    ) -> None:
-        self._channel, self._elsewhere = channel, elsewhere
+    def __init__(self, channel: BackgroundChannel, state: State) -> None:
+        self._channel, self._state = channel, state
         self.follows_base = False
         self.distrust: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -130,6 +132,7 @@ class Untold:
         self._torn: str | None = None
         self._watched: dict[str, Owned] = {}
         self._read: Owned | None = None  # by updates, and logged in full
+        self._told: Mapping[str, Collection[str]] = {}  # of these, by pattern of a function
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._shape: Shape | None = None
         self._names: Mapping[str, tuple[str, ...]] = {}
@@ -178,6 +181,15 @@ class Untold:
             if watched is not None:
                 watched.settle(self._looks)
 
+    def declared(self, pattern: str) -> None:
+        """The function registered for a pattern has run: what updates read of its entries is as it
+        should be. What else was written to is looked for first, and ends the log at the mark."""
+        read, mine = self._read, self._told.get(pattern)
+        if read is None or not mine:
+            return
+        self._torn = self._found(self._written(read, mine), self._step) or self._torn
+        read.settle(self._looks)
+
     def at_mark(self, survey: Survey, step: int) -> str | None:
         """A step is over: why the log cannot go on; None if it can."""
         torn, self._torn, self._sampled = self._torn, None, None
@@ -225,9 +237,9 @@ class Untold:
         self._say(error.message, step)
         return True
 
-    def _written(self, watched: Owned) -> str | None:
+    def _written(self, watched: Owned, but: Collection[str] = ()) -> str | None:
         """What was written to; suspect from now on, if no counter has told."""
-        name = watched.written()
+        name = watched.written(but)
         if name is not None and self.follows_base and watched.counted() is None:
             self._suspects.add(name)
         return name
@@ -270,21 +282,68 @@ class Untold:
             self._watched[key] = old
         if self._watched != before:
             all_of = (watched.tensors for watched in self._watched.values())
-            left_out = self._elsewhere()
+            # This rank's log does not replay what another one updates for it.
+            left_out = updated_elsewhere(self._state)
             sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
             self._spots = Spots(sampled)
         self._which = which_of(self._spots, sorted(tensors))
 
     def _learn_read(self, shape: Shape, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What others have of the same storages moves counters, too. What optimizers replay does
-        so in updates only, and behind each of these all that is read is settled."""
+        """What others have of the same storages moves counters, too, unless all of it is read. What
+        optimizers replay does so in updates only, and behind each of these all is settled."""
         of = shape.owners
         read = {name: tensors[name] for name, owner in of.items() if owner.read == "whole"}
+        read |= self._hidden(shape, tensors)
         if not read:
-            self._read = None
+            self._read, self._told = None, {}
         elif self._read is None or not self._read.is_of(read):
-            others = (t for n, t in tensors.items() if not of[n].read and of[n].kind != "replayed")
+            beside = (name for name, owner in of.items() if owner.read in ("", "part"))
+            others = (tensors[name] for name in beside if of[name].kind != "replayed")
             self._read = Owned(read, map(local_of, others), self._suspects)
+            self._told = self._told_of(shape, tensors, read)
+
+    def _hidden(
+        self, shape: Shape, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """What updates read that is no entry itself, by the name of one that has some of it."""
+        others = ("part", "inside")
+        some = [name for name, owner in shape.owners.items() if owner.read in others]
+        if not some:
+            return {}  # mostly
+        there = {name: memory_of(local_of(tensor)) for name, tensor in tensors.items()}
+        known, found = set(there.values()), dict[str, torch.Tensor]()
+        for optimizer in self._state.optimizers.values():
+            for tensor in slots_of(acting(optimizer)):
+                part = local_of(tensor)
+                memory = None if why_not_storable(part) else memory_of(part)
+                if memory is None or memory in known:
+                    continue
+                known.add(memory)
+                having = (name for name in some if memory.meets(there[name]))
+                if (name := next(having, None)) is not None:
+                    found[f"{name}~{len(found) + 1}" if name in found else name] = tensor
+        return found
+
+    def _told_of(
+        self, shape: Shape, tensors: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[str]]:
+        """What a registered function may change of what is read, by its pattern: all that lies in
+        the storages of its entries, as it has their counters."""
+        told = self._state.told
+        if not told.updates:
+            return {}
+        names = {name: [name] for name in shape.owners}
+        for other, name in shape.aliases.items():
+            names[name].append(other)
+        storages: dict[str, set[int]] = {}
+        for name, also in names.items():
+            for pattern in told.updates_of(also):
+                storages.setdefault(pattern, set()).add(storage_of(local_of(tensors[name])))
+        lie = {name: storage_of(local_of(tensor)) for name, tensor in read.items()}
+        return {
+            pattern: [name for name, storage in lie.items() if storage in found]
+            for pattern, found in storages.items()
+        }
 
 
 def _notice(what: str, step: int) -> AuditError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ __all__ = [
     "holding_of",
     "memory_of",
     "owners_of",
+    "slots_of",
 ]
 
 
@@ -59,14 +60,14 @@ class Owner(NamedTuple):
         update: of a declared entry, the pattern under which the function is registered that
             replay runs; None: there is none, so it is logged as well.
         read: what no single optimizer replays, updates may read all the same. ``"whole"``: an
-            optimizer owns it, or some of it that is no entry. ``"part"``: it shares memory with
-            entries that are so; the rest is read by none.
+            optimizer owns it. ``"inside"``: it consists of such memory, that of entries or not.
+            ``"part"``: it shares some of its memory with what is so; the rest is read by none.
     """
 
     kind: Literal["replayed", "logged", "declared", "static"]
     optimizer: str | None = None
     update: str | None = None
-    read: Literal["", "part", "whole"] = ""
+    read: Literal["", "part", "inside", "whole"] = ""
 
     @property
     def in_marks(self) -> bool:
@@ -90,6 +91,23 @@ class Memory(NamedTuple):
         """One past the last byte."""
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return self.begin + (last + 1) * self.dtype.itemsize
+
+    def meets(self, other: Memory | None) -> bool:
+        """Whether there are bytes that lie from the first to the last one of both."""
+        if other is None or self.device != other.device:
+            return False
+        return self.begin < other.end and other.begin < self.end
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements are all that lies between its first and its last byte."""
+        spread = zip(self.shape, self.stride, strict=True)
+        expected = 1
+        for step, n in sorted((step, n) for n, step in spread if n > 1):
+            if step != expected:
+                return False
+            expected *= n
+        return True
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
@@ -124,13 +142,19 @@ class Holding:
 
 def holding_of(section: str, optimizer: Optimizer) -> Holding:
     """What ``optimizer`` owns, whatever its ``state_dict`` makes of it."""
-    slots: list[torch.Tensor] = []
-    shared: list[torch.Tensor] = []
+    slots, shared = slots_of(optimizer), list[torch.Tensor]()
     for group in optimizer.param_groups:
         for key, value in group.items():
-            (slots if key == "params" else shared).extend(_tensors_in(value))
-    slots.extend(_tensors_in(optimizer.state))  # without the keys, which are parameters
+            if key != "params":
+                shared.extend(_tensors_in(value))
     return Holding(section, _memories(slots), _memories(shared))
+
+
+def slots_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What an optimizer updates: its parameters, and its state."""
+    groups = (group["params"] for group in optimizer.param_groups)
+    found = [tensor for group in groups for tensor in _tensors_in(group)]
+    return [*found, *_tensors_in(optimizer.state)]  # without the keys, which are parameters
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
@@ -149,21 +173,29 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 class _Spans:
-    """Bytes of memory, to be looked up."""
+    """Bytes of memory, to be looked up: stretches with something else between each two of them."""
 
     def __init__(self, found: Iterable[Memory]) -> None:
         self._begins: dict[torch.device, list[int]] = defaultdict(list)
-        self._ends: dict[torch.device, list[int]] = defaultdict(list)  # the largest so far
+        self._ends: dict[torch.device, list[int]] = defaultdict(list)
         for memory in sorted(found, key=lambda memory: memory.begin):
-            ends = self._ends[memory.device]
-            self._begins[memory.device].append(memory.begin)
-            ends.append(max(memory.end, ends[-1] if ends else 0))
+            begins, ends = self._begins[memory.device], self._ends[memory.device]
+            if ends and memory.begin <= ends[-1]:
+                ends[-1] = max(memory.end, ends[-1])
+            else:
+                begins.append(memory.begin)
+                ends.append(memory.end)
 
     def meet(self, memory: Memory) -> bool:
         """Whether any of the bytes from the first to the last of ``memory`` is among them."""
         begins = self._begins.get(memory.device, [])
         before = bisect_left(begins, memory.end)
         return before > 0 and self._ends[memory.device][before - 1] > memory.begin
+
+    def hold(self, memory: Memory) -> bool:
+        """Whether all of these bytes are."""
+        upto = bisect_right(self._begins.get(memory.device, []), memory.begin)
+        return upto > 0 and self._ends[memory.device][upto - 1] >= memory.end
 
 
 class Claims:
@@ -183,20 +215,19 @@ class Claims:
         # Hyperparameters are in an update's record: it reads none of the state.
         self.read = owned.keys() - self.options
         self._spans, self._spans_read = _Spans(owned), _Spans(self.read)
+        self._all_read = _Spans(memory for memory in self.read if memory.is_dense)
 
     def own_part_of(self, memory: Memory) -> bool:
         """Whether an optimizer owns any of the bytes from the first to the last of ``memory``."""
         return self._spans.meet(memory)
 
-    def read_of(self, memory: Memory | None, hidden: _Spans) -> Literal["", "part", "whole"]:
-        """What updates read of an entry (see :class:`Owner`).
-
-        Args:
-            hidden: memory of what they read that is no entry.
-        """
+    def read_of(self, memory: Memory | None) -> Literal["", "part", "inside", "whole"]:
+        """What updates read of an entry (see :class:`Owner`)."""
         if memory is None or not self._spans_read.meet(memory):
             return ""
-        return "whole" if memory in self.read or hidden.meet(memory) else "part"
+        if memory in self.read:
+            return "whole"
+        return "inside" if self._all_read.hold(memory) else "part"
 
     def optimizers(self, memory: Memory | None) -> list[str]:
         """Section keys of those that own exactly ``memory``; one is there twice if it owns it
@@ -326,7 +357,6 @@ def owners_of(
             claim one entry.
     """
     overlapping = claims.overlapping(memory.values())
-    hidden = _Spans(claims.read - set(memory.values()))
     owners: dict[str, Owner] = {}
     for name, also in names.items():
         kinds = told.kinds(also)
@@ -347,7 +377,7 @@ def owners_of(
         if own and alone:
             owners[name] = Owner("replayed", optimizers[0])
             continue
-        read = claims.read_of(memory.get(name), hidden)
+        read = claims.read_of(memory.get(name))
         if kinds == {"declared"}:
             updates = told.updates_of(also)
             if len(updates) > 1:
