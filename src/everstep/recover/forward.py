@@ -33,6 +33,7 @@ from everstep.recover.load import LoadedBase, load_base, load_ranks
 from everstep.recover.logs import LogFound
 from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound, Inventory
+from everstep.recover.unknown import UnknownClassError
 from everstep.seams import Seams
 from everstep.seams.progress import progress
 from everstep.state.image import State
@@ -174,6 +175,7 @@ def bring_forward(
 
     Raises:
         DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
+        MismatchError: nothing may be left out, and nobody here knows the class of an optimizer.
         ReplayError: with ``whole``, a step cannot be redone.
     """
     clock = loader.seams.clock
@@ -190,6 +192,9 @@ def bring_forward(
             restored.inexact = restored.inexact or (doubt if restored.replayed else "")
             return restored
         except EverstepError as error:
+            if isinstance(error, UnknownClassError) and loader.strict:
+                assert restored.end is not None
+                raise error.refused(restored.end.step, base.path) from error
             if whole:
                 why = f"the log behind it cannot be replayed: {error.message}"
                 raise ReplayError(why, step=error.step, hint=error.hint) from error

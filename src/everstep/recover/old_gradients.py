@@ -19,7 +19,7 @@ from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradients_of
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.tensors import tensor_of
-from everstep.recover.updates import update_of
+from everstep.recover.updates import class_for, update_of
 from everstep.replay.exactness import is_elementwise, kind_name, variant_of
 from everstep.replay.packed import Gradient, dense
 from everstep.replay.updates import Update
@@ -132,7 +132,8 @@ class OldGradients:
     """
 
     def __init__(self, state: State, layout: OldLayout) -> None:
-        self._layout = layout
+        self._layout, self._optimizers = layout, state.optimizers
+        self._cut: dict[str, str] = {}  # by optimizer a parameter that is in other parts now
         self.giver = giver_of(state.ranks.rank, layout)
         self.inexact = ""
         self._wanted: dict[str, dict[str, _Wanted]] = {}
@@ -160,6 +161,7 @@ class OldGradients:
                 asked |= ranks
                 self._wanted[key][name] = wanted
                 if wanted.is_cut:
+                    self._cut.setdefault(key, name)
                     self._check(key, optimizer, name, parameter)
         self.asked = frozenset(asked)
 
@@ -171,6 +173,7 @@ class OldGradients:
 
         Raises:
             FormatError: they are not of one update, or parts are missing.
+            ReplayError: it does not act element by element on what is in other parts now.
         """
         mine, others = records[self.giver], {r: x for r, x in records.items() if r != self.giver}
         head = mine.head
@@ -190,7 +193,17 @@ class OldGradients:
             gradients = dict(_taken(wanted, parts, self.giver))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise FormatError(f"{head} of several ranks is none together: {error!r}") from error
+        self._check_class(found)
         return replace(found, gradients=gradients, lossy=lossy)
+
+    def _check_class(self, update: Update) -> None:
+        key = update.optimizer
+        kind, _ = class_for(update, type(acting(self._optimizers[key])))
+        if kind is not None and key in self._cut and not is_elementwise(kind):
+            raise ReplayError(
+                f"{key} is a {kind_name(kind)}, which does not act element by element, and "
+                f"{self._cut[key]!r} is in other parts than it was trained in"
+            )
 
     def _find(self, entry: str, parameter: torch.Tensor) -> tuple[set[int], _Wanted]:
         """Whose gradients of a parameter are needed, and which parts."""
@@ -219,12 +232,7 @@ class OldGradients:
         """Raises:
         ReplayError: what is in other parts now cannot be replayed.
         """
-        kind, local = type(acting(optimizer)), local_of(parameter)
-        if not is_elementwise(kind):
-            raise ReplayError(
-                f"{key} is a {kind_name(kind)}, which does not act element by element, and "
-                f"{name!r} is in other parts than it was trained in"
-            )
+        local = local_of(parameter)
         group = next(
             group
             for group in optimizer.param_groups

@@ -39,6 +39,7 @@ from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.segments import SegmentFound
 from everstep.recover.sources import Place, RankRead
+from everstep.recover.unknown import UnknownClassError
 from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
 from everstep.state.log_parts import others_of
@@ -201,6 +202,7 @@ class RankLog:
 
         Raises:
             DeadlineError, RecoveryError: another rank is silent, or has failed.
+            MismatchError: nothing may be left out, and this program lacks what steps of it need.
         """
         reach, base = choice.reach, choice.base
         assert reach is not None
@@ -218,6 +220,9 @@ class RankLog:
         skipped: list[Skipped] = []
         redo = self._redo_of_others if choice.readers else self._redo_own
         failed = redo(choice, reach, path, restored, skipped, records, together, post)
+        if isinstance(failed, UnknownClassError) and self._loader.strict:
+            assert restored.end is not None
+            raise failed.refused(restored.end.step, self._run) from failed
         if isinstance(failed, AuditError):  # how long before, samples cannot tell
             self._doubt = f"step {failed.step} is not what training had, perhaps others before"
         noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]

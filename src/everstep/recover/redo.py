@@ -1,7 +1,8 @@
 """Redo: brings a state that was restored from a base to a later step, by the log.
 
-Updates are run by the live optimizers themselves over the logged gradients; what no optimizer
-owns is put back from the last step mark, which holds all of it.
+Updates are run by the live optimizers themselves over the logged gradients, or by others of the
+class that made them, where that is another one; what no optimizer owns is put back from the last
+step mark, which holds all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from everstep.recover.declared import DeclaredRedo
 from everstep.recover.marks import logs_less
 from everstep.recover.sharded import as_live, replayer_of
 from everstep.recover.tensors import tensor_of
-from everstep.recover.updates import other_class, update_of
+from everstep.recover.unknown import UnknownClassError
+from everstep.recover.updates import class_for, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
@@ -149,7 +151,8 @@ class Redo:
         self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
         self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
-        self._kinds: set[tuple[str, str]] = set()
+        self._kinds: dict[str, str] = {}  # of each optimizer, as the log names it, and that class
+        self._classes: dict[str, type[torch.optim.Optimizer]] = {}
         self._notes: list[str] = []
         self.compares = False
 
@@ -178,14 +181,15 @@ class Redo:
 
         Raises:
             FormatError, ReplayError: a record does not fit the state.
+            UnknownClassError: nobody here knows the class of an optimizer that made an update.
             AuditError: this step, or one that was redone together with it, gives something else
                 than training had.
         """
         mark = step.mark
-        for _, update in step.updates:
-            if update is not None and (update.optimizer, update.kind) not in self._kinds:
-                self._look_at_class(update)
-        self._turn_over(mark)
+        classes = self._find_classes(step)
+        self._turn_over(mark, self._changes_class(step))
+        self._classes |= classes
+        self._kinds |= {one.optimizer: one.kind for _, one in step.updates if one is not None}
         doubtful = self._find_doubtful(mark)
         for record, update in step.updates:
             if update is not None:
@@ -263,19 +267,41 @@ class Redo:
                 live[name] = live[first]
         return list(dict.fromkeys((*self._notes, *put_back(state, plans, logged, live))))
 
-    def _look_at_class(self, update: Update) -> None:
-        """Raises:
-        ReplayError: the optimizer here is of another class than the one that made the update.
-        """
-        optimizer = self._state.optimizers.get(update.optimizer)
-        if optimizer is not None and (why := other_class(update, type(acting(optimizer)))):
-            self._inexact = Exactness(False, why)
-        self._kinds.add((update.optimizer, update.kind))
+    def _find_classes(self, step: Step) -> dict[str, type[torch.optim.Optimizer]]:
+        """The classes that redo the updates of a step, of optimizers that were none of these yet.
 
-    def _turn_over(self, mark: LogRecord) -> None:
+        Raises:
+            UnknownClassError: nobody here knows one of them.
+        """
+        found: dict[str, type[torch.optim.Optimizer]] = {}
+        for update in (one for _, one in step.updates if one is not None):
+            key, at = update.optimizer, step.mark.head.step
+            optimizer = self._state.optimizers.get(key)
+            if optimizer is None or self._kinds.get(key) == update.kind:
+                continue
+            kind, why = class_for(update, type(acting(optimizer)))
+            if kind is None:
+                why += ", whose step() is another; the log needs one of that class"
+                raise UnknownClassError(why, step=at, optimizer=key)
+            if why:
+                self._inexact = Exactness(False, why)
+            found[key] = kind
+        return found
+
+    def _changes_class(self, step: Step) -> bool:
+        """Whether a step is of another program than the last one: an optimizer is of another class
+        in it, which goes on from all that the last mark holds."""
+        updates = (one for _, one in step.updates if one is not None)
+        return any(self._kinds.get(one.optimizer, one.kind) != one.kind for one in updates)
+
+    def _turn_over(self, mark: LogRecord, changes: bool) -> None:
         """Where less is logged from now on, the program is another one: what only the mark before
-        has is put back, and all else with it, which is how it was when that program began."""
-        if self._last is not None and logs_less(mark, than=self._last):
+        has is put back, and all else with it, which is how it was when that program began.
+
+        Args:
+            changes: it is another one, whatever is logged.
+        """
+        if self._last is not None and (changes or logs_less(mark, than=self._last)):
             self._notes = self.finish()
             self._begin_anew()
 
@@ -283,6 +309,7 @@ class Redo:
         """Everything is as the last mark has it."""
         self._inexact, self._replayers, self._surveyed = self.exactness, {}, None
         self._doubtful, self._live = None, {}
+        self._kinds, self._classes = {}, {}
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
         """Logged entries that an optimizer updates, too: what two of them own, or views of one
@@ -348,8 +375,9 @@ class Redo:
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
             about: dict[str, Any] = {"threads": threads, "fast": self._state.replays_fast}
             own = acting(optimizer)
-            relaid = self._relaid_of(own, known) if self._relaid else {}
-            replayer = self._replayers[key] = replayer_of(own, known, relaid=relaid, **about)
+            about["relaid"] = self._relaid_of(own, known) if self._relaid else {}
+            about["kind"] = self._classes.get(key)
+            replayer = self._replayers[key] = replayer_of(own, known, **about)
         return replayer
 
     def _relaid_of(

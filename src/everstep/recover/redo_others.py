@@ -81,26 +81,28 @@ class _Redo(Redo):
         return list(dict.fromkeys((*self._notes, *notes)))
 
     def turn_over(
-        self, marks: Mapping[int, LogRecord], then: Mapping[int, LogRecord], world: int
+        self, marks: Mapping[int, LogRecord], step: Step, then: Mapping[int, LogRecord]
     ) -> None:
         """As :meth:`step` does, by the marks of all ranks: where there are those of two steps.
 
         Args:
-            marks, then: of the step before, and of this one.
-            world: so many ranks have written them.
+            marks: of the step before.
+            step, then: this one, and its marks.
 
         Raises:
             MismatchError, FormatError, AuditError, ReplayError: as :meth:`put_back`.
         """
-        if len(marks) == len(then) == world and any(
-            logs_less(then[rank], than=mark) for rank, mark in marks.items()
-        ):
+        if not len(marks) == len(then) == self._layout.world:
+            return
+        less = (logs_less(then[rank], than=mark) for rank, mark in marks.items())
+        if self._changes_class(step) or any(less):
             self._notes = self.put_back(marks)
             self._begin_anew()
             self._looked = False
 
-    def _turn_over(self, mark: LogRecord) -> None:
-        pass  # one rank's mark is not all of it
+    def _turn_over(self, mark: LogRecord, changes: bool) -> None:
+        if changes:  # one rank's mark is not all of it
+            raise ReplayError(f"{mark.head}: an optimizer is of another class than the step before")
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
         if not self._looked:
@@ -181,7 +183,7 @@ def redo_of_others(
             logs = {rank: _Log(rank, at, restored.lsn, of, layout) for rank, of in found.items()}
             step = _step_of(logs, gradients)
             before, marks = marks, {rank: log.mark for rank, log in logs.items()}
-            redo.turn_over(before, marks, layout.world)
+            redo.turn_over(before, step, marks)
             redo.take(step, {rank: marks[rank] for rank in asked})
             restored.replayed += 1
             restored.end, restored.lsn = BaseId(*at), step.mark.head.lsn

@@ -1,4 +1,5 @@
-"""Replay of an optimizer whose parameters are spread over ranks: of this rank's parts.
+"""Replay of an optimizer whose parameters are spread over ranks: of this rank's parts; and of one
+that is of another class than the one whose updates they are.
 
 What an optimizer that acts element by element does to a DTensor, it does to the part that each
 rank holds, with the same kernels. So a rank replays over plain tensors: its parts of parameters and
@@ -29,6 +30,7 @@ def replayer_of(
     optimizer: Optimizer,
     names: Mapping[int, str],
     *,
+    kind: type[Optimizer] | None = None,
     threads: int,
     fast: bool = False,
     relaid: Mapping[str, str] = _NONE,
@@ -37,6 +39,7 @@ def replayer_of(
 
     Args:
         names: of all of its parameters, by ``id(parameter)``.
+        kind: whose updates these are; None: its own class's.
         threads, fast, relaid: as for :class:`~everstep.replay.engine.Replayer`.
 
     Raises:
@@ -45,7 +48,8 @@ def replayer_of(
     """
     members = [list(group["params"]) for group in optimizer.param_groups]
     parameters = [parameter for group in members for parameter in group]
-    if not any(map(is_dtensor, parameters)):
+    kind = kind or type(optimizer)
+    if kind is type(optimizer) and not any(map(is_dtensor, parameters)):
         return Replayer.of(optimizer, names, threads=threads, fast=fast, relaid=relaid)
     state: dict[str, dict[str, Any]] = {}
     for parameter in parameters:
@@ -55,7 +59,7 @@ def replayer_of(
             for key, value in values.items()
         }
     return Replayer(
-        type(optimizer),
+        kind,
         [[names[id(parameter)] for parameter in group] for group in members],
         {names[id(parameter)]: local_of(parameter) for parameter in parameters},
         state,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from everstep.errors import FormatError, ReplayError
+from everstep.errors import FormatError
 from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradients_of
 from everstep.recover.parts import gradients_of_others
@@ -17,7 +17,7 @@ from everstep.state.log import HYPER, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.objects import decode
 from everstep.state.tree import join
 
-__all__ = ["other_class", "update_of"]
+__all__ = ["class_for", "update_of"]
 
 
 def update_of(record: LogRecord, *, own: bool = False) -> Update:
@@ -57,24 +57,24 @@ def update_of(record: LogRecord, *, own: bool = False) -> Update:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
 
 
-def other_class(update: Update, kind: type[Optimizer]) -> str:
-    """Why a class need not do what the one did that made an update; "" if it is the same, or the
-    record does not say which it was.
+def class_for(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer] | None, str]:
+    """The class whose ``step()`` redoes an update, and why it need not do what the one did that
+    made it; "" if it is that one, or the record does not say which it was.
+
+    None: nobody here knows that one. Where one of the two is torch's, the other one is another for
+    certain. Classes of users' own may have been renamed, or moved to another module, since.
 
     Args:
-        kind: of the optimizer that is to redo it.
-
-    Raises:
-        ReplayError: one of the two is torch's, so the other one is another. Classes of users' own
-            may have been renamed, or moved to another module, since.
+        mine: of the optimizer that is here.
     """
-    theirs, mine = update.kind, kind_name(kind)
-    if not theirs or theirs == mine or replay_kind(theirs) is kind:
-        return ""
-    why = f"{update.optimizer!r} was a {theirs} in training, and is a {mine} here"
-    if any(name.startswith("torch.optim.") for name in (theirs, mine)):
-        raise ReplayError(f"{why}, whose step() is another; the log needs one of that class")
-    return why
+    theirs, name = update.kind, kind_name(mine)
+    found = replay_kind(theirs)
+    if not theirs or theirs == name or found is mine:
+        return mine, ""
+    why = f"{update.optimizer!r} was a {theirs} in training, and is a {name} here"
+    if not any(one.startswith("torch.optim.") for one in (theirs, name)):
+        return mine, why
+    return (None, why) if found is None else (found, "")
 
 
 def _mapping(value: Any) -> dict[str, Any]:
