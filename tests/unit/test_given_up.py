@@ -83,6 +83,19 @@ def test_what_the_history_had_behind_a_state() -> None:
     assert lost_behind(BaseId(1, 4), branches((1, None, 0), (2, 1, None))) is None
 
 
+@pytest.mark.parametrize(("reaches", "lost"), [(16, "17 to 20"), (20, ""), (23, "")])
+def test_what_the_log_has_all_the_same_is_not_called_gone(reaches: int, lost: str) -> None:
+    tree = branches((1, None, 0), (2, 1, 8), (3, 2, 12), (4, 3, 20))
+    end = BaseId(3 if reaches <= 20 else 4, reaches)
+    said = str(lost_behind(BaseId(3, 15), tree, (end, "it is of another class")))
+    own = "step 16 must" if reaches == 16 else f"steps 16 to {reaches} must"
+    assert f"the log leads on to {end}, but could not be replayed here (it is of another" in said
+    assert f"): {own} be trained again, or resume(step={reaches}) goes back there" in said
+    assert ("neither a base nor a log leads there any more" in said) == bool(lost)
+    assert lost in said
+    assert lost_behind(BaseId(4, 23), tree, (BaseId(4, 23), "")) is None
+
+
 # --- One rank ---------------------------------------------------------------------------
 
 

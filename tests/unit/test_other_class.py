@@ -189,6 +189,24 @@ def test_nothing_is_left_out_without_a_word(
     assert (found.step, found.replayed, found.exact) == (1, 0, True)
     assert values == states[1]
     assert "the log needs one of that class" in found.skipped[0].reason
+    (note,) = found.notes
+    assert f"the log leads on to step {STEPS} of timeline 1, but could not be replayed" in note
+    assert "the log needs one of that class): steps 2 to 6 must be trained again" in note
+
+
+def test_a_log_that_is_there_is_not_called_gone(
+    run_folder: Path, forgotten: Callable[[], None]
+) -> None:
+    """Where another start has been at the end of it, too."""
+    trained(run_folder, pinned)
+    assert resumed(run_folder, pinned)[0].step == STEPS
+    forgotten()
+    forget(run_folder)
+    found, _ = resumed(run_folder, adam, strict=False)
+    assert (found.step, found.timeline) == (1, 3)
+    (note,) = found.notes
+    assert "but could not be replayed here" in note
+    assert "neither a base nor a log" not in note
 
 
 @pytest.mark.parametrize("make", [adam, pinned])
@@ -316,6 +334,10 @@ def test_ranks_leave_nothing_out_without_a_word(
         found = on_all(*(partial(one.ckpt.resume, strict=False) for one in ranks))
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * world
         assert "the log needs one of that class" in str(found[0].skipped)
+        assert {one.notes for one in found} == {found[0].notes}
+        said = "the log leads on to step 6 of timeline 1, but could not be replayed here (rank(s) 0"
+        assert said in found[0].notes[0]
+        assert "could not redo step 5" in found[0].notes[0]
         die(ranks)
 
 

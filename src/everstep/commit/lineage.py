@@ -135,18 +135,38 @@ def left_at(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
     )
 
 
-def lost_behind(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
-    """What the newest timeline's history has had behind the newest state that is left of it, in
-    words; None: nothing that its forks tell of."""
+def lost_behind(
+    end: BaseId, branches: Mapping[int, Branch], kept: tuple[BaseId, str] | None = None
+) -> str | None:
+    """What the newest timeline's history has, or has had, behind the newest state that could be
+    restored of it, in words; None: nothing that its log or its forks tell of.
+
+    Args:
+        kept: how far the log leads behind that state, and why this start has not gone there; None:
+            no further.
+    """
+    said, known = list[str](), end.step
+    if kept is not None and kept[0].step > known:
+        last, why = kept
+        said.append(
+            f"the log leads on to {last}, but could not be replayed here ({why}): "
+            f"{_steps(known, last.step)} must be trained again, or resume(step={last.step}) goes "
+            "back there, where it can be"
+        )
+        known = last.step
     path = history(max(branches, default=end.timeline), branches)
-    for (younger, _), (timeline, last) in pairwise(path):
-        if last is not None and last > end.step:
-            steps = f"step {last}" if last == end.step + 1 else f"steps {end.step + 1} to {last}"
-            return (
-                f"timeline {younger} began at {BaseId(timeline, last)}, and neither a base nor a "
-                f"log leads there any more: {steps} must be trained again"
+    for (younger, _), (timeline, fork) in pairwise(path):
+        if fork is not None and fork > known:
+            said.append(
+                f"timeline {younger} began at {BaseId(timeline, fork)}, and neither a base nor a "
+                f"log leads there any more: {_steps(known, fork)} must be trained again"
             )
-    return None
+            break
+    return "; ".join(said) or None
+
+
+def _steps(after: int, last: int) -> str:
+    return f"step {last}" if last == after + 1 else f"steps {after + 1} to {last}"
 
 
 def split_by_history(

@@ -9,10 +9,11 @@ starts needs those of all of them, whoever can read them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.lineage import BaseId, Branch, split_by_history
 from everstep.format.log import RecordHead
 from everstep.format.records import Manifest, TimelineRecord
 
@@ -299,7 +300,7 @@ class JobLogs:
         for run in every:
             self._last[run.timeline] = max(self._last.get(run.timeline, 0), run.last)
             self._shapes.setdefault(run.timeline, set()).add(run.shape)
-        self._path = log_path(branches, self._last)
+        self._branches, self._path = branches, log_path(branches, self._last)
 
     def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
         """The last step that all ranks reach from a base, by the logs of the ranks that saved it;
@@ -392,6 +393,29 @@ class JobLogs:
                 why = "log: its ranks had another layout than those of the base before it"
                 found.append((BaseId(timeline, step), why))
         return found
+
+    def kept(
+        self, end: BaseId, manifest: Manifest, bases: Mapping[BaseId, Manifest]
+    ) -> tuple[BaseId, str] | None:
+        """How far the logs lead along the history that could not be replayed by this job, and why
+        it could not; None: no further than what is restored.
+
+        Args:
+            end: timeline and step that are restored.
+            manifest: of the base.
+            bases: that every rank can read, of that history.
+        """
+        whole = copy(self)
+        whole._spoilt = ()
+        _, reach = whole.best(bases, None) or (end, None)
+        if reach is not None and reach.step > end.step:
+            at = end.step + 1
+            ranks = sorted({rank for rank, _, step in self._spoilt if step == at})
+            who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "a rank"
+            return reach.end, f"{who} could not redo step {at}, and what was skipped there says why"
+        refused = dict(self.refused(end, manifest))
+        there, _ = split_by_history(refused, self._branches)
+        return (there[0], refused[there[0]]) if there else None
 
     def _is_own(self, base: BaseId, manifest: Manifest) -> bool:
         """Whether each rank replays behind a base what it has logged itself."""

@@ -258,8 +258,11 @@ def choose(
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
-    say = lost_behind if step is None else left_at
     leads, end = reach is not None and reach.count > 0, base if reach is None else reach.end
+    note = None if end is None or step is None else left_at(end, branches)
+    if step is None and end is not None and manifest is not None:
+        kept = logs.kept(end, manifest, {base: readable[base] for base in here})
+        note = lost_behind(end, branches, kept)
     return Choice(
         base,
         manifest,
@@ -285,7 +288,7 @@ def choose(
         reach if leads else None,
         logs.readers(base, manifest, reach) if leads and base and manifest and reach else (),
         base is not None and base not in readable,
-        "" if end is None else say(end, branches) or "",
+        note or "",
     )
 
 

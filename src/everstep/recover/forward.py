@@ -146,6 +146,7 @@ class Restored:
         base, loaded: None on a fresh start.
         end: timeline and step of the state.
         inexact: why replay is not exact; "" if it is, or there was none.
+        kept: how far the log leads that could not be replayed, and why; None: no further.
     """
 
     base: BaseFound | None = None
@@ -157,6 +158,7 @@ class Restored:
     load_s: float = 0.0
     replay_s: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
+    kept: tuple[BaseId, str] | None = None
 
 
 def bring_forward(

@@ -35,7 +35,8 @@ class Recovery:
         mismatched: ``(name, what differs)`` that ``strict=False`` left out, or took as it may not
             be meant (parameters that ranks had different ones of, see ``adr/022``).
         notes: what this machine could not take back, and damage to records that did no harm; that
-            the step is of a branch that was given up, or that newer ones of the history are lost.
+            the step is of a branch that was given up, or that newer ones of the history are lost,
+            or in a log that could not be replayed here.
         reads: of a job of several ranks: from which tier each of them has read how many bytes.
         ranks: of a job of several ranks: source, bytes, seconds, steps replayed and exactness of
             each of them, the same on all.

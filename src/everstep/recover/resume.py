@@ -184,11 +184,9 @@ def resume(
                     seen = () if restored.replayed else loaded.finite
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
-                if restored.end is not None:
-                    say = lost_behind if step is None else left_at
-                    if note := say(restored.end, inventory.branches):
-                        _log.warning("%s", note)
-                        problems += (note,)
+                if note := _where(restored, inventory, step):
+                    _log.warning("%s", note)
+                    problems += (note,)
                 base = found.id if found else None
                 source = "fresh" if loaded is None else loader.source
                 return Resumed(
@@ -306,6 +304,11 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
         skipped += restored.skipped
         if step is not None and restored.end is not None and restored.end.step != step:
             continue  # the log is damaged before it; perhaps it is not needed from another base
+        if restored.end is not None and whole.end[1] > restored.end.step:
+            at = restored.end.step + 1
+            reasons = [one.reason for one in skipped if one.step == at]
+            why = reasons[-1] if reasons else f"step {at} could not be redone"
+            restored.kept = BaseId(*whole.end), why
         if chain.lost is not None:
             timeline, end = chain.end
             why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
@@ -313,13 +316,22 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
         restored.skipped = skipped
         return restored
     if chosen.ordered or chosen.candidates.damaged:
-        reasons = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
+        listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
         raise RecoveryError(
-            f"there are bases, but none can be used:\n{reasons}",
+            f"there are bases, but none can be used:\n{listed}",
             path=inventory.path,
             hint="everstep verify names what is damaged; resume(step=0) starts from scratch",
         )
     return Restored(skipped=skipped)
+
+
+def _where(restored: Restored, inventory: Inventory, step: int | None) -> str | None:
+    """What is to be said of where a state lies in the history."""
+    if restored.end is None:
+        return None
+    if step is not None:
+        return left_at(restored.end, inventory.branches)
+    return lost_behind(restored.end, inventory.branches, restored.kept)
 
 
 def _inventory(
