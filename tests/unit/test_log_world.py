@@ -4,27 +4,31 @@ refused with a reason."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, EverstepError, FormatError, RecoveryError, ReplayError
-from everstep.format.log import record_digest
+from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.recover import log_post
 from everstep.recover.redo import Redo, Step
+from everstep.recover.redo_others import redo_of_others
 from everstep.recover.scan import scan_run
 from everstep.recover.updates import update_of
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.image import State
 from everstep.state.ranks import RankInfo
+from tests.unit import relogged
 from tests.unit.relogged import Logs, logged, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, load, locals_of
 from tests.unit.test_log_parts import (
@@ -167,6 +171,45 @@ def test_only_logs_of_parts_that_meet_are_asked_for(tmp_path: Path, ring: ChunkR
     last = STEP + STEPS
     assert {rank for rank, step in asked if step == last} == {0, 1, 2, 3}
     assert {rank for rank, step in asked if step < last} == {0, 1}
+
+
+@pytest.mark.parametrize("wrote", [("fsdp", 4), ("ddp", 4)])
+def test_no_two_steps_are_in_memory_at_once(
+    wrote: Job, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor, of ranks of which only the marks are of use, the records of two. What comes from another
+    rank lies in one piece of memory."""
+    base, logs = logged(tmp_path, *wrote, ring, STEPS)
+    pieces: list[weakref.ref[Any]] = []
+    there: list[int] = []
+
+    def in_one_piece(
+        restored: Any, steps: Any, state: Any, fetch: Any, *about: Any, **more: Any
+    ) -> None:
+        def fetched(ranks: Sequence[int], timeline: int, step: int) -> dict[int, list[LogRecord]]:
+            there.append(sum(piece() is not None for piece in pieces))
+            found = {}
+            for rank, records in fetch(ranks, timeline, step).items():
+                whole = np.concatenate([np.frombuffer(one.data, np.uint8) for one in records])
+                ends = np.cumsum([len(one.data) for one in records]).tolist()
+                pieces.append(weakref.ref(whole))
+                found[rank] = [
+                    replace(one, data=whole.data[end - len(one.data) : end])
+                    for one, end in zip(records, ends, strict=True)
+                ]
+                del whole
+            return found
+
+        redo_of_others(restored, steps, state, fetched, *about, **more)
+
+    monkeypatch.setattr(relogged, "redo_of_others", in_one_piece)
+    with as_rank(0, 2) as info:
+        values, restored = redone(base, logs, wrote[0], info, ring, STEPS, together=False)
+        assert restored.replayed == STEPS
+        assert same(values, trained_on(wrote[0], info)) == []
+    asked = {"fsdp": 2, "ddp": 1}[wrote[0]]
+    assert len(pieces) == STEPS * asked + 4 - asked
+    assert there == [0] * (STEPS + 4 - asked)
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])

@@ -167,22 +167,29 @@ def redo_of_others(
         redo.limit_bytes = 0
     conditions = other_conditions(timelines.get(timeline) for timeline, _ in steps)
     redo.compares = not conditions and not gradients.inexact
-    everyone = tuple(range(layout.world))
     asked = tuple(sorted(gradients.asked))
+    outside = [rank for rank in range(layout.world) if rank not in gradients.asked]
     # Where one program goes on from another's steps, all of the marks on both sides.
     turns = {at for two in pairwise(steps) if two[0][0] != two[1][0] for at in two}
-    marks: Mapping[int, LogRecord] = {}
+    marks: dict[int, LogRecord] = {}
     with progress("replay", len(steps), "items") as bar:
         for at in steps:
             alive()
+            before, marks = marks, {}
             try:
-                found = fetch(everyone if at in {*turns, steps[-1]} else asked, *at)
+                # Of whoever's gradients are of no use here only the mark stays, one by one.
+                for rank in outside if at in {*turns, steps[-1]} else ():
+                    records = fetch((rank,), *at)[rank]
+                    marks[rank] = _Log(rank, at, restored.lsn, records, layout).mark
+                    del records
+                found = fetch(asked, *at)
             except DamageError as error:
                 restored.skipped.append(Skipped(*at, f"log: {error.message}"))
                 return
             logs = {rank: _Log(rank, at, restored.lsn, of, layout) for rank, of in found.items()}
-            step = _step_of(logs, gradients)
-            before, marks = marks, {rank: log.mark for rank, log in logs.items()}
+            marks |= {rank: log.mark for rank, log in logs.items()}
+            marks = dict(sorted(marks.items()))
+            step = _step_of(logs, marks, gradients)
             redo.turn_over(before, step, marks)
             redo.take(step, {rank: marks[rank] for rank in asked})
             restored.replayed += 1
@@ -190,6 +197,7 @@ def redo_of_others(
             if not all(mark.head.exact for mark in marks.values()):
                 restored.inexact = NOT_EXACT
             bar.advance(1)
+            del found, logs, step  # before those of the next one come
     try:
         notes = redo.put_back(marks)
     except EverstepError:
@@ -203,6 +211,10 @@ def redo_of_others(
 
 class _Log:
     """One rank's records of a step.
+
+    Attributes:
+        mark: a copy, as the next step is looked at with it: what comes from another rank lies in
+            one piece of memory.
 
     Raises:
         FormatError: they are not all of it, or of a state of another shape than the base.
@@ -223,7 +235,7 @@ class _Log:
         )
         if len(marks) != 1 or any((r.head.timeline, r.head.step) != at for r in records):
             raise FormatError(f"rank {rank}: other records than those of step {at[1]}")
-        (self.mark,) = marks
+        self.mark = replace(marks[0], data=memoryview(bytearray(marks[0].data)))
         numbers = [one.head.lsn for one in self.updates]
         if numbers != list(range(lsn + 1, self.mark.head.lsn + 1)):
             raise FormatError(f"rank {rank}: updates {numbers} of step {at[1]} do not follow {lsn}")
@@ -235,12 +247,14 @@ class _Log:
                 raise ReplayError(f"{one.head}: {what} is not repeated by other ranks")
 
 
-def _step_of(logs: Mapping[int, _Log], gradients: OldGradients) -> Step:
+def _step_of(
+    logs: Mapping[int, _Log], marks: Mapping[int, LogRecord], gradients: OldGradients
+) -> Step:
     mine = logs[gradients.giver]
     updates: list[tuple[LogRecord, Update | None]] = []
-    for rank, log in logs.items():
-        if log.mark.head.lsn != mine.mark.head.lsn:
-            raise FormatError(f"rank {rank} has made another number of updates: {log.mark.head}")
+    for rank, mark in marks.items():
+        if mark.head.lsn != mine.mark.head.lsn:
+            raise FormatError(f"rank {rank} has made another number of updates: {mark.head}")
     for number, record in enumerate(mine.updates):
         of_all = {rank: logs[rank].updates[number] for rank in gradients.asked}
         updates.append((record, gradients.update(of_all)))
