@@ -77,7 +77,8 @@ class GraphMemory:
         given = {device: _given_out(device) for device in {tensor.device for tensor in there}}
         if any(now is None or self._given.get(device) != now for device, now in given.items()):
             # What another device has given out since is not looked for before it is asked about.
-            self._spans, self._given = _kept_apart(), given
+            self._spans = _kept_apart()
+            self._given.update(given)
         return any(self._holds(tensor.data_ptr()) for tensor in there)
 
     def _holds(self, address: int) -> bool:

@@ -292,7 +292,7 @@ class Recorder:
         self.untold.follows_base = True
         self.base_step = save.step
         self.rooms.half_full = False
-        self.disk.base_taken()
+        self.disk.base_taken(self.rooms.number)
         into = self.rooms.into
 
         def durable(_: Any) -> None:
