@@ -1,5 +1,5 @@
-"""A log to disk that stops, for the write budget or a disk that is full for a while, and goes on: what
-is there has no hole that is not known, and every step of it can be gone back to."""
+"""A log to disk that stops, for the write budget or a disk that is full, and goes on: what is there
+has no hole that is not known, and every step of it can be gone back to."""
 
 from __future__ import annotations
 
@@ -53,6 +53,15 @@ class Trained:
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
         forget(self.run)
+
+    def train_slowly(self, steps: int) -> None:
+        """Each step when all before it is on disk, as far as it goes there."""
+        for _ in range(steps):
+            self.train(1)
+            keeper = self.ckpt._keeper
+            assert isinstance(keeper, LocalKeeper)
+            assert keeper.records is not None
+            keeper.records.settle(TIMEOUT_S)
 
     def train(self, steps: int, *, step_s: float = 1.0) -> None:
         for _ in range(steps):
@@ -217,7 +226,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
 
 
 @pytest.mark.parametrize("stopped_first", [False, True])
-def test_a_log_that_failed_stays_so_and_nobody_waits_for_it(
+def test_a_log_that_failed_goes_on_when_the_budget_lets_it_and_nobody_waits_for_it(
     run_folder: Path, stopped_first: bool
 ) -> None:
     failing: list[bool] = []
@@ -243,7 +252,7 @@ def test_a_log_that_failed_stays_so_and_nobody_waits_for_it(
         run.train(6)
     first, *later = spans(run_folder)
     assert first in ((0, 2), (1, 2))  # the first base is of step 1: nothing leads to what is before
-    assert later == ([(4, 9)] if stopped_first else [])
+    assert later == [(4, 9)], "behind a base"
 
 
 @pytest.fixture
@@ -304,15 +313,15 @@ def test_what_could_not_be_written_ends_behind_the_next_base(run_folder: Path, o
     reported: list[EverstepError] = []
     options: dict[str, Any] = {"log": TO_DISK, "every": 8, "on_failure": reported.append}
     with Trained(run_folder, fs=fs, **options) as run:
-        run.train(4)
+        run.train_slowly(4)
         fs.hook = full_at(op, "log/*-*/*" if op == "create" else "log/*-*")
-        run.train(16)
+        run.train_slowly(16)
         (error,) = reported
         assert isinstance(error, OutOfSpaceError)
         assert "the log on disk ends there, and goes on behind the next base" in str(error)
         stats = run.ckpt.stats()
         assert stats.log_holes == 0, "in memory there is none"
-        assert 1 <= stats.log_steps_in_memory <= 4
+        assert stats.log_steps_in_memory == 2, "7, and 8, of which there is a base"
     assert spans(run_folder) == [(0, 4), (8, 20)]
     assert_rebuilt(run_folder, run.states, range(1, 5))
     assert_rebuilt(run_folder, run.states, range(8, 21))
@@ -335,7 +344,7 @@ def test_a_disk_that_stays_full_is_said_with_each_base(run_folder: Path) -> None
 
     with Trained(run_folder, fs=fs, **options) as run:
         fs.hook = full
-        run.train(30)
+        run.train_slowly(30)
         recorder = run.ckpt._recorder
         assert recorder is not None
         assert min(kept.step for kept in recorder.rooms.kept) > 24, "as the base of 24 is durable"
@@ -354,6 +363,7 @@ def test_who_is_fenced_off_writes_no_more_of_it(run_folder: Path) -> None:
         assert isinstance(keeper, LocalKeeper)
         store = keeper.records
         assert store is not None
+        store.settle(TIMEOUT_S)
         store._post, store._on_disk = told.append, reached.append
         for error in (FencedError("a newer timeline has begun"), OutOfSpaceError("full")):
             store._threads.submit(store._fail, error).result(TIMEOUT_S)

@@ -343,7 +343,8 @@ def test_what_a_keeper_that_was_killed_has_left_of_copies_goes(
     tier = DiskTier(FILES, PurePath(place))
     copied_steps(run_folder, tier, 2, keep=9)
     first, second = (place / f"timeline-0000{n}/base/00000000000{n}" for n in (1, 2))
-    (second / "manifest.json").unlink()  # broken off, before it was committed
+    for name in ("manifest.json", "rank-00000.done"):  # broken off before it was all there
+        (second / name).unlink()
     for directory in (first, second):
         (directory / "rank-00000.safetensors.77-0a0a0a0a.tmp").write_bytes(bytes(1000))
     segment = place / "timeline-00002/log/000000000002-000000000003"

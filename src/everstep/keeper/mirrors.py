@@ -178,8 +178,8 @@ class Mirrors:
                         f"copying to {tier.url} hangs: {what} has not moved for {for_s:.0f} s",
                         tier=tier.traits.kind,
                         path=tier.url,
-                        hint="look at the mount, and at the server behind it (dmesg, df); copies go "
-                        "on when it answers, and nobody waits for them",
+                        hint="look at the mount, and at the server behind it (dmesg, df); nobody "
+                        "waits for copies, which go on when it answers",
                     )
                 )
         return found

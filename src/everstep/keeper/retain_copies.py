@@ -75,9 +75,9 @@ class CopyRetention:
             if base.status == "condemned" and mine and not base.is_usable:
                 self._place.check_fence()
                 self._delete_files(base)
-        self._sweep(inventory)
+        self._clear_older(inventory)
 
-    def _sweep(self, inventory: Inventory) -> None:
+    def _clear_older(self, inventory: Inventory) -> None:
         """What processes that died have left of older timelines, once there is a copy of this one:
         until then the last base of the one before may be being copied."""
         own = self._place.timeline
@@ -86,6 +86,8 @@ class CopyRetention:
         older = [base for base in inventory.bases if base.id.timeline < own]
         for base in older:
             if base.status == "incomplete":
+                if self._place.size_of(_name(base, MANIFEST)) is not None:
+                    continue  # the listing was some time old
                 self._place.check_fence()
                 self._delete_files(base)
             if base.id not in self._swept:

@@ -237,6 +237,10 @@ class _PlannedLane:
         """As of the lane."""
         self._lane.warm(tensors, block)
 
+    def leave(self) -> None:
+        """As of the lane."""
+        self._lane.leave()
+
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """As of the lane."""
         self._lane.mark(batches, block)

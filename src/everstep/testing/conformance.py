@@ -50,6 +50,7 @@ __all__ = [
     "Result",
     "a_source_that_breaks_leaves_nothing",
     "a_source_that_is_too_short_leaves_nothing",
+    "cleaning_up_takes_nothing_that_is_whole",
     "conformance",
     "create_keeps_what_is_there",
     "it_says_what_it_is",
