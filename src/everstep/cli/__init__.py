@@ -17,15 +17,14 @@ met, 4 environment, 130 interrupted. With ``--json`` standard output carries one
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import sys
 from typing import Annotated
 
 import typer
 
 from everstep.cli._common import EverstepGroup, ExitCode
+from everstep.cli._output import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.drill import drill
@@ -82,11 +81,17 @@ if importlib.util.find_spec("everstep.cli.bench") is not None:
 
 def main() -> int:
     """The entry point of the command; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        # What the terminal's encoding has no character for is spelled out, never an error.
-        if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(OSError):
-                stream.reconfigure(errors="backslashreplace")
+    with guarded_output():
+        try:
+            status = _run()
+            sys.stdout.flush()
+        except OutputLostError as error:
+            typer.echo(f"error: {error}", err=True)
+            return ExitCode.ENVIRONMENT
+        return status
+
+
+def _run() -> int:
     try:
         app()
     except KeyboardInterrupt:  # outside of any verb

@@ -153,33 +153,17 @@ JsonFlag = Annotated[
 
 def emit(document: Mapping[str, Any]) -> None:
     """Writes one JSON document; pure ASCII, so that no name in it can steer a terminal."""
-    try:
-        print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
-    except BrokenPipeError:
-        _mute()
-
-
-def _mute() -> None:
-    """Whoever read our output has gone, as in ``everstep ls run | head``: no reason to fail."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
+    print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
 
 
 # --- Output for people ------------------------------------------------------------------
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        _mute()
 
 
 def console() -> Console:
     """Standard output; as wide as needed where nobody sees its edge."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     width = _PIPE_COLUMNS if piped else None
-    return _Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+    return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
 def plain(text: str, chars_max: int = _NAME_CHARS_MAX) -> str:
