@@ -215,6 +215,10 @@ def test_picture(tmp_path: Path) -> None:
     result = run(*words, "--picture", str(tmp_path / "x.txt"))
     assert result.exit_code == ExitCode.USAGE
     assert "no picture is drawn as '.txt'" in result.output
+    (tmp_path / "link.png").symlink_to("none/x.png")
+    result = run(*words, "--picture", str(tmp_path / "link.png"))
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    assert "could not draw the picture: No such file" in result.output
 
 
 OWN_OPERATOR = """

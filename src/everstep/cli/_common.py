@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from everstep.cli._paths import absolute, kind_of
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -118,6 +119,13 @@ class EverstepGroup(TyperGroup):
         rows = [(name, verb.get_short_help_str(limit=200)) for name, verb in verbs.items() if verb]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuses what no path can be; no shell passes it, but a program may."""
+        for arg in args:
+            if "\0" in arg:
+                ctx.fail(f"'{plain(arg)}' has a NUL in it, which no path and no number has")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the verb; errors become words (or JSON) and an exit status."""
@@ -257,6 +265,7 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
 
     Raises:
         OptionError: there is no such folder, it is empty, or it is no folder.
+        PermissionDeniedError: nobody can tell, for this user may not look.
         ForeignDirectoryError: it holds something else.
         NewerFormatError: it was written by a newer everstep.
     """
@@ -268,11 +277,11 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
         raise OptionError(f"{run!r} is no run folder", hint=hint)
     if "://" in run:
         return _open_copy(filesystem, run)
-    path = PurePath(os.path.abspath(run))
+    path = absolute(run)
     with reading(path):
         for attempt in range(_LOOK_AGAIN):
-            if not os.path.isdir(path):
-                raise _no_folder(path)
+            if (kind := kind_of(path)) != "directory":
+                raise _no_folder(path, kind)
             try:
                 inventory = scan_run(filesystem, path)
                 break
@@ -351,8 +360,8 @@ def _bases_there(ordered: list[BaseId], step: int | None) -> str:
     return ("nearest: " if len(near) < len(ordered) else "there are: ") + ", ".join(map(str, near))
 
 
-def _no_folder(path: PurePath) -> OptionError:
-    if os.path.lexists(path):
+def _no_folder(path: PurePath, kind: str | None) -> OptionError:
+    if kind is not None:
         hint = _hint(path)
         if path.suffix == ".safetensors":
             hint = f"everstep inspect {path}"

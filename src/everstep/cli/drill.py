@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli._common import ExitCode, JsonFlag, emit
+from everstep.cli._paths import absolute, looked_at
 
 __all__ = ["drill"]
 
@@ -85,7 +86,9 @@ def drill(
     seed: Annotated[int, typer.Option(help="Of weights, data and noise.")] = 1234,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Keep orders, journals and logs in this new folder."),
+        typer.Option(
+            "--dir", callback=looked_at, help="Keep orders, journals and logs in this new folder."
+        ),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -129,7 +132,7 @@ def drill(
     )
     try:
         with (
-            storage_errors("run the drill", folder or Path.cwd()),
+            storage_errors("run the drill", folder or absolute(".")),
             progress_display(plan.steps) as display,
         ):
             report = run_drill(plan, display, folder=folder)

@@ -27,6 +27,7 @@ from everstep.cli._common import (
     plain,
     reading,
 )
+from everstep.cli._paths import absolute, kind_of
 from everstep.commit.lineage import BaseId, left_at
 from everstep.errors import OptionError, StorageError, UnsupportedStateError
 
@@ -165,16 +166,17 @@ def check_out(out: str, inventory: Inventory) -> PurePath:
 
     Raises:
         OptionError: it holds something already, or is no place for a run.
+        PermissionDeniedError, StorageError: nobody can tell.
     """
     if not out or "://" in out:
         raise OptionError(f"--out {out!r} is no folder", hint="a directory on this machine")
-    folder = PurePath(os.path.realpath(out))
+    folder = absolute(out, real=True)
     run = PurePath(os.path.realpath(inventory.path))
     if run == folder or run in folder.parents:
         hint = "choose a folder outside of the run"
         raise OptionError(f"{folder} lies in the run itself", path=folder, hint=hint)
-    if os.path.lexists(folder):
-        if not os.path.isdir(folder):
+    if (kind := kind_of(folder)) is not None:
+        if kind != "directory":
             hint = "choose a folder that is not there yet"
             raise OptionError(f"{folder} is no folder", path=folder, hint=hint)
         with reading(folder):
