@@ -456,6 +456,54 @@ def test_an_unfinished_base_is_no_damage_unless_it_is_asked_for(run: Path) -> No
     assert invoke("verify", run, "--step", 8).exit_code == ExitCode.DIFFERENT
 
 
+def condemn(run: Path, timeline: int, step: int) -> None:
+    """What a deleter has done that dies before it removes a file."""
+    path = base_of(run, timeline, step)
+    (path / "manifest.json").rename(path / "manifest.condemned")
+
+
+def test_verify_reads_what_is_to_be_deleted_and_is_there(run: Path) -> None:
+    """resume() takes it, if nothing newer can be used."""
+    condemn(run, 2, 6)
+    found = document("verify", run)
+    (base,) = (base for base in found["bases"] if base["timeline"] == 2)
+    assert (base["status"], base["read"], base["ok"]) == ("condemned", True, True)
+    assert "all there" in base["note"]
+    assert "4 of 4 bases good" in invoke("verify", run).stdout
+    assert document("verify", run, "--step", 6, "--timeline", 2)["ok"]
+    refused = invoke("rm", run, "--step", 6, "--timeline", 2)
+    assert "newest good base" in refused.stderr, "the same"
+
+
+def test_verify_names_damage_to_what_is_to_be_deleted(run: Path) -> None:
+    condemn(run, 2, 6)
+    entry = entries_of(run, "--step", 6, "--timeline", 2)["model/0.weight"]
+    flip(shard_of(run), entry["offset"])
+    found = document("verify", run, status=1)
+    (base,) = (base for base in found["bases"] if base["timeline"] == 2)
+    assert [damage["entry"] for damage in base["damages"]] == ["model/0.weight"]
+    assert "DAMAGED" in invoke("verify", run).stdout
+
+
+def test_a_base_whose_deletion_goes_on_while_it_is_read_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condemn(run, 1, 2)
+    real = everstep.recover.verify.verify_base
+
+    def slow(filesystem: Any, base: Any, *args: Any, **options: Any) -> Any:
+        if base.id.step == 2:
+            path = base_of(run, 1, 2)
+            (path / "manifest.condemned").rename(path / "manifest.deleting")
+            shard_of(run, 1, 2).unlink()
+        return real(filesystem, base, *args, **options)
+
+    monkeypatch.setattr(everstep.recover.verify, "verify_base", slow)
+    found = document("verify", run)
+    (base,) = (base for base in found["bases"] if base["step"] == 2)
+    assert "deleted" in base["note"]
+
+
 def test_a_base_that_is_deleted_while_it_is_read_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
