@@ -732,6 +732,23 @@ def test_doctor_tells_leases_that_do_not_work(
     assert next(check for check in checks if check["name"] == "recycling")["verdict"] == verdict
 
 
+def test_doctor_says_that_a_keeper_process_cannot_have_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sandbox that forbids the system call (docs/OPERATIONS.md)."""
+    checks = {check["name"]: check for check in document("doctor", tmp_path)["checks"]}
+    assert checks["memfd_create"]["verdict"] == "ok"
+
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("everstep.seams.memory._memfd_create", refuse)
+    checks = {check["name"]: check for check in document("doctor", tmp_path, status=4)["checks"]}
+    found = checks["memfd_create"]
+    assert (found["verdict"], found["found"]) == ("fail", "refused here: Operation not permitted")
+    assert "KeeperOptions(process=False)" in found["advice"]
+
+
 def test_doctor_says_what_the_locked_memory_limit_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,8 +118,9 @@ def _nearest_directory(asked: Path) -> Path:
 
 
 def _machine() -> list[Check]:
-    checks = (_platform, _python, _torch, _libraries, _cores, _memory, _locked_memory, _shm)
-    return [check() for check in checks]
+    about = (_platform, _python, _torch, _libraries, _cores)
+    memory = (_memory, _locked_memory, _memfd, _shm)
+    return [check() for check in (*about, *memory)]
 
 
 def _platform() -> Check:
@@ -213,6 +214,24 @@ def _locked_memory() -> Check:
         )
         return Check(name, "warn", found, advice)
     return Check(name, "ok", found + "; it limits pinned memory, which only a GPU needs")
+
+
+def _memfd() -> Check:
+    """The memory that trainer and keeper share; a sandbox may forbid it."""
+    from everstep.seams.memory import PAGE_BYTES, SharedMemory
+
+    name = "memfd_create"
+    try:
+        SharedMemory.create("everstep-doctor", PAGE_BYTES)
+    except OSError as error:
+        advice = (
+            "a keeper process needs it: Linux 3.17, glibc 2.27, a sandbox (seccomp) that allows "
+            "it; or KeeperOptions(process=False)"
+        )
+        # Elsewhere the keeper is a thread anyway; here a start is refused.
+        verdict: Verdict = "fail" if sys.platform == "linux" else "warn"
+        return Check(name, verdict, _why("refused here", error), advice)
+    return Check(name, "ok", "works")
 
 
 def _shm() -> Check:
