@@ -19,10 +19,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import everstep
+import everstep.cli
 import everstep.recover.scan
 import everstep.recover.verify
 from everstep.cli import app, main
-from everstep.cli._common import ExitCode, in_words, plain, status_of, when
+from everstep.cli._common import EXIT_STATUS, ExitCode, in_words, plain, status_of, when
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -36,6 +37,7 @@ from everstep.errors import (
     PermissionDeniedError,
     StorageError,
     UnavailableError,
+    UnsupportedStateError,
 )
 from everstep.format.names import base_dir, timeline_dir
 from everstep.format.records import RunRecord
@@ -921,10 +923,20 @@ def test_version_and_help() -> None:
         (KeeperError("x"), 4),
         (KeeperTimeoutError("x"), 4),
         (InfeasibleError("x", quantity="mtbf_s", needed=1.0), 3),
+        (UnsupportedStateError("x", leaves=()), 3),
     ],
 )
 def test_exit_status_of_errors(error: EverstepError, status: int) -> None:
     assert status_of(error) == status
+
+
+def test_what_each_exit_status_means_is_said_alike_everywhere() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    texts = {"help": invoke("--help").stdout, "module": everstep.cli.__doc__, "README": readme}
+    for where, text in texts.items():
+        assert EXIT_STATUS in " ".join((text or "").split()), where
+    numbers = [int(part.split()[0]) for part in EXIT_STATUS.split(", ")]
+    assert numbers == list(ExitCode)
 
 
 @pytest.mark.parametrize("verb", [["ls"], ["verify", "--json"]])

@@ -11,8 +11,8 @@
 ``drill``   kills hosts that train together, replaces them, compares every bit
 ``bench``   measures, next to the disk's limit and to others
 
-Exit status: 0 fine, 1 damage or a difference found, 2 usage, 3 infeasible or a goal not
-met, 4 environment, 130 interrupted. With ``--json`` standard output carries one document.
+Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met,
+4 environment, 130 interrupted. With ``--json`` standard output carries one document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli._common import EverstepGroup, ExitCode
+from everstep.cli._common import EXIT_STATUS, EverstepGroup, ExitCode
 from everstep.cli._output import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
@@ -50,8 +50,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Every training step, recoverable: looks at runs, checks them, measures.",
-    epilog="Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal "
-    "not met, 4 environment.",
+    epilog=f"Exit status: {EXIT_STATUS}.",
 )
 
 

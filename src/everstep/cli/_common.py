@@ -37,6 +37,7 @@ from everstep.errors import (
     StorageError,
     UnavailableError,
     UnreachableError,
+    UnsupportedStateError,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from everstep.seams.filesystem import FileSystem
 
 __all__ = [
+    "EXIT_STATUS",
     "LINE_CHARS_MAX",
     "RUN_ARGUMENT",
     "EverstepGroup",
@@ -76,7 +78,7 @@ _NEIGHBOURS_MAX = 1000
 
 
 class ExitCode(IntEnum):
-    """What the command's exit status means."""
+    """What the command's exit status means, as :data:`EXIT_STATUS` says it in words."""
 
     OK = 0
     DIFFERENT = 1
@@ -86,11 +88,19 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+EXIT_STATUS = (
+    "0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met, "
+    "4 environment, 130 interrupted"
+)
+"""What each exit status means: the words of ``--help`` and the README."""
+
+
 def status_of(error: EverstepError) -> ExitCode:
     """The exit status that an error ends the command with."""
     if isinstance(error, (OptionError, ForeignDirectoryError)):
         return ExitCode.USAGE
-    if isinstance(error, InfeasibleError):
+    # What cannot be replayed, or planned, is no damage.
+    if isinstance(error, (InfeasibleError, UnsupportedStateError)):
         return ExitCode.INFEASIBLE
     environment = (
         KeeperError,

@@ -106,7 +106,7 @@ def schedule(
     stays low. Times of operators are the roofline of the GPU's data sheet: real ones take
     longer, and leave more time for copies. A factory gets the batch size and returns a model
     and a function that gives its loss. Exit status 3 when the link is too slow, with the
-    bandwidth that would do.
+    bandwidth that would do, or when the step of a model cannot be told from smaller ones.
     """
     from everstep.plan.planned import plan_step
     from everstep.plan.tracing import trace_of

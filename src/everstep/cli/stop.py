@@ -85,7 +85,7 @@ def stop(
     """Ends keepers; they make durable what they have captured, then they go.
 
     Refuses while a training process is attached, unless forced: training would go on, and
-    start a new keeper. Exit status 1 if a keeper is still there in the end.
+    start a new keeper. Exit status 3 if a keeper is still there in the end.
     """
     if not runs and pid is None and not every:
         raise OptionError(
@@ -102,7 +102,7 @@ def stop(
     else:
         _show(console(), stopping, runs or [])
     if not all(one.gone for one in stopping):
-        raise typer.Exit(ExitCode.DIFFERENT)
+        raise typer.Exit(ExitCode.INFEASIBLE)
 
 
 # --- Choosing ---------------------------------------------------------------------------
