@@ -33,7 +33,7 @@ from everstep.cli._common import (
     select_bases,
     table,
 )
-from everstep.cli._log import run_log, segment_as_json
+from everstep.cli._log import count_segments, run_log, segment_as_json
 from everstep.cli.ls import STATUS_WORDS, is_gone
 from everstep.errors import EverstepError, NewerFormatError
 
@@ -372,8 +372,9 @@ def _show(
     good = sum(item.ok for item in read)
     of_log = ""
     if segments:
-        whole = len(segments) - len(broken)
-        of_log = f" and {whole} of {count_of(len(segments), 'segment')} of the log"
+        count = count_segments(segments)
+        whole = count - count_segments(broken)
+        of_log = f" and {whole} of {count_of(count, 'segment')} of the log"
     out.print(
         f"{good} of {count_of(len(read), 'base')}{of_log} good, {in_words(size_bytes)} read in "
         f"{seconds:.1f} s" + (f"; {count_of(len(lines), 'damage')}" if lines else "")
