@@ -117,8 +117,11 @@ def _segments() -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", found)
 
 
+_Kind = tuple[int, torch.device]  # what one packed copy can hold: width in bytes, and device
+
+
 class _Few(NamedTuple):
-    """Gradients of one width of which a few elements are looked at.
+    """Gradients of one kind of which a few elements are looked at.
 
     Attributes:
         which: numbers of the gradients, in the order of the record's.
@@ -141,20 +144,21 @@ class GradientPlaces:
     """Which elements of gradients are looked at: found out once for each layout of a record."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[ShardLayout, int, Mapping[int, _Few]]] = {}
+        self._found: dict[tuple[int, int], tuple[ShardLayout, int, Mapping[_Kind, _Few]]] = {}
 
     def of(
         self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
-    ) -> tuple[int, Mapping[int, _Few]]:
-        """The end of all gradients in the record; and the elements, by width in bytes.
+    ) -> tuple[int, Mapping[_Kind, _Few]]:
+        """The end of all gradients in the record; and the elements, by kind.
 
         Args:
-            gradients: by their names in a record of this layout, which says all of their form.
+            gradients: by their names in a record of this layout, which says all of their form, and
+                not where they are: a model may be moved.
             turn: other gradients with the next number, where there are many.
         """
         turn %= -(-len(gradients) // _SAMPLED)
         known = self._found.get((id(layout), turn))
-        if known is None or known[0] is not layout:
+        if known is None or known[0] is not layout or not _are_there(gradients, known[2]):
             if len(self._found) >= _PLACES_MAX:
                 self._found.clear()
             names = {name for name, _ in gradients}
@@ -166,9 +170,9 @@ class GradientPlaces:
 
 def _places_of(
     gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
-) -> Mapping[int, _Few]:
+) -> Mapping[_Kind, _Few]:
     begins = {place.entry.name: place.begin for place in layout.placed}
-    rows: dict[int, list[tuple[int, str, int, int, int]]] = {}
+    rows: dict[_Kind, list[tuple[int, str, int, int, int]]] = {}
     every = -(-len(gradients) // _SAMPLED)
     for number in range(turn, len(gradients), every):
         name, gradient = gradients[number]
@@ -176,14 +180,25 @@ def _places_of(
         if length and gradient.is_contiguous() and not gradient.is_complex():
             stride = max(1, length // _SAMPLES)
             row = number, name, -(-length // stride), stride, begins[name] // width
-            rows.setdefault(width, []).append(row)
+            rows.setdefault((width, gradient.device), []).append(row)
     found = {}
-    for width, some in rows.items():
+    for kind, some in rows.items():
         which, names, counts, strides, firsts = zip(*some, strict=True)
         within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
-        where = torch.from_numpy(np.repeat(firsts, counts) + within)
-        found[width] = _Few(which, names, np.array(counts), strides, width * within, where)
+        where, offsets = torch.from_numpy(np.repeat(firsts, counts) + within), kind[0] * within
+        found[kind] = _Few(which, names, np.array(counts), strides, offsets, where)
     return found
+
+
+def _are_there(
+    gradients: Sequence[tuple[str, torch.Tensor]], places: Mapping[_Kind, _Few]
+) -> bool:
+    """Whether those that are looked at are on the devices that they were on."""
+    return all(
+        gradients[number][1].device == device
+        for (_, device), few in places.items()
+        for number in few.which
+    )
 
 
 class GradientCheck:
@@ -208,9 +223,7 @@ class GradientCheck:
         self._moved: str | None = None
         self._end, self._places = places.of(self._gradients, layout, turn)
         gradients = list(named.values())
-        self._values = {
-            width: _few_of(gradients, few, width) for width, few in self._places.items()
-        }
+        self._values = {kind: _few_of(gradients, few, kind) for kind, few in self._places.items()}
 
     def copied(self, end: int) -> None:
         """So many bytes of the record are copied, and whoever waits for them does not know yet:
@@ -226,8 +239,8 @@ class GradientCheck:
         """The name of one that was written to before it was copied into ``block``."""
         if self._moved is not None:
             return self._moved
-        for width, values in self._values.items():
-            few = self._places[width]
+        for kind, values in self._values.items():
+            few, width = self._places[kind], kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
             differs = whole[few.where] != values.cpu()
             if bool(differs.any()):
@@ -237,10 +250,11 @@ class GradientCheck:
         return None
 
 
-def _few_of(gradients: Sequence[torch.Tensor], few: _Few, width: int) -> torch.Tensor:
+def _few_of(gradients: Sequence[torch.Tensor], few: _Few, kind: _Kind) -> torch.Tensor:
     """The elements as they are now, as integers."""
     chosen = [gradients[number] for number in few.which]
-    if all(gradient.is_cpu for gradient in chosen):
+    width, device = kind
+    if device.type == "cpu":
         begins = np.array([gradient.data_ptr() for gradient in chosen], np.int64)
         addresses = begins.repeat(few.counts) + few.offsets
         return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
