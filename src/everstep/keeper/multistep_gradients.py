@@ -5,7 +5,8 @@ somebody refers to it. One that is not dropped is written over in place: by ``ze
 ``set_to_none=False``, or by the next backward, which adds to it. So both wait for its copy here.
 What is a part of other memory (buckets of DDP, flat buffers), or lies in that of a CUDA graph, may
 be written over without any of that, and is not held: its update waits for its copy. Whatever else
-writes to a gradient too early is found by its version and by a few of its elements, which are
+writes to a gradient too early is found by its version, as it is when the copy is made or when the
+first is let through that may write, whichever is sooner; and by a few of its elements, which are
 compared with what has arrived.
 """
 
@@ -190,9 +191,7 @@ def _places_of(
     return found
 
 
-def _are_there(
-    gradients: Sequence[tuple[str, torch.Tensor]], places: Mapping[_Kind, _Few]
-) -> bool:
+def _are_there(gradients: Sequence[tuple[str, torch.Tensor]], places: Mapping[_Kind, _Few]) -> bool:
     """Whether those that are looked at are on the devices that they were on."""
     return all(
         gradients[number][1].device == device
@@ -219,26 +218,33 @@ class GradientCheck:
         places: GradientPlaces,
     ) -> None:
         self._gradients = list(named.items())
-        self._versions = [gradient._version for gradient in named.values()]
-        self._moved: str | None = None
+        self._versions = self._now()
+        self._seen: list[list[int]] = []  # versions since; the first ones count
         self._end, self._places = places.of(self._gradients, layout, turn)
         gradients = list(named.values())
         self._values = {kind: _few_of(gradients, few, kind) for kind, few in self._places.items()}
 
     def copied(self, end: int) -> None:
-        """So many bytes of the record are copied, and whoever waits for them does not know yet:
-        versions of what lies in host memory are as they were."""
-        if end < self._end:
-            return
-        for (name, gradient), version in zip(self._gradients, self._versions, strict=True):
-            if gradient.device.type == "cpu" and gradient._version != version:
-                self._moved = name.removeprefix(GRADIENT)
-                return
+        """So many bytes of the record are copied, and whoever waits for them does not know yet."""
+        if end >= self._end:
+            self.see()
+
+    def see(self) -> None:
+        """From now on versions may move: the copy is made, or whoever comes next may write, since
+        it comes behind the copy."""
+        # Several threads may come at once, and nobody waits: what the first has, all of it from
+        # before it has let anybody through, is what counts.
+        if not self._seen:
+            self._seen.append(self._now())
 
     def torn(self, block: torch.Tensor) -> str | None:
         """The name of one that was written to before it was copied into ``block``."""
-        if self._moved is not None:
-            return self._moved
+        self.see()
+        for (name, _), then, now in zip(
+            self._gradients, self._versions, self._seen[0], strict=True
+        ):
+            if now != then:
+                return name.removeprefix(GRADIENT)
         for kind, values in self._values.items():
             few, width = self._places[kind], kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
@@ -248,6 +254,9 @@ class GradientCheck:
                 number = int(np.searchsorted(np.cumsum(few.counts), index, side="right"))
                 return few.names[number].removeprefix(GRADIENT)
         return None
+
+    def _now(self) -> list[int]:
+        return [gradient._version for _, gradient in self._gradients]
 
 
 def _few_of(gradients: Sequence[torch.Tensor], few: _Few, kind: _Kind) -> torch.Tensor:
@@ -274,6 +283,7 @@ class _Copying:
         end: of their bytes.
         gradients: by ``id(parameter)``.
         on_device: some of them are in no host memory.
+        check: of them.
     """
 
     key: str
@@ -281,6 +291,7 @@ class _Copying:
     end: int
     gradients: Mapping[int, torch.Tensor]
     on_device: bool
+    check: GradientCheck | None
 
 
 class HeldGradients:
@@ -304,16 +315,18 @@ class HeldGradients:
         transfer: Transfer,
         end: int,
         held: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        check: GradientCheck | None,
     ) -> None:
         """Copies are under way: nobody writes these gradients over before they are made.
 
         Args:
             key: of the optimizer that has consumed them.
             held: parameters, and their gradients.
+            check: of these, as they were consumed.
         """
         gradients = {id(parameter): gradient for parameter, gradient in held}
         on_device = not all(gradient.is_cpu for _, gradient in held)
-        self._copying.append(_Copying(key, transfer, end, gradients, on_device))
+        self._copying.append(_Copying(key, transfer, end, gradients, on_device, check))
         for parameter, _ in held:
             if id(parameter) not in self._hooks:
                 # Before anything is added to its gradient.
@@ -336,6 +349,8 @@ class HeldGradients:
         for one in due[: max(0, len(due) - keep)]:
             if not (one.on_device and one.transfer.complete):
                 self._wait(one.transfer, one.end)
+            if one.check is not None:
+                one.check.see()
             # On a device only the current stream waits: whoever writes in another asks again.
             if not one.on_device or one.transfer.complete:
                 with contextlib.suppress(ValueError):  # another thread has waited, too
