@@ -16,11 +16,13 @@ from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.keeper import multistep_planner as planner_module
+from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.recordable import Layouts
 from everstep.plan import multistep_cut
+from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.tensors import stored_form
 from tests.unit.elsewhere import DEVICE, elsewhere
@@ -243,6 +245,21 @@ def test_places_are_those_of_the_layout() -> None:
     found = places.of(other, second, 0)
     assert found[1][4, CPU].counts.tolist() == wrong[1][4, CPU].counts.tolist()[::-1]
     assert places.of(other, second, 0)[1] is found[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_copies_are_planned_once_of_host_memory_only(device: str) -> None:
+    """What is remembered of them holds no device: packed together is what lies on one."""
+    there = nn.Linear(3, 4), nn.Linear(4, 2, device=device)
+    parameters = [parameter for layer in there for parameter in layer.parameters()]
+    state = State({"optimizer": torch.optim.SGD(parameters, lr=0.1)})
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    consumption = Consumption(state)
+    consumed = consumption.look("optimizer")
+    assert consumed.in_host_memory is (device == "cpu")
+    assert (consumption._last_of("optimizer", None).outline is None) is (device != "cpu")
+    assert all(len({part.device for part in batch.sources}) == 1 for batch in consumed.batches)
 
 
 def test_places_are_those_of_the_devices() -> None:
