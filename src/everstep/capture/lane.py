@@ -157,8 +157,9 @@ class CpuTransfer:
 
 
 class CpuLane:
-    """A thread that copies. Tensors on a device without a lane of its own are fetched by it,
-    too; marks are copied by the caller."""
+    """A thread that copies. Tensors on a device without a lane of its own (MPS, XPU) are fetched by
+    it, too, from the stream of that device that every thread begins with: who trains on another one
+    makes it wait. Marks are copied by the caller."""
 
     _in_runs = True  # a kind of lane that does something at each copy says no
 
