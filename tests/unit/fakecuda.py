@@ -30,6 +30,7 @@ import pytest
 import torch
 
 from everstep.capture import cuda as cuda_module
+from everstep.capture import graphs as graphs_module
 from everstep.capture import pinned as pinned_module
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
@@ -167,6 +168,7 @@ class FakeCuda:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_cuda", self)
+        monkeypatch.setattr(graphs_module, "_cuda", self)
         monkeypatch.setattr(pinned_module, "_launch_something", self._launch)
         for name in ("_device", "_done", "_packed", "_send", "_used_on"):
             monkeypatch.setattr(cuda_module, name, getattr(self, f"play{name}"))

@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.arena.memory import Arena
 from everstep.capture import batches
+from everstep.capture import lane as lane_module
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, Runs, in_chunks, plan_batches, run_batch
-from everstep.capture.lane import CpuLane
+from everstep.capture.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
+from everstep.capture.devices import DeviceLane
+from everstep.capture.lane import CpuLane, Lane, Transfer
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
@@ -34,6 +36,7 @@ from everstep.seams.progress import silent
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.tensors import DTYPE_CODES, byte_view, stored_form
+from tests.unit.elsewhere import elsewhere
 from tests.unit.world import TIMEOUT_S
 
 IDENTITY = ShardIdentity("run", 1, 2, 3, 0, 1, True)
@@ -127,6 +130,41 @@ def test_every_tensor_lands_in_its_place(how: str) -> None:
         check()
     finally:
         copier.close()
+
+
+WAYS: dict[str, Callable[[Lane, list[Batch], torch.Tensor], Transfer | None]] = {
+    "mark": lambda lane, found, block: lane.mark(found, block),
+    "submit": lambda lane, found, block: lane.submit(found, block, lambda end: None),
+    "runs": lambda lane, found, block: lane.submit(Runs(found), block, lambda end: None),
+    "yielding": lambda lane, found, block: lane.submit_yielding(
+        Chunks(found, 16), block, lambda end: None
+    ),
+}
+
+
+@pytest.mark.parametrize("few_bytes", [0, 32 << 10], ids=["many bytes", "few bytes"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_without_a_lane_is_fetched_from(
+    way: str, few_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never by the address of its memory, which is none of the host's, and packed where it lies."""
+    monkeypatch.setattr(lane_module, "_FEW_BYTES", few_bytes)
+    plain = {f"{name}{n}": torch.randn(5, n) for n in (1, 2, 3) for name in "abc"}
+    others = {name: form(torch.randn(3, 4, dtype=torch.cfloat)) for name, form in FORMS.items()}
+    made = plain | others
+    # Neighbours on one device, which are packed, and on two.
+    live = {name: t if name in ("c1", "c2", "c3") else elsewhere(t) for name, t in made.items()}
+    layout = layout_of(live)
+    planned = plan_batches(layout, live, live.keys())
+    assert any(len(batch.sources) > 1 and not batch.sources[0].is_cpu for batch in planned)
+    block = torch.full((layout.size_bytes,), POISON, dtype=torch.uint8)
+    copier = DeviceLane(CpuLane())
+    transfer = WAYS[way](copier, planned, block)
+    assert transfer is None or transfer.wait(TIMEOUT_S)
+    copier.close()
+    for place in layout.placed:
+        stored = block[place.begin : place.end].numpy().tobytes()
+        assert stored == row_major(made[place.entry.name]), place.entry.name
 
 
 @settings(max_examples=150)

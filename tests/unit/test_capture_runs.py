@@ -16,7 +16,7 @@ from everstep.capture.devices import DeviceLane
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane, CpuTransfer
 from everstep.seams.memory import copy_memory
-from tests.unit.world import TIMEOUT_S, opened
+from tests.unit.world import TIMEOUT_S, Gate, opened
 
 SIZE = 4096
 COUNT = 6
@@ -32,6 +32,37 @@ def several(count: int = COUNT) -> list[Batch]:
 
 def block_of(count: int = COUNT) -> torch.Tensor:
     return torch.zeros(count * SIZE, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("yields", [False, True])
+def test_an_interrupt_while_copies_are_handed_over_ends_no_copies(
+    when: str, yields: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were called off are not made, since their memory may be another's by then; all
+    that come behind them are."""
+    lane = CpuLane()
+    submit = lane._threads.submit
+
+    def interrupted(*job: Any) -> Any:
+        if when == "after":
+            submit(*job)
+        raise KeyboardInterrupt
+
+    lost, block = block_of(), block_of()
+    go = Gate()
+    lane.run(go.wait_at)
+    monkeypatch.setattr(lane._threads, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit(several(), lost, lambda end: None)
+    monkeypatch.undo()
+    go.open()
+    kind = lane.submit_yielding if yields else lane.submit
+    assert kind(several(), block, lambda end: None).wait(TIMEOUT_S)
+    assert lane.submit(several(), block, lambda end: None).wait(TIMEOUT_S)
+    lane.close()
+    assert block[::SIZE].tolist() == [1, 2, 3, 4, 5, 6]
+    assert not lost.any()
 
 
 class Copying:

@@ -19,10 +19,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import everstep
+import everstep.cli
 import everstep.recover.scan
 import everstep.recover.verify
 from everstep.cli import app, main
-from everstep.cli._common import ExitCode, in_words, plain, status_of, when
+from everstep.cli._common import EXIT_STATUS, ExitCode, in_words, plain, status_of, when
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -36,6 +37,7 @@ from everstep.errors import (
     PermissionDeniedError,
     StorageError,
     UnavailableError,
+    UnsupportedStateError,
 )
 from everstep.format.names import base_dir, timeline_dir
 from everstep.format.records import RunRecord
@@ -456,6 +458,54 @@ def test_an_unfinished_base_is_no_damage_unless_it_is_asked_for(run: Path) -> No
     assert invoke("verify", run, "--step", 8).exit_code == ExitCode.DIFFERENT
 
 
+def condemn(run: Path, timeline: int, step: int) -> None:
+    """What a deleter has done that dies before it removes a file."""
+    path = base_of(run, timeline, step)
+    (path / "manifest.json").rename(path / "manifest.condemned")
+
+
+def test_verify_reads_what_is_to_be_deleted_and_is_there(run: Path) -> None:
+    """resume() takes it, if nothing newer can be used."""
+    condemn(run, 2, 6)
+    found = document("verify", run)
+    (base,) = (base for base in found["bases"] if base["timeline"] == 2)
+    assert (base["status"], base["read"], base["ok"]) == ("condemned", True, True)
+    assert "all there" in base["note"]
+    assert "4 of 4 bases good" in invoke("verify", run).stdout
+    assert document("verify", run, "--step", 6, "--timeline", 2)["ok"]
+    refused = invoke("rm", run, "--step", 6, "--timeline", 2)
+    assert "newest good base" in refused.stderr, "the same"
+
+
+def test_verify_names_damage_to_what_is_to_be_deleted(run: Path) -> None:
+    condemn(run, 2, 6)
+    entry = entries_of(run, "--step", 6, "--timeline", 2)["model/0.weight"]
+    flip(shard_of(run), entry["offset"])
+    found = document("verify", run, status=1)
+    (base,) = (base for base in found["bases"] if base["timeline"] == 2)
+    assert [damage["entry"] for damage in base["damages"]] == ["model/0.weight"]
+    assert "DAMAGED" in invoke("verify", run).stdout
+
+
+def test_a_base_whose_deletion_goes_on_while_it_is_read_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condemn(run, 1, 2)
+    real = everstep.recover.verify.verify_base
+
+    def slow(filesystem: Any, base: Any, *args: Any, **options: Any) -> Any:
+        if base.id.step == 2:
+            path = base_of(run, 1, 2)
+            (path / "manifest.condemned").rename(path / "manifest.deleting")
+            shard_of(run, 1, 2).unlink()
+        return real(filesystem, base, *args, **options)
+
+    monkeypatch.setattr(everstep.recover.verify, "verify_base", slow)
+    found = document("verify", run)
+    (base,) = (base for base in found["bases"] if base["step"] == 2)
+    assert "deleted" in base["note"]
+
+
 def test_a_base_that_is_deleted_while_it_is_read_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,6 +734,23 @@ def test_doctor_tells_leases_that_do_not_work(
     assert next(check for check in checks if check["name"] == "recycling")["verdict"] == verdict
 
 
+def test_doctor_says_that_a_keeper_process_cannot_have_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sandbox that forbids the system call (docs/OPERATIONS.md)."""
+    checks = {check["name"]: check for check in document("doctor", tmp_path)["checks"]}
+    assert checks["memfd_create"]["verdict"] == "ok"
+
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("everstep.seams.memory._memfd_create", refuse)
+    checks = {check["name"]: check for check in document("doctor", tmp_path, status=4)["checks"]}
+    found = checks["memfd_create"]
+    assert (found["verdict"], found["found"]) == ("fail", "refused here: Operation not permitted")
+    assert "KeeperOptions(process=False)" in found["advice"]
+
+
 def test_doctor_says_what_the_locked_memory_limit_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -856,10 +923,20 @@ def test_version_and_help() -> None:
         (KeeperError("x"), 4),
         (KeeperTimeoutError("x"), 4),
         (InfeasibleError("x", quantity="mtbf_s", needed=1.0), 3),
+        (UnsupportedStateError("x", leaves=()), 3),
     ],
 )
 def test_exit_status_of_errors(error: EverstepError, status: int) -> None:
     assert status_of(error) == status
+
+
+def test_what_each_exit_status_means_is_said_alike_everywhere() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    texts = {"help": invoke("--help").stdout, "module": everstep.cli.__doc__, "README": readme}
+    for where, text in texts.items():
+        assert EXIT_STATUS in " ".join((text or "").split()), where
+    numbers = [int(part.split()[0]) for part in EXIT_STATUS.split(", ")]
+    assert numbers == list(ExitCode)
 
 
 @pytest.mark.parametrize("verb", [["ls"], ["verify", "--json"]])

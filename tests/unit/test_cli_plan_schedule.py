@@ -97,7 +97,7 @@ def test_data_that_decides(tmp_path: Path) -> None:
     head = "import itertools\ncount = itertools.count()"
     model = factory(tmp_path, "(model(x) if next(count) < 2 else model(model(x))).sum()", head)
     result = run("--model", model)
-    assert result.exit_code == ExitCode.DIFFERENT
+    assert result.exit_code == ExitCode.INFEASIBLE
     assert "not alike" in result.output
 
 
@@ -215,6 +215,10 @@ def test_picture(tmp_path: Path) -> None:
     result = run(*words, "--picture", str(tmp_path / "x.txt"))
     assert result.exit_code == ExitCode.USAGE
     assert "no picture is drawn as '.txt'" in result.output
+    (tmp_path / "link.png").symlink_to("none/x.png")
+    result = run(*words, "--picture", str(tmp_path / "link.png"))
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    assert "could not draw the picture: No such file" in result.output
 
 
 OWN_OPERATOR = """

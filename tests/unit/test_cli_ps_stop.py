@@ -270,11 +270,11 @@ def test_a_keeper_that_does_not_end(run: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ps_module, "_ANSWER_S", 0.2)
     with running(options_of(run), deaf=True) as process:
         result = invoke("stop", run, "--timeout", 0.3)
-        assert result.exit_code == ExitCode.DIFFERENT
+        assert result.exit_code == ExitCode.INFEASIBLE
         assert f"not stopped: keeper {process.pid}" in result.stdout
         assert "it is still there after 0 s" in result.stdout
         assert "--now ends it at once" in result.stdout
-        found = document("stop", run, "--timeout", 0.0, status=1)
+        found = document("stop", run, "--timeout", 0.0, status=3)
         assert not found["ok"]
         assert not found["keepers"][0]["gone"]
         assert lives(process)
@@ -284,7 +284,7 @@ def test_a_keeper_that_refuses(run: Path) -> None:
     refusal = {"kind": "refused", "error": error_to_wire(KeeperError("it is Sunday"))}
     with running(options_of(run), stop=refusal) as process:
         result = invoke("stop", run)  # and does not wait for a minute
-        assert result.exit_code == ExitCode.DIFFERENT
+        assert result.exit_code == ExitCode.INFEASIBLE
         assert "it refuses: it is Sunday" in result.stdout
         assert lives(process)
 
@@ -296,7 +296,7 @@ def test_a_keeper_that_cannot_be_told(run: Path, monkeypatch: pytest.MonkeyPatch
     assert registration is not None
     monkeypatch.setattr(ps_module, "_ANSWER_S", 0.1)
     result = invoke("stop", run)
-    assert result.exit_code == ExitCode.DIFFERENT
+    assert result.exit_code == ExitCode.INFEASIBLE
     assert "it could not be told: no keeper has answered within 0.1 s" in result.stdout
     registration.release()
 
@@ -356,7 +356,7 @@ def test_now_kills_nobody_who_is_not_the_keeper(run: Path, monkeypatch: pytest.M
         registration = Registration.acquire(info.key, info)
         assert registration is not None
         result = invoke("stop", run, "--now")
-        assert result.exit_code == ExitCode.DIFFERENT
+        assert result.exit_code == ExitCode.INFEASIBLE
         assert "cannot be shown to be the keeper" in result.stdout
         assert process.poll() is None
         registration.release()

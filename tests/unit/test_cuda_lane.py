@@ -30,8 +30,9 @@ from everstep.capture import cuda as cuda_module
 from everstep.capture import pinned as pinned_module
 from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch, Chunks, plan_batches
-from everstep.capture.cuda import CudaLane, CudaTransfer, on_cuda, refuse_graph_capture
+from everstep.capture.cuda import CudaLane, CudaTransfer, on_cuda
 from everstep.capture.devices import DeviceLane
+from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.lane import CpuLane
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import (
@@ -41,6 +42,7 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
+from everstep.seams import driver as driver_module
 from everstep.state.layout import plan_shards
 from everstep.state.tensors import stored_form
 from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
@@ -834,6 +836,27 @@ def test_memory_is_pinned_before_it_is_needed(cuda: FakeCuda) -> None:
     assert not cuda.registered
 
 
+def test_pinned_memory_goes_before_that_of_the_next_keeper_is_taken(
+    cuda: FakeCuda, run_folder: Path
+) -> None:
+    """Or host memory would hold both in full: after a keeper that was killed for memory, too."""
+    lane, block = DeviceLane(FakeHost(cuda)), block_of()
+    lane.leave()
+    lane.warm([on_device(cuda, 1)], block)
+    cuda.run_until(lambda: bool(cuda.registered))
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    order: list[int] = []
+    lane.leave()
+    lane.run(lambda: order.append(len(cuda.registered)))
+    lane.warm([on_device(cuda, 1)], block_of())
+    cuda.run_until(lambda: bool(order))
+    assert order == [0], "behind copies that were under way, and before anything else"
+    assert transfer.wait(0.0)
+    assert block[0].item() == 1
+    lane.close()
+    assert not cuda.registered
+
+
 # --- Which lane -------------------------------------------------------------------------
 
 
@@ -888,6 +911,58 @@ def test_captured_updates_and_saves_are_refused(cuda: FakeCuda) -> None:
     cuda.initialized = False  # nothing is asked then
     refuse_graph_capture()
     assert not cuda.registered
+
+
+def test_threads_of_the_engine_are_left_out_of_what_others_capture(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whoever captures a graph behind the first step, when memory is pinned, could not."""
+    told: list[tuple[str, int]] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+            told.append((threading.current_thread().name, mode._obj.value))
+            return 0
+
+    def in_a_thread(name: str, times: int = 2) -> None:
+        work = [beside_graph_captures] * times
+        thread = threading.Thread(target=lambda: [one() for one in work], name=name)
+        thread.start()
+        thread.join(TIMEOUT_S)
+
+    monkeypatch.setattr(driver_module.ctypes, "CDLL", Driver)
+    cuda.initialized = False
+    in_a_thread("before there is a device")
+    cuda.initialized = True
+    in_a_thread("lane")
+    in_a_thread("issue")
+    assert told == [("lane", 1), ("issue", 1)], "each says so once"
+
+    def none(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(driver_module.ctypes, "CDLL", none)
+    in_a_thread("where there is no driver of that name")
+
+
+def test_all_jobs_that_wait_or_pin_say_so_first(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(cuda_module, "beside_graph_captures", lambda: told.append(1))
+    lane, block = CudaLane(FakeHost(cuda)), block_of()
+    lane.warm([on_device(cuda, 1)], block)
+    cuda.run_until(lambda: bool(cuda.registered))
+    assert len(told) == 1
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block, lambda end: None)
+    over = lane.run(lambda: None)
+    cuda.run_until(over.done)
+    assert transfer.wait(0.0)
+    assert len(told) == 4, "who enqueues, who watches, and the job behind"
+    lane.close()
 
 
 @pytest.mark.parametrize("method", ["lazy", "sync"])

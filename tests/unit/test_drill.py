@@ -934,6 +934,15 @@ def test_exit_status(
         assert len(json.loads(result.stdout)["outcomes"]) == len(found)
 
 
+@pytest.mark.parametrize(("found", "status"), [(outcome(), 3), (WRONG, 1)])
+def test_a_ratio_that_is_not_reached_is_a_goal_and_no_difference(
+    monkeypatch: pytest.MonkeyPatch, found: Outcome, status: int
+) -> None:
+    monkeypatch.setattr(run_module, "run_drill", lambda plan, *_, **__: report(found, plan=plan))
+    arguments = ["drill", "--kill", "node", "--arms", "lazy,checkfreq", "--check", "node=9"]
+    assert CliRunner().invoke(app, arguments).exit_code == status
+
+
 def test_a_wrong_option_is_a_usage_error() -> None:
     result = CliRunner().invoke(app, ["drill", "--hosts", "1"])
     assert result.exit_code == 2

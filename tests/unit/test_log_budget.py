@@ -1,9 +1,10 @@
-"""A log to disk that the write budget stops, and lets go on: what is there has no hole that is not
-known, and every step of it can be gone back to."""
+"""A log to disk that stops, for the write budget or a disk that is full, and goes on: what is there
+has no hole that is not known, and every step of it can be gone back to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,9 +12,16 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.errors import OptionError, RecoveryError
+from everstep.errors import (
+    EverstepError,
+    FencedError,
+    OptionError,
+    OutOfSpaceError,
+    RecoveryError,
+)
 from everstep.keeper.cadence import FIRST_STEPS
 from everstep.keeper.local import LocalKeeper
+from everstep.keeper.log_batch import ENDED
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from tests.unit.logged import World, invoke, opened, rebuilder_of, segments_of
@@ -45,6 +53,15 @@ class Trained:
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
         forget(self.run)
+
+    def train_slowly(self, steps: int) -> None:
+        """Each step when all before it is on disk, as far as it goes there."""
+        for _ in range(steps):
+            self.train(1)
+            keeper = self.ckpt._keeper
+            assert isinstance(keeper, LocalKeeper)
+            assert keeper.records is not None
+            keeper.records.settle(TIMEOUT_S)
 
     def train(self, steps: int, *, step_s: float = 1.0) -> None:
         for _ in range(steps):
@@ -209,7 +226,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
 
 
 @pytest.mark.parametrize("stopped_first", [False, True])
-def test_a_log_that_failed_stays_so_and_nobody_waits_for_it(
+def test_a_log_that_failed_goes_on_when_the_budget_lets_it_and_nobody_waits_for_it(
     run_folder: Path, stopped_first: bool
 ) -> None:
     failing: list[bool] = []
@@ -235,7 +252,7 @@ def test_a_log_that_failed_stays_so_and_nobody_waits_for_it(
         run.train(6)
     first, *later = spans(run_folder)
     assert first in ((0, 2), (1, 2))  # the first base is of step 1: nothing leads to what is before
-    assert later == ([(4, 9)] if stopped_first else [])
+    assert later == [(4, 9)], "behind a base"
 
 
 @pytest.fixture
@@ -276,6 +293,84 @@ def test_a_keeper_process_is_told(served: Bench) -> None:
     assert other.snapshot() == wanted
     assert spans(served.run) == [(0, 3), (8, 11)]
     again.close()
+
+
+def full_at(op: str, pattern: str) -> Callable[[str, PurePath], None]:
+    """The disk is full when the first such operation comes."""
+    left = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def hook(name: str, path: PurePath) -> None:
+        if left and name == op and path.match(pattern):
+            raise left.pop()
+
+    return hook
+
+
+@pytest.mark.parametrize("op", ["create", "sync_dir"])
+def test_what_could_not_be_written_ends_behind_the_next_base(run_folder: Path, op: str) -> None:
+    """A full disk, say, that has room again: until the next start every step was in memory only."""
+    fs = HookedFileSystem()
+    reported: list[EverstepError] = []
+    options: dict[str, Any] = {"log": TO_DISK, "every": 8, "on_failure": reported.append}
+    with Trained(run_folder, fs=fs, **options) as run:
+        run.train_slowly(4)
+        fs.hook = full_at(op, "log/*-*/*" if op == "create" else "log/*-*")
+        run.train_slowly(16)
+        (error,) = reported
+        assert isinstance(error, OutOfSpaceError)
+        assert "the log on disk ends there, and goes on behind the next base" in str(error)
+        stats = run.ckpt.stats()
+        assert stats.log_holes == 0, "in memory there is none"
+        assert stats.log_steps_in_memory == 2, "7, and 8, of which there is a base"
+    assert spans(run_folder) == [(0, 4), (8, 20)]
+    assert_rebuilt(run_folder, run.states, range(1, 5))
+    assert_rebuilt(run_folder, run.states, range(8, 21))
+    other = Trained(run_folder, log=TO_DISK, every=8)
+    with other:
+        recovery = other.ckpt.resume()
+        assert (recovery.step, recovery.exact) == (20, True)
+        assert other.world.snapshot() == run.states[20]
+
+
+def test_a_disk_that_stays_full_is_said_with_each_base(run_folder: Path) -> None:
+    """And memory of records that never will be written is given back."""
+    fs = HookedFileSystem()
+    reported: list[EverstepError] = []
+    options: dict[str, Any] = {"log": TO_DISK, "every": 8, "on_failure": reported.append}
+
+    def full(name: str, path: PurePath) -> None:
+        if name == "create" and path.match("log/*-*/*"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Trained(run_folder, fs=fs, **options) as run:
+        fs.hook = full
+        run.train_slowly(30)
+        recorder = run.ckpt._recorder
+        assert recorder is not None
+        assert min(kept.step for kept in recorder.rooms.kept) > 24, "as the base of 24 is durable"
+        assert run.ckpt.stats().log_holes == 0
+    assert [error.step for error in reported] == [2, 10, 18, 26]
+    assert spans(run_folder) == []
+
+
+def test_who_is_fenced_off_writes_no_more_of_it(run_folder: Path) -> None:
+    """Whoever goes on with the run has a log of its own."""
+    told: list[EverstepError] = []
+    reached: list[int] = []
+    with Trained(run_folder, log=TO_DISK, every=8) as run:
+        run.train(2)
+        keeper = run.ckpt._keeper
+        assert isinstance(keeper, LocalKeeper)
+        store = keeper.records
+        assert store is not None
+        store.settle(TIMEOUT_S)
+        store._post, store._on_disk = told.append, reached.append
+        for error in (FencedError("a newer timeline has begun"), OutOfSpaceError("full")):
+            store._threads.submit(store._fail, error).result(TIMEOUT_S)
+            store.to_disk(True)
+            store.settle(TIMEOUT_S)
+    assert [error.hint for error in told] == [None, None]
+    assert reached[:4] == [ENDED] * 4
 
 
 def test_a_new_keeper_does_not_begin_to_write_it(served: Bench) -> None:

@@ -30,7 +30,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
-from tests.unit.logged import document
+from tests.unit.logged import document, invoke
 from tests.unit.test_together import bases, folders, resume, train
 from tests.unit.together import on_all, trained, trainings
 
@@ -374,6 +374,16 @@ def test_without_the_files_of_all_ranks_nothing_is_restored(tmp_path: Path) -> N
     found = document("restore", path, "--step", base, "--out", tmp_path / "new", status=1)
     assert "the files of rank(s) 1 are not in this folder" in found["message"]
     assert document("ls", path, status=1)["timelines"][0]["log"]["steps"] == []
+
+
+def test_a_segment_of_several_ranks_is_counted_once(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    until((path, path), 6)
+    (listed,) = (row["log"]["segments"] for row in document("ls", path)["timelines"])
+    (measured,) = (row["log"]["segments"] for row in document("du", path)["timelines"])
+    assert listed == measured == len(list(path.glob("timeline-00001/log/*/rank-00001.done")))
+    assert len(document("verify", path)["segments"]) == 2 * listed, "each rank's is verified"
+    assert f"{listed} of {listed} segments" in invoke("verify", path).stdout
 
 
 def test_audits_take_a_folder_of_all_ranks(tmp_path: Path) -> None:

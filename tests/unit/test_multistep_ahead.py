@@ -16,13 +16,16 @@ from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane
 from everstep.keeper import multistep_planner as planner_module
+from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.recordable import Layouts
 from everstep.plan import multistep_cut
+from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.tensors import stored_form
+from tests.unit.elsewhere import DEVICE, elsewhere
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.serving import Bench, serving
 from tests.unit.test_multistep import over, restored
@@ -30,6 +33,7 @@ from tests.unit.test_multistep_choice import Bench as Steps
 from tests.unit.test_multistep_faults import World, begin
 from tests.unit.world import TIMEOUT_S
 
+CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
 
 
@@ -239,8 +243,36 @@ def test_places_are_those_of_the_layout() -> None:
     wrong = places.of(one, first, 0)
     places._found[id(second), 0] = places._found[id(first), 0]
     found = places.of(other, second, 0)
-    assert found[1][4].counts.tolist() == wrong[1][4].counts.tolist()[::-1]
+    assert found[1][4, CPU].counts.tolist() == wrong[1][4, CPU].counts.tolist()[::-1]
     assert places.of(other, second, 0)[1] is found[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_copies_are_planned_once_of_host_memory_only(device: str) -> None:
+    """What is remembered of them holds no device: packed together is what lies on one."""
+    there = nn.Linear(3, 4), nn.Linear(4, 2, device=device)
+    parameters = [parameter for layer in there for parameter in layer.parameters()]
+    state = State({"optimizer": torch.optim.SGD(parameters, lr=0.1)})
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    consumption = Consumption(state)
+    consumed = consumption.look("optimizer")
+    assert consumed.in_host_memory is (device == "cpu")
+    assert (consumption._last_of("optimizer", None).outline is None) is (device != "cpu")
+    assert all(len({part.device for part in batch.sources}) == 1 for batch in consumed.batches)
+
+
+def test_places_are_those_of_the_devices() -> None:
+    """A model may be moved, all or a part of it, and its gradients keep their form."""
+    places, layouts = GradientPlaces(), Layouts()
+    here = [(f"g{n}", torch.randn(50)) for n in range(2)]
+    layout = layouts.of(dict(here))
+    moved = [("g0", elsewhere(here[0][1])), here[1]]
+    assert layouts.of(dict(moved)) is layout
+    for gradients, kinds in ((here, {CPU}), (moved, {CPU, DEVICE}), (here, {CPU})):
+        _, found = places.of(gradients, layout, 0)
+        assert set(found) == {(4, device) for device in kinds}
+        assert places.of(gradients, layout, 0)[1] is found
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int8])
@@ -261,6 +293,24 @@ def test_a_gradient_that_arrives_torn_is_named(kind: torch.dtype) -> None:
         for batch in plan_batches(layout, named, named.keys()):
             run_batch(batch, block)
         assert check.torn(block) == name.removeprefix("gradient/")
+
+
+@pytest.mark.parametrize("torn", ["a", "b", "c", None])
+def test_gradients_on_several_devices_are_looked_at_on_each(torn: str | None) -> None:
+    """An embedding that stays in host memory, under the optimizer of a model that does not."""
+    named = {
+        "gradient/a": torch.randn(7),
+        "gradient/b": elsewhere(torch.randn(3, 5)),
+        "gradient/c": torch.randn(9),
+    }
+    layout = Layouts().of(named)
+    check = GradientCheck(named, layout, 0, GradientPlaces())
+    if torn is not None:
+        named[f"gradient/{torn}"].data.fill_(99)
+    block = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    for batch in plan_batches(layout, named, named.keys()):
+        run_batch(batch, block)
+    assert check.torn(block) == torn
 
 
 # --- Chunks -----------------------------------------------------------------------------

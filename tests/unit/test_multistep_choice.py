@@ -143,19 +143,44 @@ def test_windows_are_as_long_as_they_are_beside_copies(beside_s: float) -> None:
         beside.choice.steps.marked(0.0)
     assert quiet.parts(STATE_BYTES, 0, waits=False) == 5
     lengths = beside.choice.steps.known()
-    assert lengths == pytest.approx((1.0, 0.99, 0.99 + beside_s))
+    assert lengths == pytest.approx((0.99, 0.99 + beside_s, 0.01))
     few = 5 if beside_s < 0.02 else 4
     assert beside.parts(STATE_BYTES, 0, waits=False) == few
     pipeline = Pipeline(4.02, 0.0, 0.99 + beside_s, 0.0, 0.01, 0.004, behind_update=True)
     assert few == best_parts(pipeline, 8).parts
 
 
+def test_steps_become_others_and_are_no_longer_by_as_much() -> None:
+    """What is copied beside is remembered for as long as it takes to the next base."""
+    clock = ManualClock()
+    steps = StepLengths(clock)
+
+    def step(immutable_s: float, *, quiet: bool) -> None:
+        steps.marked(0.0)
+        clock.advance(immutable_s)
+        steps.gated(0.0, quiet=quiet)
+        clock.advance(0.01)
+
+    for quiet in [True] * 8 + [False] * 6:
+        step(0.1 if quiet else 0.11, quiet=quiet)
+    assert steps.known() == pytest.approx((0.1, 0.11, 0.01))
+    for _ in range(40):
+        step(0.4, quiet=True)
+    assert steps.known() == pytest.approx((0.4, 0.41, 0.01))
+    for _ in range(100):  # one base behind the other, from now on, of shorter steps
+        step(0.2, quiet=False)
+    assert steps.known() == pytest.approx((0.2, 0.2, 0.01))
+    for _ in range(20):
+        step(0.3, quiet=True)
+    assert steps.known() == pytest.approx((0.3, 0.3, 0.01))
+
+
 def test_steps_that_are_all_beside_copies() -> None:
     clock = ManualClock()
     steps = StepLengths(clock)
-    for _ in range(3):
+    for _ in range(4):
         ran(Device(), clock, steps, quiet=False)
-    assert steps.known() == pytest.approx((0.5, 0.2, 0.2))
+    assert steps.known() == pytest.approx((0.2, 0.2, 0.3))
 
 
 def test_what_each_part_costs_training_counts_too() -> None:
@@ -330,15 +355,15 @@ def test_steps_of_a_device_are_as_long_as_it_says() -> None:
     steps = StepLengths(clock, device.moment)
     for _ in range(4):
         ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((0.5, 0.2, 0.2)), "it has not come so far"
+    assert steps.known() == pytest.approx((0.2, 0.2, 0.3)), "it has not come so far"
     device.passed_s = 2.0
     ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((1.0, 0.9, 0.9))
+    assert steps.known() == pytest.approx((0.9, 0.9, 0.1))
     for _ in range(40):
         ran(device, clock, steps, quiet=False)
         device.passed_s = device.given_s
     ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((1.0, 0.9, 0.9)), "it waits while something is captured"
+    assert steps.known() == pytest.approx((0.9, 0.9, 0.1)), "it waits while something is captured"
 
 
 def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
@@ -358,12 +383,12 @@ def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
         ran(device, clock, steps, quiet=True)
         device.passed_s = device.given_s
     assert len(asked) == 30, "a mark, an update and the next mark, of every seventh step"
-    assert steps.known() == pytest.approx((1.0, 0.9, 0.9))
+    assert steps.known() == pytest.approx((0.9, 0.9, 0.1))
     for _ in range(7 * 20):
         ran(device, clock, steps, quiet=True)
         device.given_s += 1.0  # it takes longer from now on
         device.passed_s = device.given_s
-    assert steps.known() == pytest.approx((2.0, 0.9, 0.9))
+    assert steps.known() == pytest.approx((0.9, 0.9, 1.1))
 
 
 def test_a_model_that_leaves_its_device() -> None:
@@ -373,11 +398,11 @@ def test_a_model_that_leaves_its_device() -> None:
         ran(device, clock, steps, quiet=True)
         device.passed_s = device.given_s
     steps.marked(0.0)
-    assert steps.known() == pytest.approx((1.0, 0.9, 0.9))
+    assert steps.known() == pytest.approx((0.9, 0.9, 0.1))
     here.clear()
     for _ in range(4):
         ran(device, clock, steps, quiet=True)
-    assert steps.known() == pytest.approx((0.5, 0.2, 0.2))
+    assert steps.known() == pytest.approx((0.2, 0.2, 0.3))
 
 
 def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> None:

@@ -15,9 +15,11 @@ from torch import nn
 
 import everstep
 from everstep.capture.lane import CpuLane
-from everstep.keeper.multistep_gradients import HeldGradients
+from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces, HeldGradients
+from everstep.keeper.recordable import Layouts
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
+from tests.unit.elsewhere import elsewhere
 from tests.unit.following import run_steps
 from tests.unit.serving import Bench, serving
 from tests.unit.test_multistep import over, restored
@@ -157,7 +159,7 @@ def test_without_being_held_they_are_torn(
     monkeypatch.setattr(
         everstep.keeper.multistep_gradients.HeldGradients,
         "hold",
-        lambda self, key, transfer, end, held: hold(self, key, transfer, end, []),
+        lambda self, key, transfer, end, held, check: hold(self, key, transfer, end, [], check),
     )
     world = World(to_none=False)
     reported: list[everstep.EverstepError] = []
@@ -232,7 +234,7 @@ def test_each_stream_waits_for_copies_off_a_device() -> None:
     waited: list[Any] = []
     held = HeldGradients(state, lambda transfer, end: waited.append((transfer, end)))
     copies: Any = _Copies()
-    held.hold("optimizer", copies, 8, [(parameter, parameter.grad)])
+    held.hold("optimizer", copies, 8, [(parameter, parameter.grad)], None)
     for times in (1, 2):
         held.gate("optimizer")
         assert waited == [(copies, 8)] * times
@@ -242,4 +244,43 @@ def test_each_stream_waits_for_copies_off_a_device() -> None:
     held.gate("optimizer")
     assert len(waited) == 3
     assert not held.open
+    held.release()
+
+
+@pytest.mark.parametrize("device", ["host", "elsewhere"])
+@pytest.mark.parametrize(
+    ("order", "torn"),
+    [
+        ("write gate", True),
+        ("write copied gate", True),
+        ("write", True),
+        ("gate write", False),
+        ("gate write copied", False),
+        ("copied write gate", False),
+        ("copied write", False),
+    ],
+)
+def test_a_write_is_seen_wherever_it_is_until_somebody_may_write(
+    order: str, torn: bool, device: str
+) -> None:
+    """Of a single element, which no sample is of. Behind the gate writes come behind the copy, long
+    before the lane tells that it is made; and behind that they are everybody's own business."""
+    parameter = nn.Parameter(torch.empty(1000))
+    gradient = torch.randn(1000) if device == "host" else elsewhere(torch.randn(1000))
+    named = {"gradient/w": gradient}
+    layout = Layouts().of(named)
+    block = gradient.cpu().clone().view(torch.uint8)
+    state: Any = SimpleNamespace(values={}, optimizers={})
+    copies: Any = _Copies()
+    held = HeldGradients(state, lambda transfer, end: None)
+    check = GradientCheck(named, layout, 0, GradientPlaces())
+    held.hold("optimizer", copies, block.numel(), [(parameter, gradient)], check)
+    events = {
+        "write": lambda: gradient[1:2].zero_(),
+        "gate": lambda: held.gate("optimizer"),
+        "copied": lambda: check.copied(block.numel()),
+    }
+    for event in order.split():
+        events[event]()
+    assert check.torn(block) == ("w" if torn else None)
     held.release()

@@ -261,7 +261,7 @@ def test_every_entry_of_every_rank_is_computed_anew(run: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
     text = invoke("verify", run, "--replay").stdout
     assert "2 of 2 bases equal what replay gives" in text
-    assert "3 of 3 bases and 8 of 8 segments of the log good" in text
+    assert "3 of 3 bases and 4 of 4 segments of the log good" in text
 
 
 def some(names: list[str], part: str) -> str:
@@ -318,6 +318,8 @@ def test_a_log_that_one_rank_has_not_leads_nowhere(run: Path, tmp_path: Path) ->
     assert verdicts(found) == [(1, 3, "equal"), (3, 6, "unchecked")]
     log = document("ls", run)["timelines"][0]["log"]
     assert log["steps"] == [[2, 4], [7, 8]]
+    assert log["gaps"] == [[5, 6]]
+    assert log["segments"] == document("du", run)["timelines"][0]["log"]["segments"] == 4
 
 
 def rewrite(

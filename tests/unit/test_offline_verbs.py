@@ -86,11 +86,25 @@ def test_ls_says_how_far_resume_would_replay(run: Path) -> None:
     assert "step 7 of timeline 2 (if its data verify), and replay the log up to step 8" in text
 
 
+def test_ls_says_which_steps_the_log_lacks(run: Path) -> None:
+    """They may never have been written, which is no damage; but they cannot be gone back to."""
+    assert document("ls", run)["timelines"][0]["log"]["gaps"] == []
+    assert "missing" not in invoke("ls", run).stdout
+    shutil.rmtree(Path(segments_of(run)[2].path))
+    found = document("ls", run)
+    row = found["timelines"][0]["log"]
+    assert (row["gaps"], row["steps"], row["segments"]) == ([[5, 6]], [[2, 4], [9, 9]], 4)
+    assert found["ok"]
+    line = next(line for line in invoke("ls", run).stdout.splitlines() if "timeline 1:" in line)
+    assert line.endswith("; missing: steps 5 to 6")
+
+
 def test_ls_names_what_is_damaged(run: Path) -> None:
     path = Path(segments_of(run)[1].path) / "rank-00000.done"
     flip(path, 20)
     row = document("ls", run, status=1)["timelines"][0]["log"]
     assert row["steps"] == [[2, 2], [5, 9]]
+    assert row["gaps"] == [], "it is said what is wrong with them"
     assert len(row["problems"]) == 1
     text = invoke("ls", run).stdout
     assert "steps 2, 5 to 9 by replay" in text

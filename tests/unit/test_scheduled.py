@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -566,6 +567,40 @@ def test_going_back_does_not_bring_back_what_was_parked(keeper: Bench, run_folde
     ckpt.close()
     assert bases(run_folder) == {4}
     assert restored(run_folder, "plain") == snapshots[4]
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
+    same: bool, keeper: Bench, run_folder: Path
+) -> None:
+    """Told of by the lane's thread, in the middle of that: another keeper knows nothing of it, and
+    to the same one it is of a timeline that is over."""
+    loop, gate = Loop(), Gate()
+    ckpt, _ = trained(run_folder, loop, 6)
+    saver = ckpt._saver
+    assert isinstance(saver, ScheduledSaver)
+    saver.finish_captures()
+    whole = saver.scheduler.whole
+
+    def late(*about: Any) -> None:
+        gate.wait_at()
+        whole(*about)
+
+    saver.scheduler.whole = late  # type: ignore[method-assign]
+    loop.train(7)
+    ckpt.step()
+    saver.scheduler.flush()
+    assert gate.reached.wait(TIMEOUT_S)
+    if same:
+        assert saver._keeper is not None
+        saver.start(saver._keeper, saver._pool)
+    else:
+        saver.start(SimpleNamespace(), None)  # type: ignore[arg-type]
+    gate.open()
+    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    assert (saver._parked is not None) is same
+    assert not same or saver._of_before
+    die(ckpt)
 
 
 def test_two_states_are_room_enough(keeper: Bench, run_folder: Path) -> None:

@@ -278,6 +278,13 @@ class _Forgets(_Base):
         check_name(name)
 
 
+class _SweepsAll(_Base):
+    def sweep(self, prefix: Any) -> Any:
+        check_name(prefix)
+        for item in self.walk(prefix):
+            self.delete(item.name)
+
+
 class _EscapesNames(_Base):
     def walk(self, prefix: Any = "") -> Any:
         return [
@@ -337,6 +344,7 @@ class _ShowsUsers(_Base):
         (checks.listings_show_what_is_there, _ListsUnsorted),
         (checks.what_is_deleted_is_gone, _DeletesOnce),
         (checks.what_is_deleted_is_gone, _Forgets),
+        (checks.cleaning_up_takes_nothing_that_is_whole, _SweepsAll),
         (checks.names_of_every_kind, _EscapesNames),
         (checks.what_is_no_name_is_refused, _TakesAnyName),
         (checks.it_says_what_it_is, _ForgetsOnRefresh),

@@ -334,6 +334,42 @@ def test_retention_keeps_the_newest(run_folder: Path) -> None:
     assert not [name for name in contents(tier) if "000000000001/" in name]
 
 
+def test_what_a_keeper_that_was_killed_has_left_of_copies_goes(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    """Each may have left as much as a base. Not before there is a copy of this timeline: until then
+    the last base of the one before is copied, and goes on where it was broken off."""
+    place = tmp_path / "place"
+    tier = DiskTier(FILES, PurePath(place))
+    copied_steps(run_folder, tier, 2, keep=9)
+    first, second = (place / f"timeline-0000{n}/base/00000000000{n}" for n in (1, 2))
+    for name in ("manifest.json", "rank-00000.done"):  # broken off before it was all there
+        (second / name).unlink()
+    for directory in (first, second):
+        (directory / "rank-00000.safetensors.77-0a0a0a0a.tmp").write_bytes(bytes(1000))
+    segment = place / "timeline-00002/log/000000000002-000000000003"
+    segment.mkdir(parents=True)
+    (segment / "rank-00000.safetensors.77-0b0b0b0b.tmp").write_bytes(bytes(1000))
+
+    def left() -> list[str]:
+        return [path.name for path in place.rglob("*.tmp")]
+
+    trained(run_folder, 3)
+    mirror = mirror_of(run_folder, tier, 3, keep=9)
+    mirror.retain()
+    assert len(left()) == 3
+    assert second.exists()
+    mirror.copy_newest()
+    mirror.retain()
+    assert left() == ["rank-00000.safetensors.77-0b0b0b0b.tmp"], "the log's are for who copies it"
+    assert not second.exists()
+    assert usable(tier) == [1, 3]
+    tier.sweep("timeline-00002/log/000000000002-000000000003")
+    assert not left()
+    assert not segment.exists()
+    assert (place / "timeline-00002").exists()
+
+
 def test_retention_reads_back_before_it_deletes(run_folder: Path) -> None:
     tier = FaultyTier(MemoryTier())
     copied_steps(run_folder, tier, 3)

@@ -174,8 +174,10 @@ def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) 
         target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=non_blocking)
     elif len(batch.sources) == 1:
         target.copy_(batch.sources[0], non_blocking=non_blocking)
-    else:
+    elif batch.sources[0].device == target.device:
         torch.cat(batch.sources, out=target)
+    else:  # a device that has no lane of its own: torch packs within a device only
+        target.copy_(torch.cat(batch.sources), non_blocking=non_blocking)
 
 
 def _lies_on_device(batch: Batch) -> bool:

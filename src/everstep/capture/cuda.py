@@ -23,9 +23,8 @@ What has not been ordered before the current stream is not ordered before the co
 who trains on another stream than the one that is current at ``step()`` and ``save()`` makes
 that one wait first, as for any other use of the parameters.
 
-A CUDA graph must not be captured while a save is under way, unless with
-``capture_error_mode="thread_local"``: in its default mode CUDA lets no other thread wait for
-an event meanwhile, and the capture fails. What captures an update is refused here.
+A CUDA graph may be captured meanwhile: what the threads here do is on streams of their own
+(:mod:`everstep.capture.graphs`). What captures an update is refused here.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ from typing import Any, NamedTuple
 import torch
 
 from everstep.capture.batches import Batch, Runs
+from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.issuing import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
 from everstep.capture.pinned import PinnedMemory
-from everstep.errors import OutOfSpaceError, StateError
+from everstep.errors import OutOfSpaceError
 from everstep.state.tensors import byte_view
 
-__all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda", "refuse_graph_capture"]
+__all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
 
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
@@ -65,21 +65,6 @@ class _Split(NamedTuple):
     devices: Sequence[torch.device]
     small: Sequence[Batch]
     large: Sequence[Batch]
-
-
-def refuse_graph_capture() -> None:
-    """Call where an update or a save begins, on whatever machine.
-
-    Raises:
-        StateError: the current stream is being captured into a CUDA graph.
-    """
-    if _cuda.is_initialized() and _cuda.is_current_stream_capturing():
-        raise StateError(
-            "optimizer.step(), save() or ckpt.step() is being captured into a CUDA graph: its "
-            "replays would change the state without anybody being told",
-            hint="capture forward and backward only, and call optimizer.step() and ckpt.step() "
-            "outside of the graph",
-        )
 
 
 def moment_on(tensor: torch.Tensor) -> Any:
@@ -117,8 +102,19 @@ class CudaLane:
         if first is None:  # all of them have been moved back to host memory
             return
         pinned = self._pinned_of(block, first)
+
+        def pin() -> None:
+            beside_graph_captures()
+            pinned.pin(block)
+
         # If it fails, it fails again where the memory is used, and is reported there.
-        self._host.run(lambda: pinned.pin(block))
+        self._host.run(pin)
+
+    def leave(self) -> None:
+        """Unpins it, and no longer keeps it mapped."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self.run(pinned.release)
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """Copies from duplicates, made in the order of the current stream: the sources may
@@ -180,6 +176,7 @@ class CudaLane:
         end, here = batches[-1].end if batches else 0, self._here()
 
         def watch() -> None:
+            beside_graph_captures()
             try:
                 if hosted is not None:
                     hosted.wait(0.0)  # it was before us in this thread; raises what it failed with
@@ -221,6 +218,7 @@ class CudaLane:
             begun = self._begun()
 
         def behind() -> None:
+            beside_graph_captures()
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(RuntimeError):
                     stack.enter_context(here)
@@ -240,16 +238,13 @@ class CudaLane:
 
     def close(self) -> None:
         """Ends the thread, after what is queued; the arena is no longer pinned then."""
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None:
-            self.run(pinned.release)
+        self.leave()
         self._issuer.close()
         self._host.close()
 
     def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
         if self._pinned is not None and not self._pinned.holds(block):  # another keeper's arena
-            self.run(self._pinned.release)
-            self._pinned = None
+            self.leave()
         if self._pinned is None:
             self._pinned = PinnedMemory(block, device)
         return self._pinned
@@ -280,6 +275,7 @@ class CudaLane:
             reached: list[Reached] = []
             first: dict[torch.device, Any] = {}
             found = Enqueued(reached, first)
+            beside_graph_captures()
             try:
                 # In a thread that has named no device, to leave one means to go to the first.
                 with _cuda.device(next(iter(behind))):

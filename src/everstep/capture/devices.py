@@ -36,6 +36,9 @@ class DeviceLane:
         found = list(tensors)
         self._for(found).warm(found, block)
 
+    def leave(self) -> None:
+        self._lane.leave()
+
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         self._for_batches(batches).mark(batches, block)
 

@@ -14,6 +14,7 @@ through; whoever updates asks the gate first.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -72,6 +73,11 @@ class Lane(Protocol):
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Does in the lane's thread what would hold up the first copies of ``tensors`` into
         ``block``."""
+        ...
+
+    def leave(self) -> None:
+        """From now on other memory is copied into: lets go of the one so far, behind copies that
+        are under way."""
         ...
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
@@ -151,8 +157,9 @@ class CpuTransfer:
 
 
 class CpuLane:
-    """A thread that copies. Tensors on a device without a lane of its own are fetched by it,
-    too; marks are copied by the caller."""
+    """A thread that copies. Tensors on a device without a lane of its own (MPS, XPU) are fetched by
+    it, too, from the stream of that device that every thread begins with: who trains on another one
+    makes it wait. Marks are copied by the caller."""
 
     _in_runs = True  # a kind of lane that does something at each copy says no
 
@@ -163,6 +170,9 @@ class CpuLane:
 
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """Nothing: pages are taken by whoever owns the memory."""
+
+    def leave(self) -> None:
+        """Nothing: nor is it kept here."""
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
@@ -187,7 +197,12 @@ class CpuLane:
 
         work = _made(transfer, progress, copy)
         self._ready.append(work)
-        self._threads.submit(lambda: self._in_turn(work))
+        try:
+            self._threads.submit(lambda: self._in_turn(work))
+        except BaseException:  # an interrupt: nobody waits for it, nor owns the memory any more
+            with contextlib.suppress(ValueError):
+                self._ready.remove(work)
+            raise
         return transfer
 
     def submit_yielding(
@@ -206,10 +221,12 @@ class CpuLane:
         return transfer
 
     def _in_turn(self, work: Callable[[], None]) -> None:
-        """Copies whose turn has come, unless they went before others that yield; what was submitted
-        before them is made."""
-        if self._ready and self._ready[0] is work:
-            self._ready.popleft()()
+        """Copies whose turn has come, unless they went before others that yield, or were called
+        off; what was submitted before them is made, or was called off half-way."""
+        if work in self._ready:
+            while self._ready.popleft() is not work:
+                pass
+            work()
 
     def _let_pass(self) -> None:
         """Copies that yield are under way: those that do not, and wait, go first."""

@@ -11,21 +11,20 @@
 ``drill``   kills hosts that train together, replaces them, compares every bit
 ``bench``   measures, next to the disk's limit and to others
 
-Exit status: 0 fine, 1 damage or a difference found, 2 usage, 3 infeasible or a goal not
-met, 4 environment, 130 interrupted. With ``--json`` standard output carries one document.
+Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met,
+4 environment, 130 interrupted. With ``--json`` standard output carries one document.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import sys
 from typing import Annotated
 
 import typer
 
-from everstep.cli._common import EverstepGroup, ExitCode
+from everstep.cli._common import EXIT_STATUS, EverstepGroup, ExitCode
+from everstep.cli._output import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.drill import drill
@@ -51,8 +50,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Every training step, recoverable: looks at runs, checks them, measures.",
-    epilog="Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal "
-    "not met, 4 environment.",
+    epilog=f"Exit status: {EXIT_STATUS}.",
 )
 
 
@@ -82,11 +80,17 @@ if importlib.util.find_spec("everstep.cli.bench") is not None:
 
 def main() -> int:
     """The entry point of the command; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        # What the terminal's encoding has no character for is spelled out, never an error.
-        if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(OSError):
-                stream.reconfigure(errors="backslashreplace")
+    with guarded_output():
+        try:
+            status = _run()
+            sys.stdout.flush()
+        except OutputLostError as error:
+            typer.echo(f"error: {error}", err=True)
+            return ExitCode.ENVIRONMENT
+        return status
+
+
+def _run() -> int:
     try:
         app()
     except KeyboardInterrupt:  # outside of any verb

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from everstep.cli._common import ExitCode, console, emit
+from everstep.cli._paths import looked_at
 
 __all__ = [
     "Arms",
@@ -40,7 +41,9 @@ FreeCore = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option("--dir", help="Where to write [default: here]; nothing stays behind."),
+    typer.Option(
+        "--dir", callback=looked_at, help="Where to write [default: here]; nothing stays behind."
+    ),
 ]
 Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]
 Batch = Annotated[int, typer.Option(help="Sequences of 64 bytes in a step.")]

@@ -9,6 +9,7 @@ import typer
 
 from everstep.cli._bench import Batch, Check, Folder, Params, Seed, measured, tell
 from everstep.cli._common import JsonFlag
+from everstep.cli._paths import looked_at
 
 __all__ = ["tiers"]
 
@@ -27,7 +28,8 @@ def tiers(
     ] = None,
     folder: Folder = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw bytes over steps (needs matplotlib).")
+        Path | None,
+        typer.Option(callback=looked_at, help="Draw bytes over steps (needs matplotlib)."),
     ] = None,
     check: Check = False,
     json_output: JsonFlag = False,

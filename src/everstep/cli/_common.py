@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from everstep.cli._paths import absolute, kind_of
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -36,6 +37,7 @@ from everstep.errors import (
     StorageError,
     UnavailableError,
     UnreachableError,
+    UnsupportedStateError,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from everstep.seams.filesystem import FileSystem
 
 __all__ = [
+    "EXIT_STATUS",
     "LINE_CHARS_MAX",
     "RUN_ARGUMENT",
     "EverstepGroup",
@@ -75,7 +78,7 @@ _NEIGHBOURS_MAX = 1000
 
 
 class ExitCode(IntEnum):
-    """What the command's exit status means."""
+    """What the command's exit status means, as :data:`EXIT_STATUS` says it in words."""
 
     OK = 0
     DIFFERENT = 1
@@ -85,11 +88,19 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+EXIT_STATUS = (
+    "0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met, "
+    "4 environment, 130 interrupted"
+)
+"""What each exit status means: the words of ``--help`` and the README."""
+
+
 def status_of(error: EverstepError) -> ExitCode:
     """The exit status that an error ends the command with."""
     if isinstance(error, (OptionError, ForeignDirectoryError)):
         return ExitCode.USAGE
-    if isinstance(error, InfeasibleError):
+    # What cannot be replayed, or planned, is no damage.
+    if isinstance(error, (InfeasibleError, UnsupportedStateError)):
         return ExitCode.INFEASIBLE
     environment = (
         KeeperError,
@@ -118,6 +129,13 @@ class EverstepGroup(TyperGroup):
         rows = [(name, verb.get_short_help_str(limit=200)) for name, verb in verbs.items() if verb]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuses what no path can be; no shell passes it, but a program may."""
+        for arg in args:
+            if "\0" in arg:
+                ctx.fail(f"'{plain(arg)}' has a NUL in it, which no path and no number has")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the verb; errors become words (or JSON) and an exit status."""
@@ -153,33 +171,17 @@ JsonFlag = Annotated[
 
 def emit(document: Mapping[str, Any]) -> None:
     """Writes one JSON document; pure ASCII, so that no name in it can steer a terminal."""
-    try:
-        print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
-    except BrokenPipeError:
-        _mute()
-
-
-def _mute() -> None:
-    """Whoever read our output has gone, as in ``everstep ls run | head``: no reason to fail."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
+    print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
 
 
 # --- Output for people ------------------------------------------------------------------
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        _mute()
 
 
 def console() -> Console:
     """Standard output; as wide as needed where nobody sees its edge."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     width = _PIPE_COLUMNS if piped else None
-    return _Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+    return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
 def plain(text: str, chars_max: int = _NAME_CHARS_MAX) -> str:
@@ -273,6 +275,7 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
 
     Raises:
         OptionError: there is no such folder, it is empty, or it is no folder.
+        PermissionDeniedError: nobody can tell, for this user may not look.
         ForeignDirectoryError: it holds something else.
         NewerFormatError: it was written by a newer everstep.
     """
@@ -284,11 +287,11 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
         raise OptionError(f"{run!r} is no run folder", hint=hint)
     if "://" in run:
         return _open_copy(filesystem, run)
-    path = PurePath(os.path.abspath(run))
+    path = absolute(run)
     with reading(path):
         for attempt in range(_LOOK_AGAIN):
-            if not os.path.isdir(path):
-                raise _no_folder(path)
+            if (kind := kind_of(path)) != "directory":
+                raise _no_folder(path, kind)
             try:
                 inventory = scan_run(filesystem, path)
                 break
@@ -367,8 +370,8 @@ def _bases_there(ordered: list[BaseId], step: int | None) -> str:
     return ("nearest: " if len(near) < len(ordered) else "there are: ") + ", ".join(map(str, near))
 
 
-def _no_folder(path: PurePath) -> OptionError:
-    if os.path.lexists(path):
+def _no_folder(path: PurePath, kind: str | None) -> OptionError:
+    if kind is not None:
         hint = _hint(path)
         if path.suffix == ".safetensors":
             hint = f"everstep inspect {path}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_json",
+    "count_segments",
     "in_line",
     "is_deleted",
     "records_in",
@@ -55,11 +56,19 @@ def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
         return RunLog.of(filesystem, inventory)
 
 
+def count_segments(segments: Iterable[SegmentFound]) -> int:
+    """How many there are in the folder: one, where several ranks have written the same steps."""
+    return len({segment.path for segment in segments})
+
+
 def steps_in_words(steps: Iterable[int]) -> str:
     """``"steps 2 to 10, 14"``; ``"no step"``."""
     from everstep.recover.logged import spans
 
-    found = spans(steps)
+    return _spans_in_words(spans(steps))
+
+
+def _spans_in_words(found: Sequence[tuple[int, int]]) -> str:
     if not found:
         return "no step"
     words = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
@@ -71,13 +80,14 @@ def steps_in_words(steps: Iterable[int]) -> str:
 
 def in_line(reach: Reach) -> str:
     """What the log of one timeline adds, in one line."""
-    lossy = sum(segment.lossy for segment in reach.segments)
+    lossy = count_segments(segment for segment in reach.segments if segment.lossy)
     of_which = f", {lossy} of them lossy" if lossy else ""
+    gaps = f"; missing: {_spans_in_words(reach.gaps)}" if reach.gaps else ""
     return (
         f"log of timeline {reach.timeline}: {steps_in_words(reach.steps)} by replay "
-        f"({count_of(len(reach.segments), 'segment')}{of_which}, "
+        f"({count_of(count_segments(reach.segments), 'segment')}{of_which}, "
         f"{count_of(reach.records, 'record')}, "
-        f"{in_words(reach.size_bytes)})"
+        f"{in_words(reach.size_bytes)}){gaps}"
     )
 
 
@@ -88,10 +98,11 @@ def as_json(reach: Reach | None) -> dict[str, Any] | None:
     from everstep.recover.logged import spans
 
     return {
-        "segments": len(reach.segments),
+        "segments": count_segments(reach.segments),
         "records": reach.records,
         "size_bytes": reach.size_bytes,
         "steps": [list(span) for span in spans(reach.steps)],
+        "gaps": [list(span) for span in reach.gaps],
         "stopped": reach.stopped,
         "problems": [s.problem for s in reach.segments if s.problem is not None],
     }

@@ -24,6 +24,7 @@ from everstep.cli._bench_gockpt import crash_interval, multistep
 from everstep.cli._bench_lossy import lossy_recovery
 from everstep.cli._bench_tiers import tiers
 from everstep.cli._common import EverstepGroup, JsonFlag
+from everstep.cli._paths import looked_at
 from everstep.cli._units import parse_bytes, parse_bytes_per_s
 
 __all__ = [
@@ -163,13 +164,16 @@ def stall(
     arms: Arms = None,
     folder: Folder = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw a save of some arms (needs matplotlib).")
+        Path | None,
+        typer.Option(callback=looked_at, help="Draw a save of some arms (needs matplotlib)."),
     ] = None,
     curves: Annotated[
-        Path | None, typer.Option(help="Draw keeper and link over time (needs matplotlib).")
+        Path | None,
+        typer.Option(callback=looked_at, help="Draw keeper and link over time (needs matplotlib)."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write all blocks as Chrome trace events.")
+        Path | None,
+        typer.Option(callback=looked_at, help="Write all blocks as Chrome trace events."),
     ] = None,
     check: Check = False,
     json_output: JsonFlag = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli._common import ExitCode, JsonFlag, emit
+from everstep.cli._paths import looked_at
 
 __all__ = ["demo"]
 
@@ -22,7 +23,9 @@ def demo(
     method: Annotated[str, typer.Option(help="How it is made recoverable.")] = "logged",
     run: Annotated[
         Path | None,
-        typer.Option("--run", "--keep", help="Keep everything in this new folder."),
+        typer.Option(
+            "--run", "--keep", callback=looked_at, help="Keep everything in this new folder."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps.")] = False,
     json_output: JsonFlag = False,

@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words, label, plain
+from everstep.cli._paths import absolute, kind_of
 from everstep.errors import OptionError
 
 __all__ = ["Check", "doctor"]
@@ -76,7 +77,7 @@ def doctor(
     if "://" in directory:
         hint = "a directory on this machine; copies of a run are checked by everstep verify URL"
         raise OptionError(f"{directory!r} is no directory", hint=hint)
-    asked = Path(os.path.abspath(directory))
+    asked = Path(absolute(directory))
     place = _nearest_directory(asked)
     checks = [*_machine(), *_directory(place)]
     failed = any(check.verdict == "fail" for check in checks)
@@ -95,11 +96,19 @@ def doctor(
 
 
 def _nearest_directory(asked: Path) -> Path:
-    """``asked``, or the directory in which it would be made."""
+    """``asked``, or the directory in which it would be made.
+
+    Raises:
+        OptionError: it can never be there, or a file is in its place.
+        PermissionDeniedError, StorageError: nobody can tell.
+    """
     for place in (asked, *asked.parents):
-        if place.is_dir():
+        kind = kind_of(place)
+        if kind == "directory":
+            for name in asked.relative_to(place).parts:  # behind what is not there nobody looked
+                kind_of(place / name)
             return place
-        if os.path.lexists(place):
+        if kind is not None:
             hint = "choose a directory, or one that is not there yet"
             raise OptionError(f"{place} is no directory", path=place, hint=hint)
     raise AssertionError("the root is a directory")
@@ -109,8 +118,9 @@ def _nearest_directory(asked: Path) -> Path:
 
 
 def _machine() -> list[Check]:
-    checks = (_platform, _python, _torch, _libraries, _cores, _memory, _locked_memory, _shm)
-    return [check() for check in checks]
+    about = (_platform, _python, _torch, _libraries, _cores)
+    memory = (_memory, _locked_memory, _memfd, _shm)
+    return [check() for check in (*about, *memory)]
 
 
 def _platform() -> Check:
@@ -204,6 +214,24 @@ def _locked_memory() -> Check:
         )
         return Check(name, "warn", found, advice)
     return Check(name, "ok", found + "; it limits pinned memory, which only a GPU needs")
+
+
+def _memfd() -> Check:
+    """The memory that trainer and keeper share; a sandbox may forbid it."""
+    from everstep.seams.memory import PAGE_BYTES, SharedMemory
+
+    name = "memfd_create"
+    try:
+        SharedMemory.create("everstep-doctor", PAGE_BYTES)
+    except OSError as error:
+        advice = (
+            "a keeper process needs it: Linux 3.17, glibc 2.27, a sandbox (seccomp) that allows "
+            "it; or KeeperOptions(process=False)"
+        )
+        # Elsewhere the keeper is a thread anyway; here a start is refused.
+        verdict: Verdict = "fail" if sys.platform == "linux" else "warn"
+        return Check(name, verdict, _why("refused here", error), advice)
+    return Check(name, "ok", "works")
 
 
 def _shm() -> Check:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli._common import ExitCode, JsonFlag, emit
+from everstep.cli._paths import absolute, looked_at
 
 __all__ = ["drill"]
 
@@ -85,7 +86,9 @@ def drill(
     seed: Annotated[int, typer.Option(help="Of weights, data and noise.")] = 1234,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Keep orders, journals and logs in this new folder."),
+        typer.Option(
+            "--dir", callback=looked_at, help="Keep orders, journals and logs in this new folder."
+        ),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -96,8 +99,8 @@ def drill(
     groups. A trainer, a node with its keeper and its disk, or half of the nodes are killed with
     SIGKILL; the job starts again with empty hosts in their place and resumes. Printed is what that
     costs (TierCheck's Table 3) for each way to be recoverable. Exit status: 0 if every rank ends in
-    the bits of a run that nobody disturbed, 1 if one bit differs or a ratio of --check is not
-    reached, 3 if every arm was refused.
+    the bits of a run that nobody disturbed, 1 if one bit differs, 3 if a ratio of --check is not
+    reached or every arm was refused.
     """
     from everstep.bench.stall.options import parse_params
     from everstep.drill.plan import drill_plan
@@ -129,7 +132,7 @@ def drill(
     )
     try:
         with (
-            storage_errors("run the drill", folder or Path.cwd()),
+            storage_errors("run the drill", folder or absolute(".")),
             progress_display(plan.steps) as display,
         ):
             report = run_drill(plan, display, folder=folder)
@@ -140,6 +143,6 @@ def drill(
         emit(report.as_json())
     else:
         present(report)
-    if not report.ran:
-        raise typer.Exit(ExitCode.INFEASIBLE)
-    raise typer.Exit(ExitCode.OK if report.same and report.met else ExitCode.DIFFERENT)
+    if not report.same:
+        raise typer.Exit(ExitCode.DIFFERENT)
+    raise typer.Exit(ExitCode.OK if report.ran and report.met else ExitCode.INFEASIBLE)

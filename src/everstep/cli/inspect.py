@@ -37,6 +37,7 @@ from everstep.cli._log import (
     show_records,
     show_segments,
 )
+from everstep.cli._paths import absolute, kind_of
 from everstep.cli.ls import STATUS_WORDS, is_gone, look
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.given import nearest
@@ -132,11 +133,11 @@ def inspect(
     from everstep.seams import PosixFileSystem
 
     filesystem = PosixFileSystem()
-    is_file = target.endswith(".safetensors") and not os.path.isdir(target)
+    is_file = target.endswith(".safetensors") and kind_of(absolute(target)) != "directory"
     if is_file and (step is not None or timeline is not None):
         raise OptionError("--step and --timeline choose a base of a run; this is a file")
     if is_file:
-        found = _of_file(filesystem, PurePath(os.path.abspath(target)))
+        found = _of_file(filesystem, absolute(target))
     else:
         found = _of_run(filesystem, target, step, timeline)
     rows = _rows(found)
@@ -213,7 +214,7 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
     from everstep.format.reader import read_header, read_record_bytes
     from everstep.format.records import Marker
 
-    if not os.path.lexists(path):
+    if kind_of(path) is None:
         hint = "everstep inspect RUN lists the entries of a run, --json their files"
         raise OptionError(f"there is no file {path}", path=path, hint=hint)
     shard = parse_shard(path.name)

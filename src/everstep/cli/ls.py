@@ -156,7 +156,8 @@ def ls(
 
     Reads records and headers, no data: whether the data are good is for `everstep verify`
     to say. Exit status 1 if records or headers are damaged, or files are missing; what is
-    unfinished, or being deleted, is no damage. Writes nothing.
+    unfinished, or being deleted, is no damage. Nor is it that the log lacks steps between others,
+    which is told: perhaps they were never written. Writes nothing.
     """
     filesystem = filesystem_of(run)
     inventory, choice = look(filesystem, run)

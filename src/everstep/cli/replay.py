@@ -19,7 +19,7 @@ from everstep.cli._common import (
     open_run,
     table,
 )
-from everstep.cli.restore import check_out, given_up, infeasible, rebuilding, write_run
+from everstep.cli.restore import check_out, given_up, rebuilding, write_run
 from everstep.errors import OptionError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def replay(
     A counterfactual: the remaining gradients are those that were logged, so the result is never
     exactly what training would have given, and is marked so. Shows which entries differ from the
     logged run at --to, and by how much. Writes nothing without --out.
+    Exit status 3 if the optimizer cannot be replayed here.
     """
     from everstep.recover.rebuild import changes
     from everstep.seams import PosixFileSystem
@@ -70,7 +71,7 @@ def replay(
     dropped = _steps(drop or [])
     inventory = open_run(filesystem, run)
     folder = None if out is None else check_out(out, inventory)
-    with infeasible(json_output), rebuilding(filesystem, inventory) as (rebuilder, ring):
+    with rebuilding(filesystem, inventory) as (rebuilder, ring):
         logged, other = rebuilder.without(to, dropped, begin, timeline)
         found = changes(logged.state, other.state)
         written = None if folder is None else write_run(filesystem, folder, other, ring)

@@ -15,7 +15,6 @@ import typer
 
 from everstep.cli._common import (
     RUN_ARGUMENT,
-    ExitCode,
     JsonFlag,
     console,
     count_of,
@@ -24,11 +23,11 @@ from everstep.cli._common import (
     in_words,
     label,
     open_run,
-    plain,
     reading,
 )
+from everstep.cli._paths import absolute, kind_of
 from everstep.commit.lineage import BaseId, left_at
-from everstep.errors import OptionError, StorageError, UnsupportedStateError
+from everstep.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from everstep.recover.scan import Inventory
     from everstep.seams.filesystem import FileSystem
 
-__all__ = ["check_out", "given_up", "infeasible", "rebuilding", "restore", "write_run"]
+__all__ = ["check_out", "given_up", "rebuilding", "restore", "write_run"]
 
 _TIMEOUT_S = 120.0
 
@@ -57,7 +56,7 @@ def restore(
 
     The new run holds one base, which Checkpointer(DIR).resume() loads. Every byte that is read
     is verified, and what was written is read back. DIR appears whole or not at all. The program
-    that trained is not needed, but its optimizer must be one of torch's.
+    that trained is not needed, but its optimizer must be one of torch's (else exit status 3).
 
     Of several ranks the new run is that of one: tensors are put together of all parts. What each
     rank had for itself (random generators, statistics of batches) is that of rank 0, which is said,
@@ -69,7 +68,7 @@ def restore(
     start_s = time.monotonic()
     inventory = open_run(filesystem, run)
     folder = check_out(out, inventory)
-    with infeasible(json_output), rebuilding(filesystem, inventory) as (rebuilder, ring):
+    with rebuilding(filesystem, inventory) as (rebuilder, ring):
         rebuilt = rebuilder.state_at(step, timeline)
         written = write_run(PosixFileSystem(), folder, rebuilt, ring)
     found: dict[str, Any] = {
@@ -127,20 +126,6 @@ def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> st
 
 
 @contextlib.contextmanager
-def infeasible(json_output: bool) -> Iterator[None]:
-    """An optimizer that cannot be replayed here is no damage: exit status 3."""
-    try:
-        yield
-    except UnsupportedStateError as error:
-        if json_output:
-            emit({**error.fields(), "exit_code": int(ExitCode.INFEASIBLE)})
-        else:
-            for line in f"error: {error}".split("\n"):
-                typer.echo(plain(line, 4000), err=True)
-        raise typer.Exit(ExitCode.INFEASIBLE) from None
-
-
-@contextlib.contextmanager
 def rebuilding(
     filesystem: FileSystem, inventory: Inventory
 ) -> Iterator[tuple[Rebuilder, ChunkRing]]:
@@ -165,16 +150,17 @@ def check_out(out: str, inventory: Inventory) -> PurePath:
 
     Raises:
         OptionError: it holds something already, or is no place for a run.
+        PermissionDeniedError, StorageError: nobody can tell.
     """
     if not out or "://" in out:
         raise OptionError(f"--out {out!r} is no folder", hint="a directory on this machine")
-    folder = PurePath(os.path.realpath(out))
+    folder = absolute(out, real=True)
     run = PurePath(os.path.realpath(inventory.path))
     if run == folder or run in folder.parents:
         hint = "choose a folder outside of the run"
         raise OptionError(f"{folder} lies in the run itself", path=folder, hint=hint)
-    if os.path.lexists(folder):
-        if not os.path.isdir(folder):
+    if (kind := kind_of(folder)) is not None:
+        if kind != "directory":
             hint = "choose a folder that is not there yet"
             raise OptionError(f"{folder} is no folder", path=folder, hint=hint)
         with reading(folder):

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words
+from everstep.cli._paths import absolute, kind_of, looked_at
 from everstep.cli._units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
@@ -94,7 +95,8 @@ def schedule(
     exact: Annotated[bool, typer.Option("--exact", help="Solve the integer program.")] = False,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds for --exact.")] = 120.0,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw memory over the step (needs matplotlib).")
+        Path | None,
+        typer.Option(callback=looked_at, help="Draw memory over the step (needs matplotlib)."),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -104,7 +106,7 @@ def schedule(
     stays low. Times of operators are the roofline of the GPU's data sheet: real ones take
     longer, and leave more time for copies. A factory gets the batch size and returns a model
     and a function that gives its loss. Exit status 3 when the link is too slow, with the
-    bandwidth that would do.
+    bandwidth that would do, or when the step of a model cannot be told from smaller ones.
     """
     from everstep.plan.planned import plan_step
     from everstep.plan.tracing import trace_of
@@ -160,8 +162,10 @@ def schedule(
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
         from everstep.cli._memory_picture import draw
+        from everstep.tiers.disk import storage_errors
 
-        draw(found, f"{model}, batch {batch}", picture)
+        with storage_errors("draw the picture", picture):
+            draw(found, f"{model}, batch {batch}", picture)
     if json_output:
         emit(document)
     else:
@@ -218,7 +222,7 @@ def _training(model: str) -> Training:
         from everstep.bench.workloads.published import published
 
         return published(model).training
-    if not Path(path).is_file():
+    if kind_of(absolute(path)) != "other":
         raise OptionError(f"--model {model!r}: there is no file {path}", hint="FILE.py:factory")
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:

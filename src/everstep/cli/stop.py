@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +22,7 @@ from everstep.cli._common import (
     label,
     plain,
 )
+from everstep.cli._paths import absolute, kind_of
 from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, living_keepers, steps_of
 from everstep.errors import KeeperError, KeeperTimeoutError, OptionError
 
@@ -83,7 +85,7 @@ def stop(
     """Ends keepers; they make durable what they have captured, then they go.
 
     Refuses while a training process is attached, unless forced: training would go on, and
-    start a new keeper. Exit status 1 if a keeper is still there in the end.
+    start a new keeper. Exit status 3 if a keeper is still there in the end.
     """
     if not runs and pid is None and not every:
         raise OptionError(
@@ -100,7 +102,7 @@ def stop(
     else:
         _show(console(), stopping, runs or [])
     if not all(one.gone for one in stopping):
-        raise typer.Exit(ExitCode.DIFFERENT)
+        raise typer.Exit(ExitCode.INFEASIBLE)
 
 
 # --- Choosing ---------------------------------------------------------------------------
@@ -112,9 +114,9 @@ def _chosen(
     """The keepers that were named; a run that is there may have none, and that is well."""
     found: list[KeeperInfo] = []
     for run in runs:
-        real = os.path.realpath(run)
-        of_run = [info for info in keepers if os.path.realpath(info.run) == real]
-        if not of_run and not os.path.isdir(real):
+        real = absolute(run, real=True)
+        of_run = [info for info in keepers if PurePath(os.path.realpath(info.run)) == real]
+        if not of_run and kind_of(real) != "directory":
             raise OptionError(f"there is no run {real}, and no keeper of one", hint=_hint(keepers))
         found += of_run
     if pid is not None:

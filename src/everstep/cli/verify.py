@@ -33,7 +33,7 @@ from everstep.cli._common import (
     select_bases,
     table,
 )
-from everstep.cli._log import run_log, segment_as_json
+from everstep.cli._log import count_segments, run_log, segment_as_json
 from everstep.cli.ls import STATUS_WORDS, is_gone
 from everstep.errors import EverstepError, NewerFormatError
 
@@ -94,8 +94,8 @@ def verify(
 
     Checks every record, header and entry of all bases, or of one, and all segments of the log
     against their digests. Exit status 1 if anything is damaged, or if the base that was asked
-    for cannot be used. An unfinished base that a crash has left is reported, but is no damage.
-    Writes nothing.
+    for cannot be used. An unfinished base that a crash has left is reported, but is no damage. One
+    that is being deleted is read as long as nothing of it is gone. Writes nothing.
 
     Says also what the keeper's own audits have found; exit status 1 if one has found a difference.
 
@@ -170,7 +170,7 @@ def check_base(
     from everstep.recover.verify import Damage, verify_base
 
     checked = Checked(base)
-    if base.status == "condemned":
+    if base.status == "condemned" and not base.is_usable:
         checked.note = "being deleted: it counts no more"
         return checked
     checked.damages += _record_damages(filesystem, base)
@@ -204,9 +204,25 @@ def check_base(
         checked.damages += data if checked.damages else verdict.damages
         if base.status == "complete":
             checked.note = "no manifest yet: resume() would roll it forward"
-    if checked.damages and is_gone(filesystem, inventory, base.id):
+        if base.status == "condemned":
+            checked.note = "being deleted, but all there: resume() takes it where nothing newer is"
+    if checked.damages and _is_leaving(filesystem, inventory, base):
         return Checked(base, note="deleted by a process at work while it was read")
     return checked
+
+
+def _is_leaving(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
+    """Whether a process at work has deleted a base, or gone on with it, while it was read."""
+    from everstep.recover.scan import scan_base
+
+    if base.status != "condemned":
+        return is_gone(filesystem, inventory, base.id)
+    try:
+        return not scan_base(filesystem, inventory.path, base.id).is_usable
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
@@ -266,7 +282,7 @@ def _refuse_unusable(checked: Collection[Checked]) -> None:
 
 
 def _bytes_to_read(base: BaseFound) -> int:
-    if base.manifest is None:
+    if base.manifest is None or not base.is_usable:
         return 0
     there = {file.name: file.size_bytes for file in base.files}
     files = [file for marker in base.manifest.markers for file in marker.files]
@@ -356,8 +372,9 @@ def _show(
     good = sum(item.ok for item in read)
     of_log = ""
     if segments:
-        whole = len(segments) - len(broken)
-        of_log = f" and {whole} of {count_of(len(segments), 'segment')} of the log"
+        count = count_segments(segments)
+        whole = count - count_segments(broken)
+        of_log = f" and {whole} of {count_of(count, 'segment')} of the log"
     out.print(
         f"{good} of {count_of(len(read), 'base')}{of_log} good, {in_words(size_bytes)} read in "
         f"{seconds:.1f} s" + (f"; {count_of(len(lines), 'damage')}" if lines else "")

@@ -230,7 +230,7 @@ class Consumption:
             about["compressed"] = compressed
         if any("lossy" in fields for fields in compressed.values()):
             about["lossy"] = True
-        in_host_memory = not any(tensor.is_cuda for tensor in named.values())
+        in_host_memory = all(tensor.is_cpu for tensor in named.values())
         batches: Sequence[Batch]
         if last.outline is not None and in_host_memory:
             batches = [_batch(outline, named) for outline in last.outline]

@@ -7,6 +7,7 @@ from collections import deque
 
 from everstep.errors import DeadlineError
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.log_batch import ENDED
 from everstep.keeper.recordable import LogKeeper
 from everstep.options import Options
 
@@ -18,7 +19,8 @@ class DiskLog:
 
     Attributes:
         on: records that are made now go to disk.
-        steps_in_memory: steps that should have gone to disk, and did not, for the write budget.
+        steps_in_memory: steps that should have gone to disk, and did not: for the write budget, or
+            since it could not be written.
     """
 
     def __init__(self, options: Options, channel: BackgroundChannel) -> None:
@@ -31,21 +33,24 @@ class DiskLog:
         self._reached = 0
         self._marks: deque[int] = deque()  # the last ones
         self._again = False
+        self._ended = False  # by a failure
         self.steps_in_memory = 0
 
     def start(self, keeper: LogKeeper | None) -> None:
         """From now on records go to ``keeper``, which writes nothing of what was made before."""
         self._keeper = keeper
         with self._changed:
-            self._reached = 0
+            self._reached, self._ended = 0, False
             self._marks.clear()
         if keeper is not None and self._wanted and not self.on:
             keeper.log_to_disk(False)
 
     def reached(self, number: int) -> None:
-        """Records up to ``number`` are on disk, or (0) the keeper is gone; in any thread."""
+        """Records up to ``number`` are on disk, or (0) the keeper is gone, or (:data:`ENDED`) none
+        will be; in any thread."""
         with self._changed:
             self._reached = max(self._reached, number)
+            self._ended = self._ended or number == ENDED
             self._changed.notify_all()
 
     def has(self, number: int) -> bool:
@@ -58,6 +63,11 @@ class DiskLog:
         Args:
             number: of its mark.
         """
+        if self._ended and self.on:
+            # Behind a hole segments would be of no use, and behind a base there is none. What kept
+            # it from being written (a full disk, say) may be over by then.
+            self.on, self._again = False, True
+            self._marks.clear()
         if self._wanted and not self.on:
             self.steps_in_memory += 1
         if self._lag is None or not self.on:
@@ -93,8 +103,14 @@ class DiskLog:
         asked, self._again = self._again, not self.on
         return self._again and not asked
 
-    def base_taken(self) -> None:
-        """A base of the step that is just over: behind it the log has no hole."""
+    def base_taken(self, number: int) -> None:
+        """A base of the step that is just over: behind it the log has no hole.
+
+        Args:
+            number: of the newest record. What is not on disk by now never will be.
+        """
         if self._again and self._keeper is not None:
             self._again, self.on = False, True
+            with self._changed:
+                self._reached, self._ended = number, False
             self._keeper.log_to_disk(True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.peerlog import run_of
-from everstep.errors import DeadlineError, EverstepError, FormatError
+from everstep.errors import DeadlineError, EverstepError, FencedError, FormatError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import (
     LogRecord,
@@ -30,7 +30,7 @@ from everstep.format.log import (
 from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_dir
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
-from everstep.keeper.log_batch import Batch, SegmentTimes, batch_of
+from everstep.keeper.log_batch import ENDED, Batch, SegmentTimes, batch_of
 from everstep.recover.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LogStore", "LoggedStep", "SegmentWriter", "open_log", "records_from_wire"]
 
-_ALL = 1 << 62
 _AT_ONCE_MAX = 64  # steps
 
 
@@ -196,7 +195,7 @@ class LogStore:
         self._gather()
         self.after: int | None = None
         self._threads = IoThreads(1, "everstep-log")
-        self._failed = False
+        self._failed = self._fenced = False
         self._off = False
 
     @property
@@ -317,8 +316,8 @@ class LogStore:
             self._items = [item for item in self._items if item.number > upto]
 
     def to_disk(self, on: bool) -> None:
-        """Records that arrive from now on, at the end of a step, are written, too; or they are
-        not. Those that have arrived are."""
+        """Records that arrive from now on, at the end of a step, are written, too, even if that has
+        failed before; or they are not. Those that have arrived are."""
         self._threads.submit(self._turn, on)
 
     def settle(self, timeout_s: float) -> None:
@@ -392,12 +391,13 @@ class LogStore:
 
     def _fail(self, error: EverstepError) -> None:
         """No more segments: behind a hole they would be of no use. Nobody waits for them."""
-        self._failed = True
+        self._failed, self._fenced = True, self._fenced or isinstance(error, FencedError)
         self._pending.clear()
-        said = "the log on disk ends there, and goes on with the next start"
-        error.hint = said if error.hint is None else f"{error.hint}; {said}"
+        said = "the log on disk ends there, and goes on behind the next base"
+        if not self._fenced:  # by whoever goes on with the run
+            error.hint = said if error.hint is None else f"{error.hint}; {said}"
         self._post(error)
-        self._on_disk(_ALL)
+        self._on_disk(ENDED)
 
     def _gather(self, items: Sequence[_Item] = ()) -> None:
         """What begins the next segment: of a step that is not over."""
@@ -435,7 +435,8 @@ class LogStore:
         self._flush()
         self._gather()
         self.after, self._off = None, not on
-        self._on_disk(last)
+        self._failed = self._failed and (self._fenced or not on)
+        self._on_disk(ENDED if self._failed else last)
 
     def _flush(self) -> None:
         whole = len(self._pending)

@@ -10,7 +10,10 @@ from typing import Any
 from everstep.options import Options
 from everstep.plan.batch import BatchEstimator
 
-__all__ = ["AutoBatch", "Batch", "SegmentTimes", "batch_of", "batch_to_wire"]
+__all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_of", "batch_to_wire"]
+
+ENDED = 1 << 62
+"""In the place of the number of the last record on disk: since a segment failed none follows."""
 
 _STEPS_MAX = 100_000
 _MEMORY_PART = 4  # of the memory of the log one segment has no more than

@@ -347,16 +347,18 @@ class LogMirror:
                         )
 
     def _delete(self, directory: str, rank: int | None) -> None:
+        """Files of one rank, whose log this is; or (None) all, and what is not whole."""
         with own_errors():
             names = [item.name.rpartition("/")[2] for item in self._place.tier.scan(directory)]
         mine = [name for name in names if parse_rank(name) is not None]
         if rank is not None:
             mine = [name for name in mine if parse_rank(name) == rank]
-        if not mine:
-            return
-        self._place.check_fence()
+        if mine:
+            self._place.check_fence()
         for name in sorted(mine, key=lambda name: (parse_marker(name) is None, name)):
             self._place.tier.delete(f"{directory}/{name}")
+        if rank is None:
+            self._place.tier.sweep(directory)
 
     def _miss(self, first: int, last: int, flaw: str | None = None) -> None:
         """Steps were let go before they could be copied: once that is said aloud, unless a base

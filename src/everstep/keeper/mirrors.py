@@ -9,7 +9,7 @@ from typing import Any
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
-from everstep.errors import EverstepError
+from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.commits import RankCommits
 from everstep.keeper.local import KeeperStats
@@ -24,8 +24,11 @@ from everstep.seams import Seams
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.urls import open_tier
+from everstep.tiers.watched import WatchedTier
 
 __all__ = ["Mirrors"]
+
+_HANG_S = 600.0  # what has not moved for so long hangs; to make much durable at once takes minutes
 
 
 class Mirrors:
@@ -57,6 +60,9 @@ class Mirrors:
         identity: ShardIdentity | None = None,
         before: Mirrors | None = None,
     ) -> None:
+        self._post = post
+        self._watched: dict[Mirror | LogMirror, WatchedTier] = {}
+        self._hanging: set[str] = set()  # places that were told of
         self._mirrors: list[Mirror] = []
         self._logs: list[LogMirror] = []
         self._of_ranks: dict[int, Followed] = {}  # by number of the place
@@ -65,10 +71,11 @@ class Mirrors:
         for number, one in enumerate(told):
             options = TierOptions(**one)
             try:
-                tier = open_tier(options.where, seams.filesystem, clock=seams.clock)
+                place = open_tier(options.where, seams.filesystem, clock=seams.clock)
             except EverstepError as error:  # this environment is not that of the trainer
                 post(error)
                 continue
+            tier = WatchedTier(place, seams.clock)
             about = seams.filesystem, run, timeline, tier, seams.clock, post
             counted = None if before is None else before._rates.get(options.where)
             rate = ObjectRate(options.objects_per_hour, seams.clock, counted)
@@ -80,10 +87,12 @@ class Mirrors:
                 "timeout_s": timeout_s,
             }
             if options.log != "none" and log is not None and identity is not None:
-                place = CopyPlace(tier, timeline, rate)
-                self._logs.append(_log_mirror(place, options, log, identity, seams, post))
+                about_log = options, log, identity, seams, post
+                self._logs.append(_log_mirror(CopyPlace(tier, timeline, rate), *about_log))
+                self._watched[self._logs[-1]] = tier
             if seat is None or commits is None:
                 self._mirrors.append(Mirror(*about, **settings))
+                self._watched[self._mirrors[-1]] = tier
                 continue
             kind = LeadingMirror if seat.rank == COORDINATOR else FollowingMirror
             self._of_ranks[number] = kind(
@@ -95,6 +104,7 @@ class Mirrors:
                 **settings,
             )
             self._mirrors.append(self._of_ranks[number])
+            self._watched[self._mirrors[-1]] = tier
         if told and commits is not None:
             commits.on_copy = self._heard
 
@@ -104,6 +114,7 @@ class Mirrors:
         Args:
             base: which; None: perhaps there is one.
         """
+        self._look()
         for mirror in self._every:
             mirror.base_durable(base)
 
@@ -138,7 +149,8 @@ class Mirrors:
             mirror.hurry()
         for log in self._logs:
             log.pause()  # a base is better than the rest of a log that it is behind
-        return any(mirror.busy for mirror in self._every)
+        hanging = self._look()  # nobody ends that, and nobody waits for it
+        return any(mirror.busy and self._watched[mirror] not in hanging for mirror in self._every)
 
     def close(self) -> None:
         """Ends all of them."""
@@ -149,8 +161,32 @@ class Mirrors:
     def _every(self) -> list[Mirror | LogMirror]:
         return [*self._mirrors, *self._logs]
 
+    def _look(self) -> list[WatchedTier]:
+        """Places that hang, each of which is told of once, as long as it does."""
+        found: list[WatchedTier] = []
+        for tier in dict.fromkeys(self._watched.values()):
+            stuck = tier.stuck(_HANG_S)
+            if stuck is None:
+                self._hanging.discard(tier.url)
+                continue
+            found.append(tier)
+            if tier.url not in self._hanging:
+                self._hanging.add(tier.url)
+                what, for_s = stuck
+                self._post(
+                    DeadlineError(
+                        f"copying to {tier.url} hangs: {what} has not moved for {for_s:.0f} s",
+                        tier=tier.traits.kind,
+                        path=tier.url,
+                        hint="look at the mount, and at the server behind it (dmesg, df); nobody "
+                        "waits for copies, which go on when it answers",
+                    )
+                )
+        return found
+
     def add_to(self, stats: KeeperStats) -> None:
         """Notes what was copied since the timeline began."""
+        self._look()
         bases = [mirror.stats for mirror in self._mirrors]
         stats.copied = sum(one.copied for one in bases)
         stats.copied_bytes = sum(one.copied_bytes for one in bases)

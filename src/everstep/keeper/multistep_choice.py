@@ -282,7 +282,7 @@ class Choice:
             gradient_bytes / link,
             steps.beside_s,
             0.0,
-            steps.step_s - steps.immutable_s,
+            steps.update_s,
             part_s=self._stats.part_s or 0.0,
             behind_update=True,
         )

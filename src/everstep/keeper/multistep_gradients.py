@@ -5,7 +5,8 @@ somebody refers to it. One that is not dropped is written over in place: by ``ze
 ``set_to_none=False``, or by the next backward, which adds to it. So both wait for its copy here.
 What is a part of other memory (buckets of DDP, flat buffers), or lies in that of a CUDA graph, may
 be written over without any of that, and is not held: its update waits for its copy. Whatever else
-writes to a gradient too early is found by its version and by a few of its elements, which are
+writes to a gradient too early is found by its version, as it is when the copy is made or when the
+first is let through that may write, whichever is sooner; and by a few of its elements, which are
 compared with what has arrived.
 """
 
@@ -77,7 +78,8 @@ class GraphMemory:
         given = {device: _given_out(device) for device in {tensor.device for tensor in there}}
         if any(now is None or self._given.get(device) != now for device, now in given.items()):
             # What another device has given out since is not looked for before it is asked about.
-            self._spans, self._given = _kept_apart(), given
+            self._spans = _kept_apart()
+            self._given.update(given)
         return any(self._holds(tensor.data_ptr()) for tensor in there)
 
     def _holds(self, address: int) -> bool:
@@ -117,8 +119,11 @@ def _segments() -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", found)
 
 
+_Kind = tuple[int, torch.device]  # what one packed copy can hold: width in bytes, and device
+
+
 class _Few(NamedTuple):
-    """Gradients of one width of which a few elements are looked at.
+    """Gradients of one kind of which a few elements are looked at.
 
     Attributes:
         which: numbers of the gradients, in the order of the record's.
@@ -141,20 +146,21 @@ class GradientPlaces:
     """Which elements of gradients are looked at: found out once for each layout of a record."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[ShardLayout, int, Mapping[int, _Few]]] = {}
+        self._found: dict[tuple[int, int], tuple[ShardLayout, int, Mapping[_Kind, _Few]]] = {}
 
     def of(
         self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
-    ) -> tuple[int, Mapping[int, _Few]]:
-        """The end of all gradients in the record; and the elements, by width in bytes.
+    ) -> tuple[int, Mapping[_Kind, _Few]]:
+        """The end of all gradients in the record; and the elements, by kind.
 
         Args:
-            gradients: by their names in a record of this layout, which says all of their form.
+            gradients: by their names in a record of this layout, which says all of their form, and
+                not where they are: a model may be moved.
             turn: other gradients with the next number, where there are many.
         """
         turn %= -(-len(gradients) // _SAMPLED)
         known = self._found.get((id(layout), turn))
-        if known is None or known[0] is not layout:
+        if known is None or known[0] is not layout or not _are_there(gradients, known[2]):
             if len(self._found) >= _PLACES_MAX:
                 self._found.clear()
             names = {name for name, _ in gradients}
@@ -166,9 +172,9 @@ class GradientPlaces:
 
 def _places_of(
     gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
-) -> Mapping[int, _Few]:
+) -> Mapping[_Kind, _Few]:
     begins = {place.entry.name: place.begin for place in layout.placed}
-    rows: dict[int, list[tuple[int, str, int, int, int]]] = {}
+    rows: dict[_Kind, list[tuple[int, str, int, int, int]]] = {}
     every = -(-len(gradients) // _SAMPLED)
     for number in range(turn, len(gradients), every):
         name, gradient = gradients[number]
@@ -176,14 +182,23 @@ def _places_of(
         if length and gradient.is_contiguous() and not gradient.is_complex():
             stride = max(1, length // _SAMPLES)
             row = number, name, -(-length // stride), stride, begins[name] // width
-            rows.setdefault(width, []).append(row)
+            rows.setdefault((width, gradient.device), []).append(row)
     found = {}
-    for width, some in rows.items():
+    for kind, some in rows.items():
         which, names, counts, strides, firsts = zip(*some, strict=True)
         within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
-        where = torch.from_numpy(np.repeat(firsts, counts) + within)
-        found[width] = _Few(which, names, np.array(counts), strides, width * within, where)
+        where, offsets = torch.from_numpy(np.repeat(firsts, counts) + within), kind[0] * within
+        found[kind] = _Few(which, names, np.array(counts), strides, offsets, where)
     return found
+
+
+def _are_there(gradients: Sequence[tuple[str, torch.Tensor]], places: Mapping[_Kind, _Few]) -> bool:
+    """Whether those that are looked at are on the devices that they were on."""
+    return all(
+        gradients[number][1].device == device
+        for (_, device), few in places.items()
+        for number in few.which
+    )
 
 
 class GradientCheck:
@@ -204,30 +219,35 @@ class GradientCheck:
         places: GradientPlaces,
     ) -> None:
         self._gradients = list(named.items())
-        self._versions = [gradient._version for gradient in named.values()]
-        self._moved: str | None = None
+        self._versions = self._now()
+        self._seen: list[list[int]] = []  # versions since; the first ones count
         self._end, self._places = places.of(self._gradients, layout, turn)
         gradients = list(named.values())
-        self._values = {
-            width: _few_of(gradients, few, width) for width, few in self._places.items()
-        }
+        self._values = {kind: _few_of(gradients, few, kind) for kind, few in self._places.items()}
 
     def copied(self, end: int) -> None:
-        """So many bytes of the record are copied, and whoever waits for them does not know yet:
-        versions of what lies in host memory are as they were."""
-        if end < self._end:
-            return
-        for (name, gradient), version in zip(self._gradients, self._versions, strict=True):
-            if gradient.device.type == "cpu" and gradient._version != version:
-                self._moved = name.removeprefix(GRADIENT)
-                return
+        """So many bytes of the record are copied, and whoever waits for them does not know yet."""
+        if end >= self._end:
+            self.see()
+
+    def see(self) -> None:
+        """From now on versions may move: the copy is made, or whoever comes next may write, since
+        it comes behind the copy."""
+        # Several threads may come at once, and nobody waits: what the first has, all of it from
+        # before it has let anybody through, is what counts.
+        if not self._seen:
+            self._seen.append(self._now())
 
     def torn(self, block: torch.Tensor) -> str | None:
         """The name of one that was written to before it was copied into ``block``."""
-        if self._moved is not None:
-            return self._moved
-        for width, values in self._values.items():
-            few = self._places[width]
+        self.see()
+        for (name, _), then, now in zip(
+            self._gradients, self._versions, self._seen[0], strict=True
+        ):
+            if now != then:
+                return name.removeprefix(GRADIENT)
+        for kind, values in self._values.items():
+            few, width = self._places[kind], kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
             differs = whole[few.where] != values.cpu()
             if bool(differs.any()):
@@ -236,11 +256,15 @@ class GradientCheck:
                 return few.names[number].removeprefix(GRADIENT)
         return None
 
+    def _now(self) -> list[int]:
+        return [gradient._version for _, gradient in self._gradients]
 
-def _few_of(gradients: Sequence[torch.Tensor], few: _Few, width: int) -> torch.Tensor:
+
+def _few_of(gradients: Sequence[torch.Tensor], few: _Few, kind: _Kind) -> torch.Tensor:
     """The elements as they are now, as integers."""
     chosen = [gradients[number] for number in few.which]
-    if all(gradient.is_cpu for gradient in chosen):
+    width, device = kind
+    if device.type == "cpu":
         begins = np.array([gradient.data_ptr() for gradient in chosen], np.int64)
         addresses = begins.repeat(few.counts) + few.offsets
         return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
@@ -260,6 +284,7 @@ class _Copying:
         end: of their bytes.
         gradients: by ``id(parameter)``.
         on_device: some of them are in no host memory.
+        check: of them.
     """
 
     key: str
@@ -267,6 +292,7 @@ class _Copying:
     end: int
     gradients: Mapping[int, torch.Tensor]
     on_device: bool
+    check: GradientCheck | None
 
 
 class HeldGradients:
@@ -290,16 +316,18 @@ class HeldGradients:
         transfer: Transfer,
         end: int,
         held: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        check: GradientCheck | None,
     ) -> None:
         """Copies are under way: nobody writes these gradients over before they are made.
 
         Args:
             key: of the optimizer that has consumed them.
             held: parameters, and their gradients.
+            check: of these, as they were consumed.
         """
         gradients = {id(parameter): gradient for parameter, gradient in held}
         on_device = not all(gradient.is_cpu for _, gradient in held)
-        self._copying.append(_Copying(key, transfer, end, gradients, on_device))
+        self._copying.append(_Copying(key, transfer, end, gradients, on_device, check))
         for parameter, _ in held:
             if id(parameter) not in self._hooks:
                 # Before anything is added to its gradient.
@@ -322,6 +350,8 @@ class HeldGradients:
         for one in due[: max(0, len(due) - keep)]:
             if not (one.on_device and one.transfer.complete):
                 self._wait(one.transfer, one.end)
+            if one.check is not None:
+                one.check.see()
             # On a device only the current stream waits: whoever writes in another asks again.
             if not one.on_device or one.transfer.complete:
                 with contextlib.suppress(ValueError):  # another thread has waited, too

@@ -23,21 +23,21 @@ __all__ = ["Lengths", "StepLengths", "moment_of"]
 
 _STEPS = 32  # that are remembered
 _EVERY = 7  # of a device's, once so many are: no multiple of what loops do every 10 or 16 steps
-_BESIDE_MIN = 4  # that say how long they are beside copies
+_BESIDE_MIN = 4  # that say how much longer they are beside copies
 
 
 class Lengths(NamedTuple):
     """In the middle of those that are remembered, in seconds, without what training was held up.
 
     Attributes:
-        step_s: of a step in which nothing is copied.
-        immutable_s: of forward and backward of such a step.
-        beside_s: of forward and backward beside copies; of the others, as long as few were.
+        immutable_s: of forward and backward of a step in which nothing is copied.
+        beside_s: the same beside copies; as long as few were, that of the others.
+        update_s: from the beginning of the update to the end of the step.
     """
 
-    step_s: float
     immutable_s: float
     beside_s: float
+    update_s: float
 
 
 class StepLengths:
@@ -51,11 +51,12 @@ class StepLengths:
     def __init__(self, clock: Clock, moment: Callable[[], Any] = lambda: None) -> None:
         self._clock = clock
         self._moment = moment
-        self._steps: deque[float] = deque(maxlen=_STEPS)
         self._immutable: deque[float] = deque(maxlen=_STEPS)  # forward and backward
-        self._beside: deque[float] = deque(maxlen=_STEPS)  # the same, beside copies
+        self._longer: deque[float] = deque(maxlen=_STEPS)  # than these were, beside copies
+        self._updates: deque[float] = deque(maxlen=_STEPS)
         self._mark: tuple[float, float] | None = None  # when, and stall until then
-        self._gated = True
+        self._gate: tuple[float, float] | None = None  # the same of the update behind it
+        self._beside = 0  # steps in a row in which something was copied
         self._on_device = False  # what is remembered is by its clock
         self._points: list[Any] = []  # the last mark, and the update behind it
         self._passed: deque[list[Any]] = deque(maxlen=_STEPS)  # perhaps not by the device yet
@@ -67,23 +68,22 @@ class StepLengths:
         Args:
             stall_s: that training has lost so far.
         """
-        now_s = self._clock.monotonic_s()
+        now = self._clock.monotonic_s(), stall_s
+        gate, self._mark, self._gate = self._gate, now, None
         if self._left_out:  # to ask takes a tenth of a millisecond
             self._left_out -= 1
-            self._mark, self._gated = (now_s, stall_s), False
             return
         point = self._moment()
         if point is None and self._on_device:  # the model was moved
             self._by(device=False)
-        if self._mark is not None and not self._on_device:
-            self._steps.append(max(0.0, now_s - self._mark[0] - (stall_s - self._mark[1])))
-        self._mark, self._gated = (now_s, stall_s), False
+        elif gate is not None and not self._on_device:
+            self._updates.append(_between(gate, now))
         if point is not None:
             whole = len(self._points) == 2
             if whole:
                 self._passed.append([*self._points, point])
             self._look()
-            if whole and self._on_device and len(self._steps) == _STEPS:
+            if whole and self._on_device and len(self._updates) == _STEPS:
                 self._left_out, self._points = _EVERY - 2, []  # one begins a step, one ends it
             else:
                 self._points = [point]
@@ -94,12 +94,11 @@ class StepLengths:
         Args:
             quiet: nothing is captured in this step.
         """
-        if self._gated or self._mark is None:
+        if self._gate is not None or self._mark is None:
             return
-        self._gated = True
+        self._gate = now = self._clock.monotonic_s(), stall_s
         if not self._on_device:
-            took_s = self._clock.monotonic_s() - self._mark[0] - (stall_s - self._mark[1])
-            (self._immutable if quiet else self._beside).append(max(0.0, took_s))
+            self._took(_between(self._mark, now), quiet=quiet)
         if not quiet:
             self._points = []
         elif self._points and (point := self._moment()) is not None:
@@ -107,19 +106,29 @@ class StepLengths:
 
     def known(self) -> Lengths | None:
         """None: not known yet."""
-        immutable = self._immutable or self._beside  # there may be no step without copies
-        if not self._steps or not immutable:
+        if not self._immutable or not self._updates:
             return None
-        step_s = statistics.median(self._steps)
-        immutable_s = beside_s = min(step_s, statistics.median(immutable))
-        if len(self._beside) >= _BESIDE_MIN:
-            beside_s = max(immutable_s, statistics.median(self._beside))
-        return Lengths(step_s, immutable_s, beside_s)
+        immutable_s = beside_s = statistics.median(self._immutable)
+        if len(self._longer) >= _BESIDE_MIN:
+            beside_s += max(0.0, statistics.median(self._longer))
+        return Lengths(immutable_s, beside_s, statistics.median(self._updates))
+
+    def _took(self, seconds: float, *, quiet: bool) -> None:
+        """Forward and backward did. How much longer they are beside copies is remembered, and not
+        how long: steps may have become others by the time of the next base."""
+        self._beside = 0 if quiet else self._beside + 1
+        if self._beside > _STEPS:  # there may be no step without copies, any more
+            self._longer.clear()
+            self._immutable.append(seconds)
+        elif quiet or not self._immutable:
+            self._immutable.append(seconds)
+        else:
+            self._longer.append(seconds - statistics.median(self._immutable))
 
     def _by(self, *, device: bool) -> None:
         """Another clock counts from now on."""
         self._on_device = device
-        for lengths in (self._steps, self._immutable, self._beside):
+        for lengths in (self._immutable, self._longer, self._updates):
             lengths.clear()
 
     def _look(self) -> None:
@@ -129,7 +138,12 @@ class StepLengths:
             if not self._on_device:
                 self._by(device=True)
             self._immutable.append(mark.elapsed_time(update) / 1e3)
-            self._steps.append(mark.elapsed_time(end) / 1e3)
+            self._updates.append(update.elapsed_time(end) / 1e3)
+
+
+def _between(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Seconds between two moments, without what training has lost meanwhile."""
+    return max(0.0, other[0] - one[0] - (other[1] - one[1]))
 
 
 def moment_of(state: State) -> Any:

@@ -131,7 +131,8 @@ class UpdateCopies:
                 self._give_up(f"{key} calls its closure more than once", None)
                 return False
             if under.held is not None:
-                self.held.hold(key, under.transfer, under.layout.size_bytes, under.held)
+                size_bytes = under.layout.size_bytes
+                self.held.hold(key, under.transfer, size_bytes, under.held, under.check)
             else:
                 self._wait(under.transfer, under.layout.size_bytes)
             window.updates.append(under)

@@ -32,15 +32,10 @@ from everstep.keeper.log_part import LogPart
 from everstep.keeper.nonfinite import NonFinite
 from everstep.keeper.peering import let_go_early
 from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.recordable import (
-    Layouts,
-    LogKeeper,
-    Replaced,
-    digest_of,
-)
+from everstep.keeper.recordable import Layouts, LogKeeper, Replaced, digest_of
 from everstep.keeper.retry import Retry
 from everstep.keeper.rooms import Into, LogRooms
-from everstep.keeper.save import Save
+from everstep.keeper.save import Save, as_ours
 from everstep.keeper.untold import Untold
 from everstep.options import Options
 from everstep.seams import Clock
@@ -203,18 +198,14 @@ class Recorder:
             if self._under is not None:
                 self._under.calls += 1  # a closure that is called again: not recorded
             return
-        with self._timed():
+        with self._recording(step):
             self._drop()
             self._last_lsn = lsn
             # Where a hook of somebody else came last it is too late to tell.
             if not over and (written := self.untold.before(key, step)):
                 self._hole(written)
                 return
-            try:
-                self._under = self._copy(self.rooms.into, key, lsn, step, over)
-            except EverstepError as error:
-                self._hole(error.message)
-                self._channel.post(error)
+            self._under = self._copy(self.rooms.into, key, lsn, step, over)
 
     def applied(self, key: str) -> None:
         """The update is over: gradients may change from now on, so their copies must be made."""
@@ -222,7 +213,7 @@ class Recorder:
         if under is None:
             self.untold.applied(key)
             return
-        with self._timed():
+        with self._recording(None):
             self.untold.applied(key)
             try:
                 there = under.transfer.gate(under.end, self._options.progress_timeout_s)
@@ -253,7 +244,7 @@ class Recorder:
         """
         if self.rooms.into is None:
             return
-        with self._timed():
+        with self._recording(step):
             self.untold.declared(pattern)
             named = self._declared.ran(pattern)
             head = self._head("update", step, lsn, pattern)
@@ -269,12 +260,8 @@ class Recorder:
         followed, self._followed = self._followed, step
         if followed is not None and step != followed + 1:
             self._hole(f"step {followed + 1} ended in an error")
-        try:
-            with self._timed():
-                self._mark(into, survey, lsn, step)
-        except BaseException:
-            self._hole(f"recording step {step} has failed")
-            raise
+        with self._recording(step):
+            self._mark(into, survey, lsn, step)
 
     def base_taken(self, save: Save) -> None:
         """A base of this very step is being captured.
@@ -292,7 +279,7 @@ class Recorder:
         self.untold.follows_base = True
         self.base_step = save.step
         self.rooms.half_full = False
-        self.disk.base_taken()
+        self.disk.base_taken(self.rooms.number)
         into = self.rooms.into
 
         def durable(_: Any) -> None:
@@ -490,6 +477,19 @@ class Recorder:
     def _hole(self, why: str) -> None:
         self.stats.holes += 1
         self.base_due, self._leads_here = self.base_due or why, False
+
+    @contextlib.contextmanager
+    def _recording(self, step: int | None) -> Iterator[None]:
+        """What fails is no reason for training to, but for a hole; the policy says what becomes of
+        it. An interrupt goes on, and leaves one, too."""
+        try:
+            with self._timed():
+                yield
+        except Exception as error:
+            self._lost(as_ours(error, step))
+        except BaseException:
+            self._hole("recording was interrupted")
+            raise
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

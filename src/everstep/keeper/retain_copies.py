@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, parse_marker
 from everstep.format.writer import ChunkRing
 from everstep.keeper.place import ROOT, CopyPlace
 from everstep.keeper.readback import ReadBack
 from everstep.recover.lift import lift_mark_in
-from everstep.recover.scan import BaseFound
+from everstep.recover.scan import BaseFound, Inventory
 
 __all__ = ["CopyRetention"]
 
@@ -50,6 +51,7 @@ class CopyRetention:
             tier=place.tier.traits.kind,
             url=place.tier.url,
         )
+        self._swept: set[BaseId] = set()
         self.deleted = 0
 
     def run(self) -> None:
@@ -73,6 +75,24 @@ class CopyRetention:
             if base.status == "condemned" and mine and not base.is_usable:
                 self._place.check_fence()
                 self._delete_files(base)
+        self._clear_older(inventory)
+
+    def _clear_older(self, inventory: Inventory) -> None:
+        """What processes that died have left of older timelines, once there is a copy of this one:
+        until then the last base of the one before may be being copied."""
+        own = self._place.timeline
+        if not any(b.status == "committed" and b.id.timeline == own for b in inventory.bases):
+            return
+        older = [base for base in inventory.bases if base.id.timeline < own]
+        for base in older:
+            if base.status == "incomplete":
+                if self._place.size_of(_name(base, MANIFEST)) is not None:
+                    continue  # the listing was some time old
+                self._place.check_fence()
+                self._delete_files(base)
+            if base.id not in self._swept:
+                self._place.tier.sweep(_name(base))
+                self._swept.add(base.id)
 
     def _counts(self, base: BaseFound) -> bool:
         """As on the disk: also what is condemned, as long as nothing of it is gone."""

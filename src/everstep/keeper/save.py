@@ -106,7 +106,7 @@ def changed_while_copied(name: str, step: int) -> AuditError:
     )
 
 
-def as_ours(error: BaseException, step: int) -> EverstepError:
+def as_ours(error: BaseException, step: int | None) -> EverstepError:
     """What went wrong while the state was copied, as an error of this library."""
     if isinstance(error, EverstepError):
         return error

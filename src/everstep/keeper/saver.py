@@ -15,7 +15,7 @@ import torch
 
 from everstep.capture.audit import Sample
 from everstep.capture.base import LiveBody
-from everstep.capture.cuda import refuse_graph_capture
+from everstep.capture.graphs import refuse_graph_capture
 from everstep.capture.lane import Lane, Transfer
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError, KeeperError
@@ -143,6 +143,7 @@ class Saver:
             self._warm = False
             before, self._pool = self._pool, pool
             if before is not None:  # its memory; behind copies into it that nobody needs now
+                self._lane.leave()  # or pinned memory would stay until that of this one is taken
                 self._lane.run(lambda: before.close(later=True))
         self._keeper = keeper
 

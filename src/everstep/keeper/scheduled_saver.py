@@ -70,6 +70,7 @@ class ScheduledSaver(Saver):
         self._of_before = False  # of a timeline that is over
         self._newest: Save | None = None  # that was parked, whole or not
         self._wanted: Save | None = None  # durable after all, as soon as it is whole
+        self._starts = 0
 
     def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
         with self._parking:
@@ -78,6 +79,8 @@ class ScheduledSaver(Saver):
                 self._parked = None
             self._of_before = True
             self._newest = self._wanted = None
+            self._starts += 1
+            self._keeper = None  # a capture for the one before may become whole meanwhile
         super().start(keeper, pool)
 
     def park(self, identity: ShardIdentity) -> None:
@@ -178,7 +181,7 @@ class ScheduledSaver(Saver):
         prepared.gated_batches(tensors)  # which the spot check goes by
         # Who updates is held back by the scheduler, which knows what each update changes.
         copies = Copies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
-        tell = functools.partial(self._tell, keeper, pool, dispatch)
+        tell = functools.partial(self._tell, keeper, pool, self._starts, dispatch)
         try:
             self.fill(prepared, plan, survey, save, room, copies, tell)
         finally:
@@ -202,22 +205,29 @@ class ScheduledSaver(Saver):
         self,
         keeper: Keeper,
         pool: CapturePool,
+        starts: int,
         dispatch: Dispatch,
         capture: Capture,
         objects: Mapping[str, bytes],
     ) -> None:
-        """In the lane's thread: a capture is whole, and takes the place of the one before."""
+        """In the lane's thread: a capture is whole, and takes the place of the one before; unless
+        another keeper is in service by now, which knows nothing of it."""
         keeper.captured(capture, objects)
         pool.drop_kept()
         self.scheduler.whole(dispatch, capture.step)
+        older: Capture | None = None
         with self._parking:
-            older, self._parked = self._parked, None
+            serves = keeper is self._keeper
+            if serves:
+                older, self._parked = self._parked, None
             if isinstance(keeper, RemoteKeeper) and capture.parked:
                 keeper.set_aside(capture)
-                if capture.save is self._wanted:
+                if not serves:
+                    older = capture
+                elif capture.save is self._wanted:
                     self._persist(capture)
                 else:
-                    self._parked, self._of_before = capture, False
+                    self._parked, self._of_before = capture, starts != self._starts
         if older is not None:
             older.on_end(older)
 
@@ -236,6 +246,10 @@ class _PlannedLane:
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         """As of the lane."""
         self._lane.warm(tensors, block)
+
+    def leave(self) -> None:
+        """As of the lane."""
+        self._lane.leave()
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """As of the lane."""

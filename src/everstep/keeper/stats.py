@@ -54,7 +54,8 @@ class Stats:
         log_written_bytes: bytes of the log that were written to disk.
         log_batch_steps: steps of the segment of the log that is written next; None: none is.
         log_steps_in_memory: steps that should have gone to disk with the log, and stayed in
-            memory for the daily write budget.
+            memory: for the daily write budget, or from a segment that could not be written to the
+            next base.
         log_holes: updates that could not be recorded; behind each a base is taken.
         interval_steps: from base to base; None where it is a time, or not known yet.
         step_s: seconds of a step without what bases add; None before there was one.

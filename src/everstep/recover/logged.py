@@ -40,12 +40,15 @@ class Reach:
     Attributes:
         steps: of this timeline that can be reached by replay, ascending.
         stopped: why the newest base's log goes no further, in words.
+        gaps: steps between those that all ranks have recorded, as ranges: they were lost, or never
+            written (``Budget(write_bytes_per_day=)``). Not those of segments with a ``problem``.
     """
 
     timeline: int
     steps: tuple[int, ...]
     segments: tuple[SegmentFound, ...]
     stopped: str
+    gaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def records(self) -> int:
@@ -242,11 +245,17 @@ class RunLog:
             for timeline, step in chain.steps:
                 steps.setdefault(timeline, set()).add(step)
             stopped[number] = chain.stopped  # the newest base comes last
+        recorded: dict[int, list[int]] = {}
+        for timeline, step in self.index.marks:
+            recorded.setdefault(timeline, []).append(step)
         found = {}
         for timeline in sorted({segment.timeline for segment in self.segments}):
             mine = tuple(s for s in self.segments if s.timeline == timeline)
             reached = tuple(sorted(steps.get(timeline, ())))
-            found[timeline] = Reach(timeline, reached, mine, stopped.get(timeline, ""))
+            known = spans(sorted(recorded.get(timeline, ())))
+            known += [(s.after + 1, s.last) for s in mine if s.problem is not None]
+            why = stopped.get(timeline, "")
+            found[timeline] = Reach(timeline, reached, mine, why, _between(known))
         return found
 
     def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
@@ -327,6 +336,17 @@ def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((step, step))
     return found
+
+
+def _between(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """What lies between the first and the last of some ranges and in none of them."""
+    found: list[tuple[int, int]] = []
+    end: int | None = None
+    for first, last in sorted(ranges):
+        if end is not None and first > end + 1:
+            found.append((end + 1, first - 1))
+        end = last if end is None else max(end, last)
+    return tuple(found)
 
 
 def _until(path: Sequence[tuple[int, int | None]], step: int) -> list[tuple[int, int | None]]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.entries import Entry
@@ -320,6 +321,8 @@ class StatefulProvider(Unproven):
         return self._value.state_dict()
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        if problem := _another_kind(self._value, saved.tree):
+            return RestorePlan(None, mismatches=[(self.section, problem)])
         spread = {name: tensor for name, tensor in live.items() if is_dtensor(tensor)}
         like = {
             name: tensor
@@ -329,11 +332,32 @@ class StatefulProvider(Unproven):
         return RestorePlan(saved.tree, like=like)
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        if tree is None:
+            return []
         self._value.load_state_dict(tree)
         # What it makes only once it is asked for it, it makes now: an iterator of torchdata's
         # StatefulDataLoader draws a random number, and the generators are restored behind this.
         self._value.state_dict()
         return []
+
+
+def _another_kind(value: Stateful, saved: Any) -> str | None:
+    """Why torch would take the state of another scheduler, or of a scaler that does nothing, and go
+    on without a word as neither does; None: it is of this kind, as far as that can be told. (A
+    newer torch may keep more of the same scheduler, or less.)"""
+    if not isinstance(saved, dict):
+        return None
+    if isinstance(value, torch.amp.GradScaler):
+        if bool(saved) == value.is_enabled():
+            return None
+        return f"a scaler that is {'enabled' if saved else 'disabled'}, here it is not"
+    if isinstance(value, LRScheduler):
+        theirs, mine = saved.keys(), value.state_dict().keys()
+        more, less = sorted(map(str, theirs - mine)), sorted(map(str, mine - theirs))
+        if more and less:
+            what = f"it has {', '.join(more)}, and no {', '.join(less)}"
+            return f"another scheduler than {type(value).__name__}: {what}"
+    return None
 
 
 class PlainProvider(Unproven):

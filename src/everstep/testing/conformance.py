@@ -50,6 +50,7 @@ __all__ = [
     "Result",
     "a_source_that_breaks_leaves_nothing",
     "a_source_that_is_too_short_leaves_nothing",
+    "cleaning_up_takes_nothing_that_is_whole",
     "conformance",
     "create_keeps_what_is_there",
     "it_says_what_it_is",
@@ -316,6 +317,18 @@ def what_is_deleted_is_gone(place: Place) -> None:
     assert read_object(tier, f"{prefix}/deep/er/gone") == b"back"
 
 
+def cleaning_up_takes_nothing_that_is_whole(place: Place) -> None:
+    """Nor does it mind where there is nothing."""
+    tier, prefix = _open(place)
+    tier.put(f"{prefix}/a/b", source_of(b"whole"))
+    for under in (prefix, f"{prefix}/a", f"{prefix}/a/b", f"{prefix}/nothing/there"):
+        tier.sweep(under)
+        tier.sweep(under)
+    assert read_object(tier, f"{prefix}/a/b") == b"whole"
+    raised = raised_by(lambda: tier.sweep("../a"))
+    assert isinstance(raised, OptionError), f"a prefix that is none is taken: {raised!r}"
+
+
 def names_of_every_kind(place: Place) -> None:
     """Whatever a name may hold comes back from a listing as it was given."""
     tier, prefix = _open(place)
@@ -402,6 +415,7 @@ CHECKS: tuple[Check, ...] = (
     missing_names_are_missing,
     listings_show_what_is_there,
     what_is_deleted_is_gone,
+    cleaning_up_takes_nothing_that_is_whole,
     names_of_every_kind,
     what_is_no_name_is_refused,
     other_handles_see_it,

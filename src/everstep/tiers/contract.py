@@ -138,6 +138,11 @@ class Tier(Protocol):
         """Removes an object, if it is there."""
         ...
 
+    def sweep(self, prefix: str) -> None:
+        """Removes what writers that have died left directly under ``prefix`` of objects that were
+        never whole, which no listing shows. Where somebody still writes, that may fail."""
+        ...
+
     def check(self) -> None:
         """Returns if the tier can be read now.
 

@@ -125,11 +125,16 @@ class DiskTier:
                 if error.errno in _GONE:
                     return
                 raise
-            with contextlib.suppress(OSError):  # not empty; or not ours
-                for folder in path.parents:
-                    if folder == self._root:
-                        break
-                    self._filesystem.remove_dir(folder)
+            self._remove_empty(path.parent)
+
+    def sweep(self, prefix: str) -> None:
+        check_name(prefix)
+        folder = self._root / prefix
+        with storage_errors(f"clean up {prefix}", folder), _suppressed_gone():
+            for entry in self._filesystem.scan(folder):
+                if entry.kind == "file" and entry.name.endswith(TEMPORARY_SUFFIX):
+                    remove_if_there(self._filesystem, folder / entry.name)
+            self._remove_empty(folder)
 
     def check(self) -> None:
         """Looks whether the directory (or the one that it will be made in) can be listed."""
@@ -143,6 +148,14 @@ class DiskTier:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def _remove_empty(self, folder: PurePath) -> None:
+        """Removes a folder, and those that it is in, as far as nothing else is in them."""
+        with contextlib.suppress(OSError):  # not empty; or not ours
+            for one in [folder, *folder.parents]:
+                if one == self._root:
+                    break
+                self._filesystem.remove_dir(one)
 
     def _path(self, name: str) -> PurePath:
         check_name(name)
@@ -228,6 +241,15 @@ class _DiskReadFile:
 
 def _unique() -> str:
     return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+@contextlib.contextmanager
+def _suppressed_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
 
 
 @contextlib.contextmanager

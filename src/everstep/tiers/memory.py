@@ -127,6 +127,10 @@ class MemoryTier:
             data, _ = self._objects.pop(name, (b"", 0.0))
             self._used_bytes -= len(data)
 
+    def sweep(self, prefix: str) -> None:
+        """An object is whole, or not there."""
+        check_name(prefix)
+
     def check(self) -> None:
         """Memory is always there."""
 

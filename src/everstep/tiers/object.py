@@ -165,6 +165,11 @@ class ObjectTier:
         with contextlib.suppress(FileNotFoundError):
             self._call(f"delete {name}", name, lambda: self._delete(name))
 
+    def sweep(self, prefix: str) -> None:
+        """Uploads that were broken off are the store's to forget (a lifecycle rule of the bucket):
+        no listing of this library has them."""
+        check_name(prefix)
+
     def check(self) -> None:
         """Lists one page of names: a bucket that is not there is noticed, too."""
         self._call("read", "", lambda: self._obstore.list_with_delimiter(self._here(), "check"))

@@ -128,6 +128,9 @@ class RetryingTier:
     def delete(self, name: str) -> None:
         self._try(f"delete {name}", name, lambda: self._inner.delete(name))
 
+    def sweep(self, prefix: str) -> None:
+        self._try(f"clean up {prefix}", prefix, lambda: self._inner.sweep(prefix))
+
     def check(self) -> None:
         self._try("read", "", self._inner.check)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -219,7 +220,7 @@ class FrequencyOptions(Training):
             raise OptionError(f"every_max={self.every_max}: between 1 and {_EVERY_MAX}")
         _check_arms(self.arms)
         for place in self.tiers:
-            if not is_url(place) and not Path(place).is_dir():
+            if not is_url(place) and not os.path.isdir(place):
                 raise OptionError(
                     f"there is no folder {place}", hint="make it first, or name a URL"
                 )
