@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -127,8 +128,16 @@ def test_steps_behind_a_base_that_nobody_wants_any_more_are_applied(served: Benc
     until(lambda: log.steps == (2, 4) and not log.arriving, "all steps")
     first.open()
     assert second.reached.wait(TIMEOUT_S)
+    duties, over = served.server._duties, threading.Event()
+    lose = duties.lose
+
+    def lost(trainer: Any) -> None:
+        lose(trainer)
+        over.set()
+
+    duties.lose = lost  # type: ignore[method-assign]
     die(ckpt)
-    until(lambda: served.server._trainer is None, "the death of the trainer")
+    assert over.wait(TIMEOUT_S), "what it had asked for is wanted until then"
     second.open()
     until_at(served, 4)
     assert steps_on_disk(served.run) == [1]
