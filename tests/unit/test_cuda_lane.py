@@ -836,9 +836,27 @@ def test_memory_is_pinned_before_it_is_needed(cuda: FakeCuda) -> None:
     assert not cuda.registered
 
 
-def test_pinned_memory_goes_before_that_of_the_next_keeper_is_taken(
-    cuda: FakeCuda, run_folder: Path
+def test_who_gets_another_keeper_leaves_the_memory_of_the_one_before(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(DeviceLane, "leave", lambda self: order.append("leave"))
+    with opened(run_folder, {"model": nn.Linear(3, 3)}, method="lazy") as ckpt:
+        ckpt.resume()
+        ckpt.step()
+        saver = ckpt._saver
+        keeper, pool = saver._keeper, saver._pool
+        assert keeper is not None
+        assert pool is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, "close", lambda *, later: order.append("close"))
+            saver.start(keeper, None)
+            ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        assert order == ["leave", "close"]
+        saver.start(keeper, pool)
+
+
+def test_pinned_memory_goes_before_that_of_the_next_keeper_is_taken(cuda: FakeCuda) -> None:
     """Or host memory would hold both in full: after a keeper that was killed for memory, too."""
     lane, block = DeviceLane(FakeHost(cuda)), block_of()
     lane.leave()

@@ -23,8 +23,9 @@ What has not been ordered before the current stream is not ordered before the co
 who trains on another stream than the one that is current at ``step()`` and ``save()`` makes
 that one wait first, as for any other use of the parameters.
 
-A CUDA graph may be captured meanwhile: what the threads here do is on streams of their own
-(:mod:`everstep.capture.graphs`). What captures an update is refused here.
+The threads here ask to be left out of CUDA graphs that are captured meanwhile
+(:mod:`everstep.capture.graphs`); that has not run on a device yet. What captures an update is
+refused here.
 """
 
 from __future__ import annotations
