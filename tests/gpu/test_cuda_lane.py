@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from everstep.capture import pinned as pinned_module
 from everstep.capture.batches import Batch, plan_batches
 from everstep.capture.cuda import CudaLane, CudaTransfer
 from everstep.capture.devices import DeviceLane
+from everstep.capture.issuing import Enqueued
 from everstep.capture.lane import CpuLane
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
@@ -261,6 +263,7 @@ import torch
 from everstep.arena.memory import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.cuda import CudaLane
+from everstep.capture.issuing import Enqueued
 from everstep.capture.lane import CpuLane
 from everstep.state.tensors import byte_view
 lane, block = CudaLane(CpuLane()), torch.frombuffer(Arena.create(1 << 20).view, dtype=torch.uint8)
@@ -344,6 +347,37 @@ def test_saves_inside_of_a_captured_graph_are_refused(lane: CudaLane, arena: Are
     graph.replay()
     torch.cuda.synchronize()
     assert (tensor == 2).all()
+
+
+def test_others_capture_graphs_while_the_lane_pins_and_copies(arena: Arena) -> None:
+    """In torch's default mode, in which CUDA refuses what other threads do and may be unsafe. A
+    lane of its own, since each thread says once that it has nothing to do with it."""
+    lane, tensor = CudaLane(CpuLane()), torch.full((16 << 20,), 1.0, device=DEVICE)
+    block, captures = block_of(arena, tensor.nbytes, offset=128 << 20), threading.Event()
+    lane.run(lambda: None).result(TIMEOUT_S)
+    held = [lane.run(lambda: _told(captures)), lane._issuer.issue(lambda: _told(captures))]
+    transfer = lane.submit(copies_of(tensor), block, ignored)  # pins, copies, waits for the copies
+    values, graph = torch.arange(1000.0, device=DEVICE), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            doubled = values * 2
+            captures.set()
+            assert transfer.wait(TIMEOUT_S)
+            result = doubled + 1
+    finally:
+        captures.set()
+        lane.close()
+    assert all(one.done() for one in held)
+    assert (block.view(torch.float32) == 1).all()
+    values.fill_(4.0)
+    graph.replay()
+    assert (result == 9).all()
+
+
+def _told(captures: threading.Event) -> Any:
+    """Until then: what comes behind it happens during the capture."""
+    assert captures.wait(TIMEOUT_S)
+    return Enqueued()
 
 
 def test_the_engine_finds_its_lane(arena: Arena) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,49 @@ def test_an_update_captured_into_a_graph_is_refused(run_folder: Path) -> None:
         world.train()  # outside of the graph all is well
         ckpt.step()
         ckpt.save().durable.result(TIMEOUT_S)
+
+
+def test_a_graph_may_be_captured_while_a_base_is_copied(run_folder: Path) -> None:
+    """The first base: its copies are waited for while training captures forward and backward, in
+    torch's default mode, which allows other threads next to nothing."""
+    world, wanted, captures = World(width=4096), {}, threading.Event()
+    batch = torch.randn(16, 32, device=DEVICE)
+
+    def backward() -> None:
+        world.model(batch).square().mean().backward()
+
+    with opened(run_folder, world) as ckpt:
+        ckpt.resume()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                world.train()
+        torch.cuda.current_stream().wait_stream(side)
+        ckpt.step()
+        wanted[1] = world.live()
+        world.optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        ckpt._lane.run(lambda: _assert_told(captures))
+        first = ckpt.save()
+        with torch.cuda.graph(graph):
+            assert not first.staged.done(), "no copy was under way: this test shows nothing"
+            captures.set()
+            first.staged.result(TIMEOUT_S)
+            backward()
+        for step in range(2, 5):
+            graph.replay()
+            world.optimizer.step()
+            ckpt.step()
+            ckpt.save()
+            wanted[step] = world.live()
+        ckpt.wait()
+    for step, live in wanted.items():
+        assert same(restored(run_folder, step, width=4096), live), step
+
+
+def _assert_told(captures: threading.Event) -> None:
+    assert captures.wait(TIMEOUT_S)
 
 
 def test_the_trainers_thread_is_not_held_up_by_a_save(run_folder: Path) -> None:
