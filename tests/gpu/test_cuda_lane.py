@@ -304,7 +304,8 @@ def test_copies_over_the_edge_of_two_registrations(
     lane: CudaLane, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA need not take a copy that goes over one."""
-    monkeypatch.setattr(pinned_module, "_SLICE_BYTES", PAGE)
+    for name in ("_SLICE_BYTES", "_SLICE_BYTES_MAX"):
+        monkeypatch.setattr(pinned_module, name, PAGE)
     tensor = torch.randn(5 * PAGE, device=DEVICE)
     block = block_of(arena, 8 * tensor.nbytes)
     assert lane.submit(copies_of(tensor), block, ignored).wait(TIMEOUT_S)

@@ -52,6 +52,13 @@ PAGE = 4096
 GPU = cuda_device(0)
 
 
+def slices_of(size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is pinned in slices of this size, and nobody is let in between."""
+    for name in ("_SLICE_BYTES", "_SLICE_BYTES_MAX"):
+        monkeypatch.setattr(pinned_module, name, size_bytes)
+    monkeypatch.setattr(PinnedMemory, "pause", lambda self, taken_s: None)
+
+
 # --- A training loop, and the state that it saves ---------------------------------------
 
 
@@ -83,7 +90,7 @@ class Loop:
         monkeypatch.setattr(cuda_module, "_EVENT_BYTES", rng.choice([1, 1000, 5000]))
         monkeypatch.setattr(cuda_module, "_DUPLICATES_BYTES_MAX", rng.choice([0, 1500, 1 << 20]))
         monkeypatch.setattr(cuda_module, "_AT_ONCE_BYTES", rng.choice([0, 400, 1 << 20]))
-        monkeypatch.setattr(pinned_module, "_SLICE_BYTES", rng.choice([PAGE, 3 * PAGE]))
+        slices_of(rng.choice([PAGE, 3 * PAGE]), monkeypatch)
         self.host = FakeHost(self.cuda)
         self.lane = CudaLane(self.host)
         self.devices = [cuda_device(n) for n in range(rng.choice([1, 1, 2]))]
@@ -760,7 +767,7 @@ def test_everything_is_pinned_once(
     with pytest.MonkeyPatch.context() as patch:
         cuda = FakeCuda(random.Random(1))
         cuda.install(patch)
-        patch.setattr(pinned_module, "_SLICE_BYTES", slice_bytes)
+        slices_of(slice_bytes, patch)
         whole = block_of(60)
         pinned = PinnedMemory(whole, GPU)
         for offset, size in wanted:
@@ -784,6 +791,99 @@ def test_everything_is_pinned_once(
                 assert whole_in_one or start == stop
         pinned.release()
         assert not cuda.registered
+
+
+class Pinning:
+    """What pinning takes, and what happens meanwhile; on a clock of its own."""
+
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, rate: float) -> None:
+        self.now_s, self.sizes, self.did = 0.0, [], []  # type: tuple[float, list[int], list[str]]
+        register = cuda.cudaHostRegister
+
+        def slow(address: int, size_bytes: int, flags: int) -> int:
+            self.now_s += size_bytes / rate
+            self.sizes.append(size_bytes)
+            self.did.append("pin")
+            return register(address, size_bytes, flags)
+
+        def sleep(seconds: float) -> None:
+            assert seconds == pytest.approx(min(0.05, self.sizes[-1] / rate))
+            self.did.append("pause")
+
+        monkeypatch.setattr(cuda, "cudaHostRegister", slow)
+        clock = SimpleNamespace(perf_counter=lambda: self.now_s, sleep=sleep)
+        monkeypatch.setattr(pinned_module, "time", clock)
+        take = lambda address, size_bytes: self.did.append("take")  # noqa: E731
+        monkeypatch.setattr(pinned_module, "take_pages", take)
+
+
+@pytest.mark.parametrize("rate", [0.5e9, 40e9, 1e12])
+def test_nobody_waits_long_for_memory_to_be_pinned(
+    rate: float, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices are as large as some milliseconds allow, their pages are taken before, and whoever has
+    waited is let in; only who waits for all of it needs no pause."""
+    seen, whole = Pinning(cuda, monkeypatch, rate=rate), block_of((600 << 20) // PAGE)
+    pinned = PinnedMemory(whole, GPU)
+    pinned.pin(whole)
+    assert pinned.size_bytes == 600 << 20
+    assert seen.did == ["take", "pin", "pause"] * len(seen.sizes)
+    largest = max(seen.sizes)
+    assert largest in (32 << 20, 256 << 20) or 1e-3 <= largest / rate <= 4e-3
+    assert min(seen.sizes[:-1]) == 32 << 20
+    pinned.release()
+    seen.did.clear()
+    pinned.pin(whole[: 64 << 20], at_once=True)
+    assert "pause" not in seen.did
+    pinned.release()
+
+
+def test_what_is_ready_is_told_from_the_beginning(cuda: FakeCuda) -> None:
+    lane, whole = CudaLane(FakeHost(cuda)), block_of(9)
+    assert lane.ready_bytes(whole) == 0
+    pinned = lane._pinned_of(whole, GPU)
+    assert lane.ready_bytes(whole) == 0
+    pinned.pin(whole[2 * PAGE : 4 * PAGE])
+    assert lane.ready_bytes(whole) == 0
+    pinned.pin(whole[: PAGE + 1])
+    assert lane.ready_bytes(whole) == 4 * PAGE
+    assert lane.ready_bytes(whole[PAGE : 3 * PAGE]) == 2 * PAGE
+    assert lane.ready_bytes(whole[5 * PAGE :]) == 0
+    assert lane.ready_bytes(block_of(9)) == 0, "of another arena"
+    assert DeviceLane(FakeHost(cuda)).ready_bytes(whole) == whole.numel(), "in host memory all is"
+    lane.close()
+
+
+def test_the_lane_does_other_things_while_memory_is_made_ready(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices_of(PAGE, monkeypatch)
+    lane, whole = CudaLane(FakeHost(cuda)), block_of(20)
+    lane.warm([on_device(cuda, 1)], whole)
+    ready: list[int] = []
+    over = lane.run(lambda: ready.append(lane.ready_bytes(whole)))
+    cuda.run_until(over.done)
+    assert ready == [PAGE]
+    lane.leave()
+    left = lane.run(lambda: None)
+    cuda.run_until(left.done)
+    assert not cuda.registered, "memory that was let go of is pinned again"
+    lane.close()
+    assert not cuda.registered
+
+
+def test_that_memory_cannot_be_made_ready_is_said(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    lane, whole = CudaLane(FakeHost(cuda)), block_of(4)
+    cuda.status = 2
+    lane.warm([on_device(cuda, 1)], whole)
+    over = lane.run(lambda: None)
+    cuda.run_until(over.done)
+    assert "cannot be pinned" in caplog.text
+    assert lane.ready_bytes(whole) == 0
+    cuda.status = 0
+    lane.close()
 
 
 def test_memory_that_cannot_be_pinned_is_refused_with_the_numbers(cuda: FakeCuda) -> None:
@@ -825,13 +925,22 @@ def test_the_arena_of_another_keeper_takes_its_place(cuda: FakeCuda) -> None:
 
 def test_memory_is_pinned_before_it_is_needed(cuda: FakeCuda) -> None:
     lane, block = DeviceLane(FakeHost(cuda)), block_of()
-    lane.warm([torch.ones(3)], block)
+    took: list[tuple[int, int]] = []
+
+    def take(end: int) -> None:
+        took.append((end, len(cuda.registered)))
+
+    lane.warm([torch.ones(3)], block, take)
     assert cuda._actor() is None
+    assert not took, "nor are pages taken there"
+    cuda.run_until(lambda: bool(took))
     weight = on_device(cuda, 1)
-    lane.warm([torch.ones(3), weight], block)
+    lane.warm([torch.ones(3), weight], block, take)
     assert not cuda.registered, "pinning takes time: not in the trainer's thread"
     cuda.run_until(lambda: bool(cuda.registered))
-    lane.warm([torch.ones(3)], block)  # moved back to host memory: nothing is left to pin for
+    lane.warm([torch.ones(3)], block, take)  # moved back: nothing is left to pin for
+    cuda.run_until(lambda: len(took) == 3)
+    assert took == [(block.numel(), 0), (block.numel(), 0), (block.numel(), 1)], "pages first"
     lane.close()
     assert not cuda.registered
 
@@ -979,7 +1088,7 @@ def test_all_jobs_that_wait_or_pin_say_so_first(
     over = lane.run(lambda: None)
     cuda.run_until(over.done)
     assert transfer.wait(0.0)
-    assert len(told) == 4, "who enqueues, who watches, and the job behind"
+    assert len(told) == 5, "the end of what is pinned, who enqueues, who watches, the job behind"
     lane.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import everstep
 from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.devices import DeviceLane
@@ -18,10 +19,12 @@ from everstep.capture.lane import CpuLane
 from everstep.keeper import multistep_planner as planner_module
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_fuzzy import redo_bytes
 from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.recordable import Layouts
 from everstep.plan import multistep_cut
+from everstep.plan.multistep import Pipeline
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.tensors import stored_form
@@ -153,6 +156,67 @@ def test_the_first_window_plans_nothing(
         assert noted_layouts == []
         ckpt.wait(TIMEOUT_S)
     assert steps_on_disk(served.run)[-1] == 5
+
+
+def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_it(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a device copies: until memory is ready bases are planned for what is."""
+    ready, warmed = [0], []
+    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, block: ready[0])
+    monkeypatch.setattr(
+        DeviceLane, "warm", lambda self, _, block, take: warmed.append(block.numel())
+    )
+    copies = Pipeline(4.0, 4.0 / 3, 1.0, 0.0, 0.0, behind_update=True)  # a copy takes four steps
+    monkeypatch.setattr(Choice, "_pipeline", lambda *_: copies)
+    before, given = Choice.cut, []
+    monkeypatch.setattr(Choice, "cut", lambda *a, **o: (given.append(a[3]), before(*a, **o))[1])
+    world, many = World(), everstep.Method(base="multistep", overlap_forward=True)
+    with opened(served.run, world, method=many, every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        multistep: Any = ckpt._multistep
+        plan = multistep._planner._plan
+        base_bytes = multistep._pool.rounded_bytes(plan.prepared.size_bytes)
+        wanted = plan.parts
+        assert len(wanted) > 2
+        assert max(warmed) == 2 * base_bytes + redo_bytes(plan.cut)
+
+        assert given == [multistep._pool.arena.size_bytes]
+
+        def parts() -> Any:
+            given.clear()
+            begin(ckpt)
+            found = ckpt.stats().multistep.parts  # type: ignore[union-attr]
+            run_steps(ckpt, world, len(wanted) + 1)
+            ckpt.wait(TIMEOUT_S)
+            return found
+
+        gradient_bytes = sum(unit.gradient_bytes for units in plan.cut for unit in units)
+        whole = multistep._pool.arena.size_bytes
+        assert parts() == 1
+        assert given == [0, whole], "what is planned ahead is so for all of the memory"
+        ready[0] = 2 * base_bytes + gradient_bytes  # beside the base before
+        assert 1 < parts() <= 3 < len(wanted)
+        assert given == [base_bytes + gradient_bytes, whole]
+        ready[0] = max(warmed)
+        assert parts() > 1
+        assert given == [whole, whole]
+        assert warmed == sorted(warmed, reverse=True), "asked for again, though no more is wanted"
+
+
+def test_parts_that_were_asked_for_do_not_wait_for_memory(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, block: 0)
+    world = World()
+    with opened(served.run, world, method=over(3), every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        begin(ckpt)
+        run_steps(ckpt, world, 2)
+        ckpt.wait(TIMEOUT_S)
+        assert ckpt.stats().multistep.parts == 3  # type: ignore[union-attr]
 
 
 def test_an_idle_step_plans_nothing_twice(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -41,13 +43,14 @@ import torch
 from everstep.capture.batches import Batch, Runs
 from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.issuing import Enqueued, Issued, Issuer, Reached
-from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
+from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedMemory
-from everstep.errors import OutOfSpaceError
+from everstep.errors import OutOfSpaceError, UnavailableError
 from everstep.state.tensors import byte_view
 
 __all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
 
+_log = logging.getLogger("everstep")
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
 _EVENT_BYTES = 64 << 20  # between two of them: a millisecond of a fast link
@@ -94,26 +97,46 @@ class CudaLane:
         self._streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
+        self._changing = threading.Lock()  # that
         self._issuer = Issuer(host.thread("everstep-issue"))
 
-    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
-        """Pins ``block``, in the lane's thread."""
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        """Pins ``block``, in the lane's thread, which does between two slices what else it has."""
         devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
         first = next(devices, None)
         if first is None:  # all of them have been moved back to host memory
+            self._host.warm((), block, take)
             return
         pinned = self._pinned_of(block, first)
+        slices = pinned.slices(block, take)
 
         def pin() -> None:
             beside_graph_captures()
-            pinned.pin(block)
+            try:
+                taken_s = next(slices, None) if self._pinned is pinned else None
+            except UnavailableError as error:
+                # Where that memory is used it fails again, and is reported; but it may not be.
+                _log.warning("%s", error)
+                return
+            if taken_s is None:
+                return
+            with self._changing:
+                if self._pinned is pinned:  # or the thread would be begun anew behind its end
+                    self._host.run(pin)
+            pinned.pause(taken_s)
 
-        # If it fails, it fails again where the memory is used, and is reported there.
         self._host.run(pin)
+
+    def ready_bytes(self, block: torch.Tensor) -> int:
+        pinned = self._pinned
+        return pinned.ready_bytes(block) if pinned is not None and pinned.holds(block) else 0
 
     def leave(self) -> None:
         """Unpins it, and no longer keeps it mapped."""
-        pinned, self._pinned = self._pinned, None
+        with self._changing:
+            pinned, self._pinned = self._pinned, None
         if pinned is not None:
             self.run(pinned.release)
 
@@ -128,7 +151,7 @@ class CudaLane:
             return
         refuse_graph_capture()
         pinned = self._pinned_of(block, split.devices[0])
-        pinned.pin(block)
+        pinned.pin(block, at_once=True)
         duplicates, others = [], []
         room = _DUPLICATES_BYTES_MAX
         for batch in split.ours:

@@ -13,7 +13,7 @@ import torch
 
 from everstep.capture.batches import Batch, Chunks
 from everstep.capture.cuda import CudaLane, on_cuda
-from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
+from everstep.capture.lane import CpuLane, Lane, Progress, Take, Transfer
 
 __all__ = ["DeviceLane"]
 
@@ -32,9 +32,14 @@ class DeviceLane:
         self._lane: Lane = host
         self._in_host_memory: list[Sequence[Batch]] = []  # seen last
 
-    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
         found = list(tensors)
-        self._for(found).warm(found, block)
+        self._for(found).warm(found, block, take)
+
+    def ready_bytes(self, block: torch.Tensor) -> int:
+        return self._lane.ready_bytes(block)
 
     def leave(self) -> None:
         self._lane.leave()

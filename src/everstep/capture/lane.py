@@ -27,12 +27,15 @@ from everstep.capture.batches import Batch, Runs, run_batch
 from everstep.seams.memory import copy_memory
 from everstep.seams.threads import IoThreads
 
-__all__ = ["CpuLane", "CpuTransfer", "Lane", "Progress", "Transfer"]
+__all__ = ["CpuLane", "CpuTransfer", "Lane", "Progress", "Take", "Transfer"]
 
 _FEW_BYTES = 32 << 10  # for which torch would not use several threads either
 
 Progress = Callable[[int], None]
 """Told that all bytes of a block up to this one are there."""
+
+Take = Callable[[int], None]
+"""Takes the pages of so many bytes of a block, from its beginning."""
 
 
 class Transfer(Protocol):
@@ -70,9 +73,19 @@ class Transfer(Protocol):
 class Lane(Protocol):
     """One queue of copies off one device."""
 
-    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
         """Does in the lane's thread what would hold up the first copies of ``tensors`` into
-        ``block``."""
+        ``block``.
+
+        Args:
+            take: called there first: its pages are to be taken.
+        """
+        ...
+
+    def ready_bytes(self, block: torch.Tensor) -> int:
+        """So much of ``block``, from its beginning, is what :meth:`warm` makes of it."""
         ...
 
     def leave(self) -> None:
@@ -168,8 +181,14 @@ class CpuLane:
         self._ready: deque[Callable[[], None]] = deque()  # copies that do not yield, in order
         self._issued_s = 0.0  # when what the thread copies was submitted
 
-    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
-        """Nothing: pages are taken by whoever owns the memory."""
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        if take is not None:
+            self.run(lambda: take(block.numel()))
+
+    def ready_bytes(self, block: torch.Tensor) -> int:
+        return block.numel()
 
     def leave(self) -> None:
         """Nothing: nor is it kept here."""

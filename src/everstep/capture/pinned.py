@@ -1,8 +1,12 @@
 """Host memory that a device copies into by itself: pinned, range by range.
 
 A copy into memory that is not pinned holds up whoever asks for it. All of an arena would be
-too much to pin, since pinned pages are taken and stay taken: only what captures use is, the
-first time they use it, and it stays so until the arena is no longer copied into.
+too much to pin, since pinned pages are taken and stay taken: only what captures use is, at the
+latest the first time they use it, and it stays so until the arena is no longer copied into.
+
+While memory is being pinned CUDA lets no other thread launch a kernel, and most of that time goes
+into fresh pages (of 460 ms for a GiB on an H200 all but 40). So pages are taken first, and memory
+is pinned in slices of a few milliseconds, between which others come (docs/adr/049).
 """
 
 from __future__ import annotations
@@ -11,19 +15,25 @@ import bisect
 import contextlib
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from everstep.capture.lane import Take
 from everstep.errors import UnavailableError
+from everstep.seams.memory import take_pages
 
 __all__ = ["PinnedMemory"]
 
 _cuda: Any = torch.cuda  # what it calls has no annotations
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not for the current one alone
-_SLICE_BYTES = 256 << 20  # at a time: another thread may want to pin something, too
+_SLICE_BYTES = 32 << 20  # at a time, at least; copies are cut where one ends
+_SLICE_BYTES_MAX = 256 << 20
+_SLICE_S = 4e-3  # that others may have to wait for one
+_PAUSE_S_MAX = 0.05
 
 
 class PinnedMemory:
@@ -43,6 +53,7 @@ class PinnedMemory:
         self._device = device
         self._lock = threading.Lock()
         self._ranges: list[tuple[int, int]] = []  # addresses, in order; each one registration
+        self._slice_bytes = _SLICE_BYTES
 
     @property
     def size_bytes(self) -> int:
@@ -53,27 +64,59 @@ class PinnedMemory:
         """Whether ``block`` is a part of this arena."""
         return block.untyped_storage().data_ptr() == self._memory.data_ptr()
 
-    def pin(self, block: torch.Tensor) -> None:
+    def ready_bytes(self, block: torch.Tensor) -> int:
+        """So many bytes of ``block``, from its beginning, are pinned."""
+        begin = position = block.data_ptr()
+        with self._lock:
+            index = bisect.bisect_right(self._ranges, position, key=_first) - 1
+            for first, end in self._ranges[max(0, index) :]:
+                if first > position:
+                    break
+                position = max(position, end)
+        return min(position - begin, block.numel())
+
+    def pin(self, block: torch.Tensor, *, at_once: bool = False) -> None:
         """Pins what of ``block`` is not pinned yet, whole pages.
+
+        Args:
+            at_once: the caller is who others would be let in for.
 
         Raises:
             UnavailableError: the system refuses, with the number of bytes and the limit.
         """
+        for taken_s in self.slices(block):
+            if not at_once:
+                self.pause(taken_s)
+
+    def slices(self, block: torch.Tensor, take: Take | None = None) -> Iterator[float]:
+        """As :meth:`pin`, slice by slice: the seconds that each has kept others waiting.
+
+        Args:
+            take: takes pages, if somebody counts them.
+        """
         page = mmap.PAGESIZE
         position = block.data_ptr() // page * page
         end = -(-(block.data_ptr() + block.numel()) // page) * page
-        while position < end:
+        while (found := self._next(position, end)) is not None:
+            begin, upto = found
+            if take is not None:
+                take(min(upto - block.data_ptr(), block.numel()))
+            take_pages(begin, upto - begin)
             with self._lock:
-                index = bisect.bisect_right(self._ranges, position, key=_first)
-                if index and self._ranges[index - 1][1] > position:  # pinned already
-                    position = self._ranges[index - 1][1]
+                if self._unpinned(begin, upto) != found:  # another thread was faster
                     continue
-                upto = min(end, position + _SLICE_BYTES)
-                if index < len(self._ranges):
-                    upto = min(upto, self._ranges[index][0])
-                self._register(position, upto - position)
-                self._ranges.insert(index, (position, upto))
-                position = upto
+                start_s = time.perf_counter()
+                self._register(begin, upto - begin)
+                taken_s = time.perf_counter() - start_s
+                bisect.insort(self._ranges, found)
+                if upto - begin >= self._slice_bytes:
+                    self._slice_bytes = _next_slice(self._slice_bytes, taken_s)
+            position = upto
+            yield taken_s
+
+    def pause(self, taken_s: float) -> None:
+        """Lets others in, who have waited for so long."""
+        time.sleep(min(taken_s, _PAUSE_S_MAX))
 
     def pieces(self, block: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Cuts bytes ``[begin, end)`` of ``block``, which are pinned, where one registration
@@ -91,6 +134,24 @@ class PinnedMemory:
             yield begin, edge
             begin = edge
         yield begin, end
+
+    def _next(self, position: int, end: int) -> tuple[int, int] | None:
+        """The next slice of these addresses to be pinned; None: all of them are."""
+        with self._lock:
+            found = self._unpinned(position, end)
+        return None if found is None else (found[0], min(found[1], found[0] + self._slice_bytes))
+
+    def _unpinned(self, position: int, end: int) -> tuple[int, int] | None:
+        """The first of these addresses that are not pinned, as far as that goes."""
+        index = bisect.bisect_right(self._ranges, position, key=_first)
+        if index and self._ranges[index - 1][1] > position:
+            position = self._ranges[index - 1][1]
+        for begin, stop in self._ranges[index:]:
+            if begin > position or position >= end:
+                end = min(end, begin)
+                break
+            position = stop
+        return (position, end) if position < end else None
 
     def release(self) -> None:
         """Unpins everything. Nothing may be copied there any more."""
@@ -115,6 +176,15 @@ class PinnedMemory:
             hint="a larger limit (ulimit -l, of the container or job too), more free memory, or "
             'method="sync"',
         )
+
+
+def _next_slice(size_bytes: int, taken_s: float) -> int:
+    """What the next slice should have, after one of ``size_bytes`` has taken so long."""
+    if taken_s > _SLICE_S:
+        return max(mmap.PAGESIZE, _SLICE_BYTES, size_bytes // 2)
+    if taken_s < _SLICE_S / 4:
+        return max(size_bytes, min(2 * size_bytes, _SLICE_BYTES_MAX))
+    return size_bytes
 
 
 def _first(pair: tuple[int, int]) -> int:

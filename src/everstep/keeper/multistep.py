@@ -99,7 +99,9 @@ class Multistep:
         about = lane, clock, self._choice, saver.stall_s
         self._parts = PartCopies(options, *about, self._overtaken)
         self._updates = UpdateCopies(options, state, *about, self._give_up, channel.tell)
-        self._planner = Planner(state, self._choice, self._updates.consumption)
+        explicit = isinstance(options.method.parts, int)
+        consumption = self._updates.consumption
+        self._planner = Planner(state, lane, self._choice, consumption, explicit=explicit)
         self.again: str | None = None
         saver.also_gate, saver.finish_first = self.gate, self.finish
         saver.make_good = self.make_good
@@ -294,8 +296,7 @@ class Multistep:
             survey = self._state.survey()
             prepared = self._saver.prepare(survey, identity)
             self._digest_of(survey.shape)
-            waits, arena_bytes = self._updates.waits, pool.arena.size_bytes
-            self._planner.ahead(prepared, survey.tensors, arena_bytes, waits=waits)
+            self._planner.ahead(prepared, survey.tensors, pool, waits=self._updates.waits)
         except EverstepError as error:  # of which the base will say more
             _log.debug("the next base was not planned ahead: %s", error)
 
@@ -319,7 +320,7 @@ class Multistep:
         assert pool is not None
         prepared = self._saver.asked(survey, identity)
         waits = self._updates.waits
-        plan = plan or self._planner.next(prepared, pool.arena.size_bytes, waits=waits)
+        plan = plan or self._planner.next(prepared, pool, waits=waits)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             timed = self._choice.timed("base", prepared.size_bytes)

@@ -5,6 +5,10 @@ bytes lie in memory, and how the gradients of each step are laid out. That takes
 steps of a base otherwise take the training thread, so it is done behind a step in which nothing
 is captured, for what has been measured by then. A base looks at the state again when it begins:
 what has changed since is planned anew.
+
+Gradients of several steps may be more than all that was copied before. Where a device copies, their
+memory is made ready behind that step, too (:mod:`everstep.capture.pinned`), which may take longer
+than until the next base is due: that one is planned for what is ready.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from collections.abc import Mapping
 
 import torch
 
+from everstep.capture.lane import Lane
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
+from everstep.keeper.multistep_fuzzy import redo_bytes
 from everstep.keeper.multistep_plan import PartsPlan, units_of
+from everstep.keeper.pool import CapturePool
 from everstep.keeper.prepared import Prepared
 from everstep.state.image import State
 
@@ -26,35 +33,81 @@ class Planner:
     """Of one training process.
 
     Args:
+        lane: what it copies into is made ready ahead.
         choice: into which parts.
         consumption: whose layouts are made ahead, too.
+        explicit: the number of parts was asked for, and does not wait for memory.
 
     Attributes:
         is_ahead: nothing has happened since everything was planned.
     """
 
-    def __init__(self, state: State, choice: Choice, consumption: Consumption) -> None:
+    def __init__(
+        self,
+        state: State,
+        lane: Lane,
+        choice: Choice,
+        consumption: Consumption,
+        *,
+        explicit: bool,
+    ) -> None:
         self._state = state
+        self._lane = lane
         self._choice = choice
         self._consumption = consumption
+        self._explicit = explicit
         self._plan: PartsPlan | None = None
+        self._wanted_bytes = 0  # of host memory, for the largest plan so far
         self.is_ahead = False
 
     def start(self) -> None:
         """There is another keeper, which knows no layout: plans are of no use any more."""
         self._plan, self.is_ahead = None, False
+        self._wanted_bytes = 0
 
     def next(
-        self, prepared: Prepared, arena_bytes: int, *, waits: bool, tell: bool = True
+        self, prepared: Prepared, pool: CapturePool, *, waits: bool, tell: bool = True
     ) -> PartsPlan:
         """That of the base that begins now.
 
         Args:
             prepared: what a base of the state is like.
-            arena_bytes: host memory for it, and for gradients.
+            pool: host memory for it, and for gradients.
             waits: updates wait for the copies of their gradients.
             tell: warn where memory does not suffice.
         """
+        return self._planned(prepared, self._ready_bytes(prepared, pool), waits=waits, tell=tell)
+
+    def ahead(
+        self,
+        prepared: Prepared,
+        tensors: Mapping[str, torch.Tensor],
+        pool: CapturePool,
+        *,
+        waits: bool,
+    ) -> None:
+        """Plans the base that would begin now, and all of it; other arguments as for :meth:`next`.
+
+        Args:
+            tensors: live ones, by entry name.
+        """
+        plan = self._planned(prepared, pool.arena.size_bytes, waits=waits, tell=False)
+        self.is_ahead = True
+        prepared.marked_batches(tensors)
+        if len(plan.parts) <= 1:
+            prepared.copies(tensors)
+            return
+        self._make_ready(plan, tensors, pool)
+        plan.plan_all(tensors)
+        captured: dict[str, frozenset[str]] = {}
+        for part in plan.parts[:-1]:
+            for key, names in part.parameters.items():
+                captured[key] = captured.get(key, frozenset()) | names
+                self._consumption.expect(key, captured[key])
+
+    def _planned(
+        self, prepared: Prepared, memory_bytes: int, *, waits: bool, tell: bool
+    ) -> PartsPlan:
         self.is_ahead = False
         plan = self._plan
         if plan is not None and plan.prepared is not prepared:
@@ -63,7 +116,7 @@ class Planner:
         cut = self._choice.cut(
             units,
             prepared.size_bytes,
-            arena_bytes,
+            memory_bytes,
             waits=waits,
             now=None if plan is None else plan.cut,
             tell=tell,
@@ -73,28 +126,21 @@ class Planner:
         plan.copy_in(self._choice.chunk_bytes)
         return plan
 
-    def ahead(
-        self,
-        prepared: Prepared,
-        tensors: Mapping[str, torch.Tensor],
-        arena_bytes: int,
-        *,
-        waits: bool,
+    def _make_ready(
+        self, plan: PartsPlan, tensors: Mapping[str, torch.Tensor], pool: CapturePool
     ) -> None:
-        """Plans the base that would begin now, and all of it; other arguments as for :meth:`next`.
+        """The memory of a base, of the one before it, which is kept, and of gradients."""
+        wanted_bytes = 2 * pool.rounded_bytes(plan.prepared.size_bytes) + redo_bytes(plan.cut)
+        wanted_bytes = min(wanted_bytes, pool.arena.size_bytes)
+        if wanted_bytes > self._wanted_bytes:
+            self._wanted_bytes = wanted_bytes
+            if self._lane.ready_bytes(pool.whole) < wanted_bytes:
+                self._lane.warm(tensors.values(), pool.whole[:wanted_bytes], pool.warm)
 
-        Args:
-            tensors: live ones, by entry name.
-        """
-        plan = self.next(prepared, arena_bytes, waits=waits, tell=False)
-        self.is_ahead = True
-        prepared.marked_batches(tensors)
-        if len(plan.parts) <= 1:
-            prepared.copies(tensors)
-            return
-        plan.plan_all(tensors)
-        captured: dict[str, frozenset[str]] = {}
-        for part in plan.parts[:-1]:
-            for key, names in part.parameters.items():
-                captured[key] = captured.get(key, frozenset()) | names
-                self._consumption.expect(key, captured[key])
+    def _ready_bytes(self, prepared: Prepared, pool: CapturePool) -> int:
+        """Of host memory, for a base and for gradients: all that there is, once what was wanted is
+        ready; until then what is, but for the base before."""
+        ready_bytes = self._lane.ready_bytes(pool.whole)
+        if self._explicit or ready_bytes >= self._wanted_bytes:
+            return pool.arena.size_bytes
+        return max(0, ready_bytes - pool.rounded_bytes(prepared.size_bytes))

@@ -147,7 +147,7 @@ class RankMultistep(Multistep):
         try:
             prepared = self._saver.prepare(self._state.survey(), self._identity)
             waits = self._updates.waits
-            self._asked = self._planner.next(prepared, pool.arena.size_bytes, waits=waits)
+            self._asked = self._planner.next(prepared, pool, waits=waits)
         except Exception as error:  # of which the base will say more: others are waiting
             _log.debug("the base that is due was not planned: %s", error)
             return 1

@@ -157,8 +157,7 @@ class Saver:
         survey = survey or self._state.survey()
         size_bytes = pool.rounded_bytes(sum(entry.size_bytes for entry in survey.shape.entries))
         size_bytes *= self.copies_in_flight
-        self._lane.run(lambda: pool.warm(size_bytes))
-        self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes])
+        self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
 
     @property
     def last_is_in_memory(self) -> bool:

@@ -20,7 +20,7 @@ from pathlib import PurePath
 import torch
 
 from everstep.capture.batches import Batch
-from everstep.capture.lane import Lane, Progress, Transfer
+from everstep.capture.lane import Lane, Progress, Take, Transfer
 from everstep.capture.scheduled import Dispatch
 from everstep.errors import DeadlineError, KeeperError, StateError
 from everstep.format.header import ShardIdentity
@@ -243,9 +243,15 @@ class _PlannedLane:
         self._jobs: list[tuple[Callable[[], None], Future[None]]] = []
         self.next: Callable[[], Transfer] | None = None
 
-    def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
         """As of the lane."""
-        self._lane.warm(tensors, block)
+        self._lane.warm(tensors, block, take)
+
+    def ready_bytes(self, block: torch.Tensor) -> int:
+        """As of the lane."""
+        return self._lane.ready_bytes(block)
 
     def leave(self) -> None:
         """As of the lane."""

@@ -34,7 +34,15 @@ try:
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PAGE_BYTES", "SharedMemory", "copy_memory", "copy_view", "memory_at", "sealed_bytes"]
+__all__ = [
+    "PAGE_BYTES",
+    "SharedMemory",
+    "copy_memory",
+    "copy_view",
+    "memory_at",
+    "sealed_bytes",
+    "take_pages",
+]
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -71,6 +79,17 @@ def memory_at(address: int, size_bytes: int) -> memoryview:
     if not size_bytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def take_pages(address: int, size_bytes: int) -> None:
+    """Takes the pages of mapped memory now, as far as the system knows how; contents stay. Other
+    threads run meanwhile. What there is no memory for is left to whoever writes there.
+
+    Args:
+        address: of a page.
+    """
+    with contextlib.suppress(OSError):
+        _madvise(address, size_bytes, _MADV_POPULATE_WRITE)
 
 
 def sealed_bytes(fd: int) -> int | None:
