@@ -839,29 +839,33 @@ def test_nobody_waits_long_for_memory_to_be_pinned(
 
 
 def test_what_is_ready_is_told_from_the_beginning(cuda: FakeCuda) -> None:
-    lane, whole = CudaLane(FakeHost(cuda)), block_of(9)
-    assert lane.ready_bytes(whole) == 0
+    lane, whole, there = CudaLane(FakeHost(cuda)), block_of(9), [on_device(cuda, 1)]
+    assert lane.ready_bytes(there, whole) == 0
     pinned = lane._pinned_of(whole, GPU)
-    assert lane.ready_bytes(whole) == 0
+    assert lane.ready_bytes(there, whole) == 0
     pinned.pin(whole[2 * PAGE : 4 * PAGE])
-    assert lane.ready_bytes(whole) == 0
+    assert lane.ready_bytes(there, whole) == 0
     pinned.pin(whole[: PAGE + 1])
-    assert lane.ready_bytes(whole) == 4 * PAGE
-    assert lane.ready_bytes(whole[PAGE : 3 * PAGE]) == 2 * PAGE
-    assert lane.ready_bytes(whole[5 * PAGE :]) == 0
-    assert lane.ready_bytes(block_of(9)) == 0, "of another arena"
-    assert DeviceLane(FakeHost(cuda)).ready_bytes(whole) == whole.numel(), "in host memory all is"
+    assert lane.ready_bytes(there, whole) == 4 * PAGE
+    assert lane.ready_bytes(there, whole[PAGE : 3 * PAGE]) == 2 * PAGE
+    assert lane.ready_bytes(there, whole[5 * PAGE :]) == 0
+    assert lane.ready_bytes(there, block_of(9)) == 0, "of another arena"
+    assert lane.ready_bytes([torch.ones(1)], whole) == whole.numel(), "in host memory all is"
     lane.close()
+    new = DeviceLane(FakeHost(cuda))
+    assert new.ready_bytes([torch.ones(1)], whole) == whole.numel()
+    assert new.ready_bytes([torch.ones(1), *there], whole) == 0, "nothing was copied off it yet"
+    new.close()
 
 
 def test_the_lane_does_other_things_while_memory_is_made_ready(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slices_of(PAGE, monkeypatch)
-    lane, whole = CudaLane(FakeHost(cuda)), block_of(20)
-    lane.warm([on_device(cuda, 1)], whole)
+    lane, whole, there = CudaLane(FakeHost(cuda)), block_of(20), [on_device(cuda, 1)]
+    lane.warm(there, whole)
     ready: list[int] = []
-    over = lane.run(lambda: ready.append(lane.ready_bytes(whole)))
+    over = lane.run(lambda: ready.append(lane.ready_bytes(there, whole)))
     cuda.run_until(over.done)
     assert ready == [PAGE]
     lane.leave()
@@ -872,17 +876,27 @@ def test_the_lane_does_other_things_while_memory_is_made_ready(
     assert not cuda.registered
 
 
-def test_that_memory_cannot_be_made_ready_is_said(
-    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("why", ["the system does not pin it", "there are no pages"])
+def test_that_memory_cannot_be_made_ready_is_said_once(
+    why: str, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lane, whole = CudaLane(FakeHost(cuda)), block_of(4)
+    lane, whole, there = CudaLane(FakeHost(cuda)), block_of(4), [on_device(cuda, 1)]
+
+    def take(end: int) -> None:
+        if why == "there are no pages":
+            raise OutOfSpaceError("no pages")
+
     cuda.status = 2
-    lane.warm([on_device(cuda, 1)], whole)
-    over = lane.run(lambda: None)
-    cuda.run_until(over.done)
-    assert "cannot be pinned" in caplog.text
-    assert lane.ready_bytes(whole) == 0
+    for _ in range(2):  # tried again
+        lane.warm(there, whole, take)
+        over = lane.run(lambda: None)
+        cuda.run_until(over.done)
+    assert caplog.text.count("memory for copies is not made ready") == 1
+    assert ("cannot be pinned" in caplog.text) != ("no pages" in caplog.text)
+    assert lane.ready_bytes(there, whole) == 0
     cuda.status = 0
+    lane.warm(there, whole)
+    cuda.run_until(lambda: lane.ready_bytes(there, whole) == whole.numel())
     lane.close()
 
 

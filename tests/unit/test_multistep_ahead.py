@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -163,60 +164,93 @@ def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_i
 ) -> None:
     """As where a device copies: until memory is ready bases are planned for what is."""
     ready, warmed = [0], []
-    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, block: ready[0])
+    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, tensors, block: ready[0])
     monkeypatch.setattr(
         DeviceLane, "warm", lambda self, _, block, take: warmed.append(block.numel())
     )
     copies = Pipeline(4.0, 4.0 / 3, 1.0, 0.0, 0.0, behind_update=True)  # a copy takes four steps
     monkeypatch.setattr(Choice, "_pipeline", lambda *_: copies)
-    before, given = Choice.cut, []
-    monkeypatch.setattr(Choice, "cut", lambda *a, **o: (given.append(a[3]), before(*a, **o))[1])
+    asked: list[tuple[int, Any]] = []
+    before = Choice.cut
+
+    def cut(*args: Any, **about: Any) -> Any:
+        asked.append((args[3], before(*args, **about)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(Choice, "cut", cut)
     world, many = World(), everstep.Method(base="multistep", overlap_forward=True)
     with opened(served.run, world, method=many, every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
         multistep: Any = ckpt._multistep
-        plan = multistep._planner._plan
-        base_bytes = multistep._pool.rounded_bytes(plan.prepared.size_bytes)
-        wanted = plan.parts
-        assert len(wanted) > 2
-        assert max(warmed) == 2 * base_bytes + redo_bytes(plan.cut)
-
-        assert given == [multistep._pool.arena.size_bytes]
+        whole = multistep._pool.arena.size_bytes
+        base_bytes = multistep._pool.rounded_bytes(multistep._planner._plan.prepared.size_bytes)
+        assert [memory for memory, _ in asked] == [whole, 0]
+        wanted = asked[0][1]
+        assert len(wanted) > 3
+        assert max(warmed) == 2 * base_bytes + redo_bytes(wanted)
+        gradient_bytes = sum(unit.gradient_bytes for units in wanted for unit in units)
 
         def parts() -> Any:
-            given.clear()
+            asked.clear()
             begin(ckpt)
             found = ckpt.stats().multistep.parts  # type: ignore[union-attr]
             run_steps(ckpt, world, len(wanted) + 1)
             ckpt.wait(TIMEOUT_S)
             return found
 
-        gradient_bytes = sum(unit.gradient_bytes for units in plan.cut for unit in units)
-        whole = multistep._pool.arena.size_bytes
         assert parts() == 1
-        assert given == [0, whole], "what is planned ahead is so for all of the memory"
+        assert [memory for memory, _ in asked] == [whole, 0] * 2, "for the next one, too"
         ready[0] = 2 * base_bytes + gradient_bytes  # beside the base before
-        assert 1 < parts() <= 3 < len(wanted)
-        assert given == [base_bytes + gradient_bytes, whole]
+        assert 1 < parts() <= 3
+        assert [memory for memory, _ in asked][:2] == [whole, base_bytes + gradient_bytes]
         ready[0] = max(warmed)
+        warmed.clear()
         assert parts() > 1
-        assert given == [whole, whole]
-        assert warmed == sorted(warmed, reverse=True), "asked for again, though no more is wanted"
+        assert [memory for memory, _ in asked] == [whole] * 2
+        assert not warmed
 
 
 def test_parts_that_were_asked_for_do_not_wait_for_memory(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, block: 0)
+    """It is made ready all the same."""
+    warmed: list[int] = []
+    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, tensors, block: 0)
+    monkeypatch.setattr(
+        DeviceLane, "warm", lambda self, _, block, take: warmed.append(block.numel())
+    )
     world = World()
     with opened(served.run, world, method=over(3), every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
+        multistep: Any = ckpt._multistep
+        base_bytes = multistep._pool.rounded_bytes(multistep._planner._plan.prepared.size_bytes)
+        assert max(warmed) == 2 * base_bytes + redo_bytes(multistep._planner._plan.cut)
         begin(ckpt)
         run_steps(ckpt, world, 2)
         ckpt.wait(TIMEOUT_S)
         assert ckpt.stats().multistep.parts == 3  # type: ignore[union-attr]
+
+
+def test_nothing_is_planned_before_the_first_base_has_said_how_fast_the_link_is(
+    served: Bench,
+) -> None:
+    """Copies of a device may be under way at the next step mark: a plan for no link is a base of
+    one step, and its memory is made ready for nothing more."""
+    world, many = World(), everstep.Method(base="multistep", overlap_forward=True)
+    with opened(served.run, world, method=many, every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        begin(ckpt)
+        multistep: Any = ckpt._multistep
+        multistep._timed.result(TIMEOUT_S)
+        multistep._timed = under_way = Future[None]()
+        run_steps(ckpt, world, 2)
+        assert not multistep._planner.is_ahead
+        under_way.set_result(None)
+        run_steps(ckpt, world, 1)
+        assert multistep._planner.is_ahead
 
 
 def test_an_idle_step_plans_nothing_twice(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

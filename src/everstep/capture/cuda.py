@@ -45,7 +45,7 @@ from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.issuing import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedMemory
-from everstep.errors import OutOfSpaceError, UnavailableError
+from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.state.tensors import byte_view
 
 __all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
@@ -98,14 +98,14 @@ class CudaLane:
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
         self._changing = threading.Lock()  # that
+        self._told = False  # that memory cannot be made ready
         self._issuer = Issuer(host.thread("everstep-issue"))
 
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
     ) -> None:
         """Pins ``block``, in the lane's thread, which does between two slices what else it has."""
-        devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
-        first = next(devices, None)
+        first = _first_device(tensors)
         if first is None:  # all of them have been moved back to host memory
             self._host.warm((), block, take)
             return
@@ -116,9 +116,11 @@ class CudaLane:
             beside_graph_captures()
             try:
                 taken_s = next(slices, None) if self._pinned is pinned else None
-            except UnavailableError as error:
-                # Where that memory is used it fails again, and is reported; but it may not be.
-                _log.warning("%s", error)
+            except EverstepError as error:
+                # Who uses that memory all the same is told again; others do without it.
+                if not self._told:
+                    _log.warning("memory for copies is not made ready: %s", error)
+                self._told = True
                 return
             if taken_s is None:
                 return
@@ -129,8 +131,10 @@ class CudaLane:
 
         self._host.run(pin)
 
-    def ready_bytes(self, block: torch.Tensor) -> int:
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
         pinned = self._pinned
+        if _first_device(tensors) is None:
+            return self._host.ready_bytes((), block)
         return pinned.ready_bytes(block) if pinned is not None and pinned.holds(block) else 0
 
     def leave(self) -> None:
@@ -430,6 +434,12 @@ def _runs(
 
 def _small(batch: Batch) -> bool:
     return batch.end - batch.begin < _AT_ONCE_BYTES
+
+
+def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """That of CUDA which the first of these that is on any is on."""
+    devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
+    return next(devices, None)
 
 
 def _device_of(batch: Batch) -> torch.device:

@@ -38,8 +38,9 @@ class DeviceLane:
         found = list(tensors)
         self._for(found).warm(found, block, take)
 
-    def ready_bytes(self, block: torch.Tensor) -> int:
-        return self._lane.ready_bytes(block)
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
+        found = list(tensors)
+        return self._for(found).ready_bytes(found, block)
 
     def leave(self) -> None:
         self._lane.leave()

@@ -84,8 +84,9 @@ class Lane(Protocol):
         """
         ...
 
-    def ready_bytes(self, block: torch.Tensor) -> int:
-        """So much of ``block``, from its beginning, is what :meth:`warm` makes of it."""
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
+        """So much of ``block``, from its beginning, is for copies of ``tensors`` what :meth:`warm`
+        makes of it."""
         ...
 
     def leave(self) -> None:
@@ -187,7 +188,7 @@ class CpuLane:
         if take is not None:
             self.run(lambda: take(block.numel()))
 
-    def ready_bytes(self, block: torch.Tensor) -> int:
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
         return block.numel()
 
     def leave(self) -> None:

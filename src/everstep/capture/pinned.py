@@ -67,12 +67,12 @@ class PinnedMemory:
     def ready_bytes(self, block: torch.Tensor) -> int:
         """So many bytes of ``block``, from its beginning, are pinned."""
         begin = position = block.data_ptr()
-        with self._lock:
-            index = bisect.bisect_right(self._ranges, position, key=_first) - 1
-            for first, end in self._ranges[max(0, index) :]:
-                if first > position:
-                    break
-                position = max(position, end)
+        ranges = self._ranges.copy()  # who holds the lock may be in the middle of pinning
+        index = bisect.bisect_right(ranges, position, key=_first) - 1
+        for first, end in ranges[max(0, index) :]:
+            if first > position:
+                break
+            position = max(position, end)
         return min(position - begin, block.numel())
 
     def pin(self, block: torch.Tensor, *, at_once: bool = False) -> None:

@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePath
 
@@ -91,6 +92,7 @@ class Multistep:
         self._ended: Window | None = None  # nothing has been updated since
         self._last: Save | None = None
         self._sharp: Save | None = None  # the last one of a single step
+        self._timed: Future[None] | None = None  # it has said how fast the link is
         self._digest: tuple[object, str] = (None, "")
         self._void = 0  # windows in a row
         self._opened = Opened(state.optimizers)
@@ -166,7 +168,7 @@ class Multistep:
         with self._counted():
             if self._window is not None:
                 self._go_on(self._window, identity)
-            elif not (self._planner.is_ahead or closing):
+            elif not (self._planner.is_ahead or closing or self._is_timing):
                 self._plan_ahead(identity)
 
     def _go_on(self, window: Window, identity: ShardIdentity) -> None:
@@ -300,6 +302,11 @@ class Multistep:
         except EverstepError as error:  # of which the base will say more
             _log.debug("the next base was not planned ahead: %s", error)
 
+    @property
+    def _is_timing(self) -> bool:
+        """A base of one step has not said yet how fast the link is: plans would be for none."""
+        return self._timed is not None and not self._timed.done()
+
     def _moved(self) -> None:
         """The state is no longer that of the last step mark."""
         self._ended = None
@@ -320,12 +327,12 @@ class Multistep:
         assert pool is not None
         prepared = self._saver.asked(survey, identity)
         waits = self._updates.waits
-        plan = plan or self._planner.next(prepared, pool, waits=waits)
+        plan = plan or self._planner.next(prepared, survey.tensors, pool, waits=waits)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             timed = self._choice.timed("base", prepared.size_bytes)
             save = self._sharp = self._saver.take(identity, show=False, survey=survey)
-            self._lane.run(timed.ended)
+            self._timed = self._lane.run(timed.ended)
             self.stats.parts = 1
             return save
         save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)

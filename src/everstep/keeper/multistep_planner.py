@@ -8,16 +8,17 @@ what has changed since is planned anew.
 
 Gradients of several steps may be more than all that was copied before. Where a device copies, their
 memory is made ready behind that step, too (:mod:`everstep.capture.pinned`), which may take longer
-than until the next base is due: that one is planned for what is ready.
+than until the next base is due. Bases are planned for what is ready, as long as that is not enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from everstep.capture.lane import Lane
+from everstep.capture.multistep import Unit
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_fuzzy import redo_bytes
@@ -57,26 +58,29 @@ class Planner:
         self._consumption = consumption
         self._explicit = explicit
         self._plan: PartsPlan | None = None
-        self._wanted_bytes = 0  # of host memory, for the largest plan so far
         self.is_ahead = False
 
     def start(self) -> None:
         """There is another keeper, which knows no layout: plans are of no use any more."""
         self._plan, self.is_ahead = None, False
-        self._wanted_bytes = 0
 
     def next(
-        self, prepared: Prepared, pool: CapturePool, *, waits: bool, tell: bool = True
+        self,
+        prepared: Prepared,
+        tensors: Mapping[str, torch.Tensor],
+        pool: CapturePool,
+        *,
+        waits: bool,
     ) -> PartsPlan:
         """That of the base that begins now.
 
         Args:
             prepared: what a base of the state is like.
+            tensors: live ones, by entry name.
             pool: host memory for it, and for gradients.
             waits: updates wait for the copies of their gradients.
-            tell: warn where memory does not suffice.
         """
-        return self._planned(prepared, self._ready_bytes(prepared, pool), waits=waits, tell=tell)
+        return self._planned(prepared, tensors, pool, waits=waits, ahead=False)
 
     def ahead(
         self,
@@ -86,18 +90,13 @@ class Planner:
         *,
         waits: bool,
     ) -> None:
-        """Plans the base that would begin now, and all of it; other arguments as for :meth:`next`.
-
-        Args:
-            tensors: live ones, by entry name.
-        """
-        plan = self._planned(prepared, pool.arena.size_bytes, waits=waits, tell=False)
+        """Plans the base that would begin now, and all of it; arguments as for :meth:`next`."""
+        plan = self._planned(prepared, tensors, pool, waits=waits, ahead=True)
         self.is_ahead = True
         prepared.marked_batches(tensors)
         if len(plan.parts) <= 1:
             prepared.copies(tensors)
             return
-        self._make_ready(plan, tensors, pool)
         plan.plan_all(tensors)
         captured: dict[str, frozenset[str]] = {}
         for part in plan.parts[:-1]:
@@ -106,41 +105,39 @@ class Planner:
                 self._consumption.expect(key, captured[key])
 
     def _planned(
-        self, prepared: Prepared, memory_bytes: int, *, waits: bool, tell: bool
+        self,
+        prepared: Prepared,
+        tensors: Mapping[str, torch.Tensor],
+        pool: CapturePool,
+        *,
+        waits: bool,
+        ahead: bool,
     ) -> PartsPlan:
+        """For all memory, if what that needs is ready or parts were asked for by number; or for
+        what is ready, beside the base before."""
         self.is_ahead = False
         plan = self._plan
         if plan is not None and plan.prepared is not prepared:
             plan = None
         units = units_of(self._state, prepared.shape) if plan is None else plan.units
-        cut = self._choice.cut(
-            units,
-            prepared.size_bytes,
-            memory_bytes,
-            waits=waits,
-            now=None if plan is None else plan.cut,
-            tell=tell,
-        )
+        now = None if plan is None else plan.cut
+
+        def cut_for(memory_bytes: int) -> Sequence[Sequence[Unit]]:
+            size_bytes = prepared.size_bytes
+            about = {"waits": waits, "tell": not ahead}  # where memory does not suffice
+            return self._choice.cut(units, size_bytes, memory_bytes, now=now, **about)
+
+        cut = cut_for(pool.arena.size_bytes)
+        if len(cut) > 1:
+            base_bytes = pool.rounded_bytes(prepared.size_bytes)
+            wanted_bytes = min(2 * base_bytes + redo_bytes(cut), pool.arena.size_bytes)
+            ready_bytes = self._lane.ready_bytes(tensors.values(), pool.whole)
+            if ready_bytes < wanted_bytes:
+                if ahead:
+                    self._lane.warm(tensors.values(), pool.whole[:wanted_bytes], pool.warm)
+                if not self._explicit:
+                    cut = cut_for(max(0, ready_bytes - base_bytes))
         if plan is None or plan.cut is not cut:
             plan = self._plan = PartsPlan(prepared, cut, self._choice.chunk_bytes)
         plan.copy_in(self._choice.chunk_bytes)
         return plan
-
-    def _make_ready(
-        self, plan: PartsPlan, tensors: Mapping[str, torch.Tensor], pool: CapturePool
-    ) -> None:
-        """The memory of a base, of the one before it, which is kept, and of gradients."""
-        wanted_bytes = 2 * pool.rounded_bytes(plan.prepared.size_bytes) + redo_bytes(plan.cut)
-        wanted_bytes = min(wanted_bytes, pool.arena.size_bytes)
-        if wanted_bytes > self._wanted_bytes:
-            self._wanted_bytes = wanted_bytes
-            if self._lane.ready_bytes(pool.whole) < wanted_bytes:
-                self._lane.warm(tensors.values(), pool.whole[:wanted_bytes], pool.warm)
-
-    def _ready_bytes(self, prepared: Prepared, pool: CapturePool) -> int:
-        """Of host memory, for a base and for gradients: all that there is, once what was wanted is
-        ready; until then what is, but for the base before."""
-        ready_bytes = self._lane.ready_bytes(pool.whole)
-        if self._explicit or ready_bytes >= self._wanted_bytes:
-            return pool.arena.size_bytes
-        return max(0, ready_bytes - pool.rounded_bytes(prepared.size_bytes))

@@ -145,9 +145,9 @@ class RankMultistep(Multistep):
             self._void = 0
             return 1
         try:
-            prepared = self._saver.prepare(self._state.survey(), self._identity)
-            waits = self._updates.waits
-            self._asked = self._planner.next(prepared, pool, waits=waits)
+            survey, waits = self._state.survey(), self._updates.waits
+            prepared = self._saver.prepare(survey, self._identity)
+            self._asked = self._planner.next(prepared, survey.tensors, pool, waits=waits)
         except Exception as error:  # of which the base will say more: others are waiting
             _log.debug("the base that is due was not planned: %s", error)
             return 1

@@ -249,9 +249,9 @@ class _PlannedLane:
         """As of the lane."""
         self._lane.warm(tensors, block, take)
 
-    def ready_bytes(self, block: torch.Tensor) -> int:
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
         """As of the lane."""
-        return self._lane.ready_bytes(block)
+        return self._lane.ready_bytes(tensors, block)
 
     def leave(self) -> None:
         """As of the lane."""
