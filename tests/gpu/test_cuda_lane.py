@@ -263,7 +263,6 @@ import torch
 from everstep.arena.memory import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.cuda import CudaLane
-from everstep.capture.issuing import Enqueued
 from everstep.capture.lane import CpuLane
 from everstep.state.tensors import byte_view
 lane, block = CudaLane(CpuLane()), torch.frombuffer(Arena.create(1 << 20).view, dtype=torch.uint8)

@@ -194,6 +194,8 @@ def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_i
         def parts() -> Any:
             asked.clear()
             begin(ckpt)
+            if multistep._timed is not None:
+                multistep._timed.result(TIMEOUT_S)
             found = ckpt.stats().multistep.parts  # type: ignore[union-attr]
             run_steps(ckpt, world, len(wanted) + 1)
             ckpt.wait(TIMEOUT_S)
@@ -233,7 +235,7 @@ def test_parts_that_were_asked_for_do_not_wait_for_memory(
         assert ckpt.stats().multistep.parts == 3  # type: ignore[union-attr]
 
 
-def test_nothing_is_planned_before_the_first_base_has_said_how_fast_the_link_is(
+def test_nothing_is_planned_while_the_first_base_says_how_fast_the_link_is(
     served: Bench,
 ) -> None:
     """Copies of a device may be under way at the next step mark: a plan for no link is a base of
@@ -245,12 +247,35 @@ def test_nothing_is_planned_before_the_first_base_has_said_how_fast_the_link_is(
         begin(ckpt)
         multistep: Any = ckpt._multistep
         multistep._timed.result(TIMEOUT_S)
+        link, multistep.stats.link_bytes_per_s = multistep.stats.link_bytes_per_s, None
         multistep._timed = under_way = Future[None]()
         run_steps(ckpt, world, 2)
         assert not multistep._planner.is_ahead
         under_way.set_result(None)
         run_steps(ckpt, world, 1)
         assert multistep._planner.is_ahead
+        multistep.stats.link_bytes_per_s, multistep._timed = link, Future[None]()
+        begin(ckpt)
+        run_steps(ckpt, world, 2 + (ckpt.stats().multistep.parts or 0))  # type: ignore[union-attr]
+        assert multistep._planner.is_ahead, "it knows the link already"
+
+
+def test_a_base_whose_memory_is_not_ready_says_nothing_about_the_link(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = [0]
+    monkeypatch.setattr(DeviceLane, "ready_bytes", lambda self, tensors, block: ready[0])
+    world, many = World(), everstep.Method(base="multistep", overlap_forward=True)
+    with opened(served.run, world, method=many, every=None) as ckpt:
+        ckpt.resume()
+        run_steps(ckpt, world, 2)
+        multistep: Any = ckpt._multistep
+        begin(ckpt)
+        assert multistep._timed is None
+        run_steps(ckpt, world, 2)
+        ready[0] = 1 << 30
+        begin(ckpt)
+        multistep._timed.result(TIMEOUT_S)
 
 
 def test_an_idle_step_plans_nothing_twice(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

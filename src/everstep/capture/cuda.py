@@ -24,18 +24,16 @@ who trains on another stream than the one that is current at ``step()`` and ``sa
 that one wait first, as for any other use of the parameters.
 
 The threads here ask to be left out of CUDA graphs that are captured meanwhile
-(:mod:`everstep.capture.graphs`); that has not run on a device yet. What captures an update is
-refused here.
+(:mod:`everstep.capture.graphs`). What captures an update is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +42,12 @@ from everstep.capture.batches import Batch, Runs
 from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.issuing import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
-from everstep.capture.pinned import PinnedMemory
-from everstep.errors import EverstepError, OutOfSpaceError
+from everstep.capture.pinned import PinnedAhead, PinnedMemory
+from everstep.errors import OutOfSpaceError
 from everstep.state.tensors import byte_view
 
 __all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
 
-_log = logging.getLogger("everstep")
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
 _EVENT_BYTES = 64 << 20  # between two of them: a millisecond of a fast link
@@ -97,8 +94,7 @@ class CudaLane:
         self._streams: dict[torch.device, Any] = {}
         self._yielding: dict[torch.device, Any] = {}
         self._pinned: PinnedMemory | None = None
-        self._changing = threading.Lock()  # that
-        self._told = False  # that memory cannot be made ready
+        self._ahead = PinnedAhead(lambda slice_: host.run(partial(_beside_captures, slice_)))
         self._issuer = Issuer(host.thread("everstep-issue"))
 
     def warm(
@@ -109,27 +105,7 @@ class CudaLane:
         if first is None:  # all of them have been moved back to host memory
             self._host.warm((), block, take)
             return
-        pinned = self._pinned_of(block, first)
-        slices = pinned.slices(block, take)
-
-        def pin() -> None:
-            beside_graph_captures()
-            try:
-                taken_s = next(slices, None) if self._pinned is pinned else None
-            except EverstepError as error:
-                # Who uses that memory all the same is told again; others do without it.
-                if not self._told:
-                    _log.warning("memory for copies is not made ready: %s", error)
-                self._told = True
-                return
-            if taken_s is None:
-                return
-            with self._changing:
-                if self._pinned is pinned:  # or the thread would be begun anew behind its end
-                    self._host.run(pin)
-            pinned.pause(taken_s)
-
-        self._host.run(pin)
+        self._ahead.make_ready(self._pinned_of(block, first), block, take)
 
     def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
         pinned = self._pinned
@@ -139,8 +115,8 @@ class CudaLane:
 
     def leave(self) -> None:
         """Unpins it, and no longer keeps it mapped."""
-        with self._changing:
-            pinned, self._pinned = self._pinned, None
+        self._ahead.stop()
+        pinned, self._pinned = self._pinned, None
         if pinned is not None:
             self.run(pinned.release)
 
@@ -434,6 +410,11 @@ def _runs(
 
 def _small(batch: Batch) -> bool:
     return batch.end - batch.begin < _AT_ONCE_BYTES
+
+
+def _beside_captures(job: Callable[[], None]) -> None:
+    beside_graph_captures()
+    job()
 
 
 def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:

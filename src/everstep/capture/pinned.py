@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 import mmap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from everstep.capture.lane import Take
-from everstep.errors import UnavailableError
+from everstep.errors import EverstepError, UnavailableError
 from everstep.seams.memory import take_pages
 
-__all__ = ["PinnedMemory"]
+__all__ = ["PinnedAhead", "PinnedMemory"]
 
+_log = logging.getLogger("everstep")
 _cuda: Any = torch.cuda  # what it calls has no annotations
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not for the current one alone
@@ -176,6 +178,59 @@ class PinnedMemory:
             hint="a larger limit (ulimit -l, of the container or job too), more free memory, or "
             'method="sync"',
         )
+
+
+class PinnedAhead:
+    """Pins memory before it is used, in a thread that has other things to do: between two slices
+    it does them.
+
+    Args:
+        run: in that thread, behind what it has to do.
+    """
+
+    def __init__(self, run: Callable[[Callable[[], None]], object]) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._pinned: PinnedMemory | None = None
+        self._under_way: tuple[int, int] | None = None  # where, and how much; the largest
+        self._told = False  # that it fails
+
+    def make_ready(
+        self, pinned: PinnedMemory, block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        """Pins ``block``. What it fails with is logged, once."""
+        about = block.data_ptr(), block.numel()
+        with self._lock:
+            before, self._pinned = self._under_way, pinned
+            if before is not None and before[0] == about[0] and before[1] >= about[1]:
+                return
+            self._under_way = about
+        slices = pinned.slices(block, take)
+
+        def pin() -> None:
+            taken_s = None
+            try:
+                taken_s = next(slices, None) if self._pinned is pinned else None
+            except (EverstepError, RuntimeError) as error:
+                # Who uses that memory all the same is told again; others do without it.
+                if not self._told:
+                    _log.warning("memory for copies is not made ready: %s", error)
+                self._told = True
+            with self._lock:
+                goes_on = taken_s is not None and self._pinned is pinned
+                if goes_on:  # not behind stop(): the thread may end behind that, too
+                    self._run(pin)
+                elif self._under_way is about:
+                    self._under_way = None
+            if goes_on and taken_s is not None:
+                pinned.pause(taken_s)
+
+        self._run(pin)
+
+    def stop(self) -> None:
+        """Nothing more is pinned, but for the slice that is under way."""
+        with self._lock:
+            self._pinned = self._under_way = None
 
 
 def _next_slice(size_bytes: int, taken_s: float) -> int:

@@ -304,8 +304,9 @@ class Multistep:
 
     @property
     def _is_timing(self) -> bool:
-        """A base of one step has not said yet how fast the link is: plans would be for none."""
-        return self._timed is not None and not self._timed.done()
+        """The first base has not said yet how fast the link is: plans would be for none."""
+        waits = self._timed is not None and not self._timed.done()
+        return waits and self.stats.link_bytes_per_s is None
 
     def _moved(self) -> None:
         """The state is no longer that of the last step mark."""
@@ -330,9 +331,11 @@ class Multistep:
         plan = plan or self._planner.next(prepared, survey.tensors, pool, waits=waits)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
+            ready_bytes = self._lane.ready_bytes(survey.tensors.values(), pool.whole)
             timed = self._choice.timed("base", prepared.size_bytes)
             save = self._sharp = self._saver.take(identity, show=False, survey=survey)
-            self._timed = self._lane.run(timed.ended)
+            if ready_bytes >= prepared.size_bytes:  # or it says how fast memory is made ready
+                self._timed = self._lane.run(timed.ended)
             self.stats.parts = 1
             return save
         save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)
