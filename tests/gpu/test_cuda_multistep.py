@@ -15,7 +15,7 @@ import everstep
 from everstep.keeper.multistep_gradients import GraphMemory, HeldGradients, are_alone
 from everstep.keeper.registry import list_keepers
 from everstep.seams.processes import process_gone
-from tests.gpu.world import DEVICE, NEEDS_CUDA, World
+from tests.gpu.world import DEVICE, NEEDS_CUDA, World, warm_up
 from tests.unit.world import TIMEOUT_S, forget
 
 pytestmark = NEEDS_CUDA
@@ -65,17 +65,15 @@ class Captured(World):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.batch = torch.randn(16, 32, device=DEVICE)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.optimizer.zero_grad()
-                self.backward()
-        torch.cuda.current_stream().wait_stream(side)
+        warm_up(self.make_gradients)
         self.optimizer.zero_grad()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.backward()
+
+    def make_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
 
     def backward(self) -> None:
         self.model(self.batch).square().mean().backward()

@@ -22,7 +22,7 @@ from everstep.capture.devices import DeviceLane
 from everstep.errors import AuditError, StateError
 from everstep.keeper.registry import list_keepers
 from everstep.seams.processes import process_gone
-from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored
+from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
 from tests.unit.test_keeper_process import finish
 from tests.unit.world import TIMEOUT_S
 
@@ -342,12 +342,7 @@ def test_a_killed_training_comes_back_from(source: str, run_folder: Path) -> Non
 def test_an_update_captured_into_a_graph_is_refused(run_folder: Path) -> None:
     world = World(lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True))
     with opened(run_folder, world) as ckpt:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                world.train()
-        torch.cuda.current_stream().wait_stream(side)
+        warm_up(world.train)
         ckpt.step()
         ckpt.save()
         ckpt.wait()
@@ -372,12 +367,7 @@ def test_a_graph_may_be_captured_while_a_base_is_copied(run_folder: Path) -> Non
 
     with opened(run_folder, world) as ckpt:
         ckpt.resume()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                world.train()
-        torch.cuda.current_stream().wait_stream(side)
+        warm_up(world.train)
         ckpt.step()
         wanted[1] = world.live()
         world.optimizer.zero_grad()

@@ -17,7 +17,16 @@ from torch import nn
 import everstep
 from tests.unit.world import forget
 
-__all__ = ["DEVICE", "ENVIRONMENT", "NEEDS_CUDA", "World", "bytes_of", "opened", "restored"]
+__all__ = [
+    "DEVICE",
+    "ENVIRONMENT",
+    "NEEDS_CUDA",
+    "World",
+    "bytes_of",
+    "opened",
+    "restored",
+    "warm_up",
+]
 
 DEVICE = torch.device("cuda")
 ENVIRONMENT = os.environ | {
@@ -31,6 +40,16 @@ NEEDS_CUDA = [
 ]
 
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def warm_up(work: Callable[[], object]) -> None:
+    """Three times on a side stream, as torch wants it before a graph is captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def bytes_of(value: Any) -> Any:

@@ -880,6 +880,24 @@ def test_the_lane_does_other_things_while_memory_is_made_ready(
     assert not cuda.registered
 
 
+def test_training_does_not_pause_for_itself(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks are copied in its thread; whoever enqueues behind it lets it in between."""
+    paused: list[int | None] = []
+    pause = lambda self, taken_s: paused.append(threading.get_ident())  # noqa: E731
+    monkeypatch.setattr(PinnedMemory, "pause", pause)
+    lane, block = CudaLane(FakeHost(cuda)), block_of(2)
+    lane.mark(batches_of(on_device(cuda, 1)), block[:PAGE])
+    assert cuda.registered
+    assert not paused
+    transfer = lane.submit(batches_of(on_device(cuda, 1)), block[PAGE:], lambda end: None)
+    cuda.run_until(lambda: transfer.complete)
+    assert paused
+    assert threading.get_ident() not in paused
+    lane.close()
+
+
 @pytest.mark.parametrize("why", ["the system does not pin it", "there are no pages"])
 def test_that_memory_cannot_be_made_ready_is_said_once(
     why: str, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
@@ -895,7 +913,7 @@ def test_that_memory_cannot_be_made_ready_is_said_once(
         lane.warm(there, whole, take)
         over = lane.run(lambda: None)
         cuda.run_until(over.done)
-    assert caplog.text.count("memory for copies is not made ready") == 1
+    assert caplog.text.count("memory for copies is not made ready ahead") == 1
     assert ("no pages" in caplog.text) == (why == "there are no pages")
     assert ("cannot be pinned" in caplog.text) == (why == "the system does not pin it")
     assert lane.ready_bytes(there, whole) == 0

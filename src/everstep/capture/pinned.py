@@ -214,7 +214,11 @@ class PinnedAhead:
             except (EverstepError, RuntimeError) as error:
                 # Who uses that memory all the same is told again; others do without it.
                 if not self._told:
-                    _log.warning("memory for copies is not made ready: %s", error)
+                    _log.warning(
+                        "memory for copies is not made ready ahead; training may be held up where "
+                        'it is used first, and parts="auto" takes fewer parts: %s',
+                        error,
+                    )
                 self._told = True
             with self._lock:
                 goes_on = taken_s is not None and self._pinned is pinned
