@@ -537,12 +537,25 @@ def test_a_whole_tensor_that_changes_is_found_by_name(dtype: torch.dtype) -> Non
     assert check.differing(check.take(), block) == "changes"
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 17, 1000])
-def test_at_least_eight_elements_are_looked_at(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "least"),
+    [(1, 1), (2, 2), (7, 7), (8, 8), (9, 8), (17, 8), (1000, 8), (1024, 8), (1025, 4), (99_999, 4)],
+)
+def test_so_many_elements_are_looked_at(size: int, least: int) -> None:
     live = {"t": torch.zeros(size)}
     check, _ = checked(live)
     (values,) = check.take().values.values()
-    assert min(size, 8) <= values.numel() <= 16
+    assert least <= values.numel() <= 2 * least
+
+
+@pytest.mark.parametrize(("size", "share"), [(1000, 8), (1030, 4), (4099, 4)])
+def test_what_changes_in_one_go_is_found_wherever_it_is(size: int, share: int) -> None:
+    """An eighth of a small tensor, a quarter of a large one."""
+    for begin in range(0, size - size // share, 7):
+        live = {"other": torch.zeros(3), "t": torch.zeros(size)}
+        check, block = checked(live)
+        live["t"][begin : begin + size // share] = 1.0
+        assert check.differing(check.take(), block) == "t"
 
 
 def test_tensors_on_several_devices_are_each_looked_at_where_they_are() -> None:

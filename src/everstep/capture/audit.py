@@ -24,7 +24,8 @@ from everstep.state.tensors import byte_view, host_bytes
 
 __all__ = ["Sample", "SpotCheck"]
 
-_SAMPLES = 8  # of each tensor
+_SAMPLES, _SAMPLES_OF_SMALL = 4, 8  # of each tensor
+_SMALL_BYTES = 4096  # in a page or two; each place in another takes its time to be found
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Kind = tuple[int, torch.device]  # what one packed copy can hold
@@ -70,8 +71,7 @@ class _Elements:
     def of(cls, kind: _Kind, looked: Sequence[_Looked]) -> _Elements:
         names, tensors, begins, lengths = zip(*looked, strict=True)
         width, device = kind
-        strides = np.maximum(1, np.array(lengths, np.int64) // _SAMPLES)
-        counts = -(-np.array(lengths, np.int64) // strides)
+        strides, counts = _places(np.array(lengths, np.int64), width)
         steps = _within(counts) * strides.repeat(counts)
         where = torch.from_numpy(np.array(begins, np.int64).repeat(counts) + steps)
         if device.type == "cpu":
@@ -180,6 +180,15 @@ class SpotCheck:
 
 def _gathered(addresses: npt.NDArray[np.int64], width: int) -> tuple[npt.NDArray[np.int64], Gather]:
     return addresses, Gather.at(addresses, np.dtype(f"i{width}"))
+
+
+def _places(
+    lengths: npt.NDArray[np.int64], width: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Every how many elements tensors of these lengths are looked at, and how often that is."""
+    least = np.where(lengths * width <= _SMALL_BYTES, _SAMPLES_OF_SMALL, _SAMPLES)
+    strides = np.maximum(1, lengths // least)
+    return strides, -(-lengths // strides)
 
 
 def _within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
