@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep import Recovery
+from everstep import LogOptions, Recovery
 from everstep.errors import MismatchError, StateError
 from tests.unit.world import assert_same, opened
 
@@ -45,6 +46,74 @@ def test_every_kind_comes_back_with_its_type(run_folder: Path) -> None:
     live = dict.fromkeys(DATA)
     save_and_resume(run_folder, dict(DATA), live)
     assert_same(live, DATA)
+
+
+class Holder:
+    """An object whose state may be nothing."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("method", ["sync", "lazy", "logged"])
+@pytest.mark.parametrize("live", [0.5, {"loss": 1}, [1], np.arange(3)])
+def test_none_comes_back_over_whatever_is_there(method: str, live: Any, run_folder: Path) -> None:
+    """It is a value as any other: the best loss of a run that has none yet."""
+    model = nn.Linear(2, 2)
+    state = {"model": model, "best": None, "object": Holder(None)}
+    state["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    with opened(run_folder, state, method=method, every=None) as ckpt:
+        ckpt.save()
+        state["best"], state["object"].value = copy.deepcopy(live), {"a": 1}
+        found = ckpt.rewind(0)
+        assert found.exact
+        assert state["best"] is None
+        assert state["object"].value is None
+    state["best"], state["object"] = copy.deepcopy(live), Holder("as it was made")
+    with opened(run_folder, state, method=method, every=None) as ckpt:
+        assert ckpt.resume().exact
+    assert state["best"] is None
+    assert state["object"].value is None
+
+
+def test_none_comes_back_from_the_log(run_folder: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    holder = Holder(None)
+    state = {"model": model, "optimizer": optimizer, "best": None, "object": holder}
+    seen: list[Any] = []
+    log = LogOptions(to="disk", batch_steps=1)
+    with opened(run_folder, state, method="logged", every=100, log=log) as ckpt:
+        ckpt.resume()
+        for value in (1.0, None, 2.0, None):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state["best"], holder.value = value, value
+            ckpt.step()
+            seen.append(value)
+        ckpt.wait()
+        for step in (3, 2, 4, 1):
+            state["best"], holder.value = "something else", "something else"
+            assert ckpt.rewind(step).exact
+            assert state["best"] == seen[step - 1]
+            assert holder.value == seen[step - 1]
+
+
+def test_an_object_without_state_need_not_take_any(run_folder: Path) -> None:
+    class Stateless(Holder):
+        def load_state_dict(self, value: Any) -> None:
+            raise AssertionError("there is nothing to load")
+
+    live = {"object": Stateless(None), "epoch": 0}
+    save_and_resume(run_folder, {"object": Stateless(None), "epoch": 3}, live)
+    assert live["epoch"] == 3
 
 
 def test_it_is_read_at_each_save(run_folder: Path) -> None:

@@ -269,7 +269,7 @@ def _load(
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():
         plan = plans[section]
-        if plan.tree is not None:
+        if not plan.left_out:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
     shape = ""

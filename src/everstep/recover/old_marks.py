@@ -33,7 +33,7 @@ from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.layout import Placed
 from everstep.state.log import SAMPLE, SPOT
 from everstep.state.placing import Box, Placement
-from everstep.state.providers import RestorePlan
+from everstep.state.restoring import RestorePlan
 from everstep.state.tensors import empty_like_entry, host_bytes, torch_dtype
 from everstep.state.tree import references, split
 
@@ -70,7 +70,7 @@ def restore_marks(state: State, layout: OldLayout, marks: Mapping[int, LogRecord
         raise MismatchError(f"the marks do not fit the state:\n{listed}", mismatches=mismatches)
     logged: dict[str, torch.Tensor] = {}
     for plan in plans.values():
-        for name in () if plan.tree is None else references(plan.tree):
+        for name in references(plan.tree):
             part = _part(name, view, plan, ranks)
             if part is not None:
                 logged[name] = part

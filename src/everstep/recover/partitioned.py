@@ -74,7 +74,7 @@ def _state(
     found: dict[str, Any] = {}
     for rank in ranks:
         tree = trees.get(rank, {}).get(name)
-        if tree is None or not isinstance(tree.get("state"), dict):
+        if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
             raise FormatError(f"rank {rank} has no part of {name!r} in its mark")
         if twice := found.keys() & tree["state"].keys():
             where = marks[rank].head

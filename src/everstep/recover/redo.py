@@ -37,7 +37,7 @@ from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.log import SPOT
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerProvider
-from everstep.state.providers import RestorePlan
+from everstep.state.restoring import RestorePlan
 from everstep.state.survey import same_objects
 from everstep.state.tensors import stored_form
 from everstep.state.tree import join, references, split
@@ -412,7 +412,7 @@ def put_back(
     copies: dict[int, torch.Tensor] = {}  # one of each: what was one tensor is one again
     for section in state.restore_order():
         plan = plans[section]
-        if plan.tree is None:
+        if plan.left_out:
             continue
         tensors = {}
         for name in references(plan.tree):

@@ -17,7 +17,7 @@ from everstep.state.dtensors import box_of, is_dtensor, like, local_of
 from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.placing import Box
-from everstep.state.providers import RestorePlan
+from everstep.state.restoring import RestorePlan
 from everstep.state.tensors import empty_like_entry, same_strides
 from everstep.state.tree import references
 
@@ -52,7 +52,7 @@ class Targets:
         fresh: dict[str, torch.Tensor | None] = {}
         apart = _apart(plans, entries)
         for plan in plans.values():
-            for name in () if plan.tree is None else references(plan.tree):
+            for name in references(plan.tree):
                 live = apart.get(name, plan.in_place.get(name))
                 if live is None:
                     fresh[name] = plan.like.get(name)

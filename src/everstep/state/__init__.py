@@ -1,6 +1,7 @@
 """WHAT is saved: providers, entries, objects, layout.
 
 ``providers``, ``optimizers``, ``rng``  one provider per value of the state dict
+``restoring``                           what is restored of each
 ``tree``, ``objects``                   nested state taken apart; plain objects as bytes
 ``entries``, ``layout``                 named typed byte ranges and where they lie in a file
 ``survey``, ``proofs``, ``owners``        all of it at one moment, found without walking through

@@ -26,14 +26,13 @@ from everstep.state.providers import (
     ParameterNames,
     PlainProvider,
     Provider,
-    RestorePlan,
-    Saved,
     Stateful,
     StatefulProvider,
     Unproven,
 )
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.state.refusals import snapshot
+from everstep.state.restoring import RestorePlan, Saved
 from everstep.state.rng import RngStates, collect_rng, restore_rng
 from everstep.state.share import OwnShare
 from everstep.state.sharing import Sharing
@@ -292,17 +291,16 @@ class State:
         plans: dict[str, RestorePlan] = {}
         for section, provider in self.providers.items():
             if section in left_out:
-                plans[section] = RestorePlan(None)
+                plans[section] = RestorePlan.without()
                 continue
             if section not in trees:
-                missing = [(section, "not in the checkpoint")]
-                plans[section] = RestorePlan(None, mismatches=missing)
+                plans[section] = RestorePlan.without([(section, "not in the checkpoint")])
                 continue
             if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(
                 trees[section]
             ):
                 what = "an optimizer in the checkpoint, an object with state_dict() in the state"
-                plans[section] = RestorePlan(None, mismatches=[(section, what)])
+                plans[section] = RestorePlan.without([(section, what)])
                 continue
             live: dict[str, torch.Tensor] = {}
             split(provider.collect(), section, live)
@@ -311,7 +309,7 @@ class State:
         for section in trees:
             if section not in self.providers:
                 unexpected = [(section, "in the checkpoint, not in the state")]
-                plans[section] = RestorePlan(None, mismatches=unexpected)
+                plans[section] = RestorePlan.without(unexpected)
         return plans
 
 

@@ -25,7 +25,8 @@ from everstep.state.objects import join_path
 from everstep.state.owners import Holding, Memory, holding_of
 from everstep.state.plain import is_fixed
 from everstep.state.proofs import OptimizerProof
-from everstep.state.providers import ParameterNames, RestorePlan, Saved, difference
+from everstep.state.providers import ParameterNames, difference
+from everstep.state.restoring import RestorePlan, Saved
 from everstep.state.survey import Block, Part, checked_block, look_at
 from everstep.state.tree import references, split
 
@@ -266,7 +267,7 @@ class OptimizerProvider:
         saved_groups = _named_groups(saved.tree)
         if saved_groups is None:
             problem = "no optimizer in the checkpoint, one in the state"
-            return RestorePlan(tree=None, mismatches=[(self.section, problem)])
+            return RestorePlan.without([(self.section, problem)])
         plan = RestorePlan(tree=dict(saved.tree))
         live_groups = [group["params"] for group in self.collect()["param_groups"]]
         if len(saved_groups) != len(live_groups):
@@ -280,7 +281,7 @@ class OptimizerProvider:
             plan.mismatches += self._compare_group(number, theirs, mine)
         plan.mismatches += self._of_another_class(saved.tree)
         if plan.mismatches:  # a partial optimizer is no optimizer: all of it or nothing
-            return RestorePlan(tree=None, mismatches=plan.mismatches)
+            return RestorePlan.without(plan.mismatches)
         for name, entry in saved.entries.items():
             tensor = live.get(name)
             if tensor is not None and difference(entry, tensor) is None:
@@ -301,8 +302,6 @@ class OptimizerProvider:
         return found
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        if tree is None:
-            return []
         named = self._parameters(self._names.now())
         numbers = {name: index for index, (name, _) in enumerate(named)}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -7,8 +7,7 @@ straight into live memory and what does not match, and takes the loaded tree bac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +19,7 @@ from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef
 from everstep.state.proofs import ModuleProof, canonical_key
+from everstep.state.restoring import RestorePlan, Saved
 from everstep.state.survey import Block, Part, look_at, same_objects
 from everstep.state.tensors import stored_form
 
@@ -28,8 +28,6 @@ __all__ = [
     "ParameterNames",
     "PlainProvider",
     "Provider",
-    "RestorePlan",
-    "Saved",
     "Stateful",
     "StatefulProvider",
     "Unproven",
@@ -46,34 +44,6 @@ _FSDP2_HOOKS = (
     ),
     (f"{_FSDP2}._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a base holds for one section: the object tree, and its tensors' entries by name."""
-
-    tree: Any
-    entries: Mapping[str, Entry]
-
-
-@dataclass(slots=True)
-class RestorePlan:
-    """What a provider makes of a saved section, before anything is touched.
-
-    Attributes:
-        tree: the part of the saved tree that will be restored.
-        in_place: live tensors to read straight into, by entry name.
-        like: DTensors (parameters, mostly) as which a tensor that is not there yet is spread over
-            the ranks, by entry name.
-        copied: names of tensors of which the section gets copies, wherever they are read into.
-        mismatches: ``(name, what differs)``.
-    """
-
-    tree: Any
-    in_place: dict[str, torch.Tensor] = field(default_factory=dict)
-    like: dict[str, torch.Tensor] = field(default_factory=dict)
-    copied: Collection[str] = ()
-    mismatches: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Provider(Protocol):
@@ -219,7 +189,7 @@ class ModuleProvider:
         memory = dict(self.memory())
         if not isinstance(saved.tree, dict):
             kind = "no module in the checkpoint, one in the state"
-            return RestorePlan(None, mismatches=[(self.section, kind)])
+            return RestorePlan.without([(self.section, kind)])
         for key in mine:
             if key not in saved.tree:
                 plan.mismatches.append((f"{self.section}/{key}", "not in the checkpoint"))
@@ -322,7 +292,7 @@ class StatefulProvider(Unproven):
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         if problem := _another_kind(self._value, saved.tree):
-            return RestorePlan(None, mismatches=[(self.section, problem)])
+            return RestorePlan.without([(self.section, problem)])
         spread = {name: tensor for name, tensor in live.items() if is_dtensor(tensor)}
         like = {
             name: tensor
@@ -332,8 +302,8 @@ class StatefulProvider(Unproven):
         return RestorePlan(saved.tree, like=like)
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        if tree is None:
-            return []
+        if tree is None and self._value.state_dict() is None:
+            return []  # it never has any, and may not take that
         self._value.load_state_dict(tree)
         # What it makes only once it is asked for it, it makes now: an iterator of torchdata's
         # StatefulDataLoader draws a random number, and the generators are restored behind this.
@@ -394,7 +364,7 @@ class PlainProvider(Unproven):
             if problem:
                 plan.mismatches.append((name, problem))
             plan.in_place[name] = live[name]
-        return RestorePlan(None, mismatches=plan.mismatches) if plan.mismatches else plan
+        return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         """Containers keep their identity, so other references to them see the restored data."""

@@ -17,7 +17,8 @@ from everstep.errors import UnsupportedStateError
 from everstep.state.optimizers import Named, OptimizerProvider
 from everstep.state.owners import Holding, holding_of
 from everstep.state.placing import Placement
-from everstep.state.providers import ParameterNames, RestorePlan, Saved
+from everstep.state.providers import ParameterNames
+from everstep.state.restoring import RestorePlan, Saved
 
 __all__ = ["PARTITIONED", "ZeroProvider", "acting", "is_zero"]
 
@@ -83,15 +84,13 @@ class ZeroProvider(OptimizerProvider):
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         plan = super().plan(saved, live)
-        if plan.tree is not None:
+        if not plan.left_out:
             mine = self.owned()
             state = {name: values for name, values in plan.tree["state"].items() if name in mine}
             plan.tree = {**plan.tree, "state": state}
         return plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        if tree is None:
-            return []
         named = self._parameters(self._names.now())
         numbers = {name: index for index, (name, _) in enumerate(named)}
         state = {numbers[name]: values for name, values in tree["state"].items()}
