@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -233,10 +234,24 @@ def test_a_newer_format_is_named_as_such() -> None:
         decode(header, metadata, size)
 
 
-@pytest.mark.parametrize("shape", [[0, HUGE], [HUGE, 0, HUGE], [0] * 64])
-def test_empty_entries_of_absurd_shape(shape: list[int]) -> None:
-    """They take no bytes; whatever becomes of them later, decoding them costs nothing."""
+def empty_entry(shape: list[int]) -> tuple[dict[str, Any], dict[str, Any], int]:
     header, metadata, _ = good()
     header["m/b"] = {"dtype": "U8", "shape": shape, "data_offsets": [24, 24]}
     metadata["entries"]["m/b"] |= {"global_shape": shape, "global_offset": [0] * len(shape)}
-    assert decode(header, metadata, ROOM + 24).placed[1].entry.shape == tuple(shape)
+    return header, metadata, ROOM + 24
+
+
+@pytest.mark.parametrize("shape", [[0, HUGE], [HUGE, 0, HUGE], [0] * 64])
+def test_empty_entries_of_absurd_shape(shape: list[int]) -> None:
+    """They take no bytes; torch has such tensors."""
+    found = decode(*empty_entry(shape)).placed[1].entry.shape
+    assert found == torch.empty(shape, device="cpu").shape
+
+
+@pytest.mark.parametrize("shape", [[0, 2, HUGE // 2 + 1], [0, 3, HUGE], [HUGE, 0, 2, HUGE]])
+def test_shapes_that_no_tensor_can_have(shape: list[int]) -> None:
+    """Strides are counted in 63 bits, of empty tensors, too."""
+    with pytest.raises(RuntimeError, match="overflow"):
+        torch.empty(shape, device="cpu")
+    with pytest.raises(FormatError, match="no tensor is as large as"):
+        decode(*empty_entry(shape))

@@ -351,6 +351,10 @@ REFUSED: dict[str, Change] = {
     "a list that claims to be long": put_object("d", b"\xdd\xff\xff\xff\xff"),
     "a text that claims to be long": put_object("d", b"\xdb\xff\xff\xff\xff"),
     "entries as of another update": set_entry("d/t", lsn=5),
+    "an empty entry that no tensor is as large as": both(
+        put_object("d", {"n": 9, "t": TensorRef("d/t"), "u": TensorRef("d/u")}),
+        append_entry("d/u", 0, "F32", [0, 1 << 40, 1 << 40]),
+    ),
     "an entry that is only a part": set_entry("d/t", global_shape=[8]),
     "an entry that begins elsewhere": set_entry("d/t", global_offset=[2]),
     "an entry that is spread": set_entry("d/t", placement="shard(0)"),
@@ -386,6 +390,22 @@ def test_forged_bases_alone_are_an_error(what: str, run_folder: Path) -> None:
             ckpt.resume()
         with pytest.raises(StateError):
             ckpt.save()
+
+
+def test_what_is_no_tensor_where_a_module_has_one_is_a_mismatch(run_folder: Path) -> None:
+    """Before anything is written: torch would say so half-way."""
+    make_run(run_folder)
+    tree = {"weight": (TensorRef("m/weight"),), "bias": TensorRef("m/bias")}
+    forge(run_folder, 2, put_object("m", tree))
+    live = nn.Linear(2, 3)
+    before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    with opened(run_folder, {"m": live, "d": None}) as ckpt:
+        with pytest.raises(MismatchError, match="m/weight: no tensor in the checkpoint"):
+            ckpt.resume()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in live.state_dict().items())
+        found = ckpt.resume(strict=False)
+    assert found.mismatched == (("m/weight", "no tensor in the checkpoint, one in the model"),)
+    assert torch.equal(live.weight, before["weight"])
 
 
 def test_a_model_of_a_terabyte_is_a_mismatch(run_folder: Path) -> None:

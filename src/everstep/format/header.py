@@ -8,6 +8,7 @@ known then; the header itself is written last.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -246,7 +247,10 @@ def _decode(
 
 def _entry(name: str, value: Mapping[str, Any], described: Mapping[str, Any]) -> Entry:
     _require(value["dtype"] in DTYPE_BYTES, f"{name}: unknown dtype")
-    shape = _sizes(value["shape"])
+    shape, global_shape = _sizes(value["shape"]), _sizes(described["global_shape"])
+    for sizes in (shape, global_shape):  # an empty one may claim much; strides are counted so
+        widest = math.prod(size or 1 for size in sizes[1:])
+        _require(widest <= _SIZE_MAX, f"{name}: no tensor is as large as {list(sizes)}")
     stride = described.get("stride")
     logical = described.get("logical_dtype")
     if logical is not None:
@@ -256,7 +260,7 @@ def _entry(name: str, value: Mapping[str, Any], described: Mapping[str, Any]) ->
         name,
         value["dtype"],
         shape,
-        _sizes(described["global_shape"]),
+        global_shape,
         _sizes(described["global_offset"]),
         _text(described["placement"]),
         None if stride is None else _sizes(stride),

@@ -198,8 +198,13 @@ class ModuleProvider:
             if key not in mine:
                 plan.mismatches.append((name, "in the checkpoint, not in the model"))
                 continue
-            if isinstance(value, TensorRef) and isinstance(mine[key], torch.Tensor):
-                entry, tensor = saved.entries[value.name], mine[key]
+            tensor = mine[key]
+            if not isinstance(value, TensorRef) and isinstance(tensor, torch.Tensor):
+                if key in memory:  # other state of a module may be of another kind each time
+                    plan.mismatches.append((name, "no tensor in the checkpoint, one in the model"))
+                    continue
+            elif isinstance(value, TensorRef) and isinstance(tensor, torch.Tensor):
+                entry = saved.entries[value.name]
                 problem = difference(entry, tensor)
                 if problem and not self._grows(key, entry):
                     plan.mismatches.append((name, problem))
