@@ -25,10 +25,11 @@ What lives where, in the order in which data flows; imports go down this list, n
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from everstep.version import __version__
+from everstep.version import TORCH_MIN, __version__, is_too_old
 
 if TYPE_CHECKING:
     from everstep import compress as compress
@@ -77,8 +78,28 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"everstep.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    _check_torch()
     return getattr(importlib.import_module(f"everstep.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+@functools.cache
+def _check_torch() -> None:
+    """Refuses an old torch, which pip leaves in place: everstep never replaces one."""
+    from importlib import metadata
+
+    try:
+        found = metadata.version("torch")
+    except metadata.PackageNotFoundError:  # none, which is said better by who imports it
+        return
+    if is_too_old(found):
+        from everstep.errors import UnavailableError
+
+        least = ".".join(map(str, TORCH_MIN))
+        raise UnavailableError(
+            f"torch {found} is installed, everstep needs {least} or newer",
+            hint="install a newer torch into this environment",
+        )

@@ -1,7 +1,18 @@
-"""The version of everstep."""
+"""The version of everstep, and what it needs of torch."""
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+import re
+
+__all__ = ["TORCH_MIN", "__version__", "is_too_old"]
 
 __version__ = "0.1.0"
+
+TORCH_MIN = (2, 6)
+
+
+def is_too_old(torch_version: str) -> bool:
+    """Whether a torch of this version is older than :data:`TORCH_MIN`, or has none that can be
+    read. One that leads to it (2.6.0a0, as vendors build them) is not."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
+    return numbers is None or (int(numbers[1]), int(numbers[2])) < TORCH_MIN

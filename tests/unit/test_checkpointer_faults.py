@@ -273,6 +273,18 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a shell, which does that for the command line: both must mean the same run."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("~/runs/a"), {"n": 1}) as ckpt:
+        ckpt.save()
+    assert (tmp_path / "home" / "runs" / "a" / "run.json").exists()
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_folder_of_somebody_else(run_folder: Path) -> None:
     run_folder.mkdir()
     (run_folder / "thesis.tex").write_text("precious")

@@ -638,6 +638,47 @@ def test_rm_that_crashes_is_finished_by_the_next(run: Path, place: str) -> None:
     assert not base_of(run, 1, 2).exists()
 
 
+# --- Usage errors as documents ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ls", "r", "--bogus"], "--bogus"),
+        (["rm", "r"], "--step"),
+        (["bogus"], "bogus"),
+        (["bench", "persist", "--folder", "x"], "--folder"),
+        (["plan", "bogus"], "bogus"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_usage_errors_are_documents_if_one_was_asked_for(words: list[str], message: str) -> None:
+    found = document(*words, status=ExitCode.USAGE)
+    assert (found["error"], found["exit_code"]) == ("UsageError", ExitCode.USAGE)
+    assert message in found["message"]
+    result = invoke(*words)
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+    assert message in result.stderr
+
+
+def test_a_name_that_looks_like_an_option_asks_for_nothing() -> None:
+    result = invoke("ls", "--bogus", "--", "--json")
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_inspect_of_what_is_no_regular_file(kind: str, run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    if kind == "link":
+        path.symlink_to(base_of(run) / "rank-00000.safetensors")
+    else:
+        os.mkfifo(path)
+    result = invoke("inspect", path)
+    assert result.exit_code == ExitCode.USAGE
+    assert ("is a symbolic link" if kind == "link" else "is no regular file") in result.stderr
+    assert "name the file itself" in result.stderr
+
+
 # --- du ---------------------------------------------------------------------------------
 
 

@@ -568,9 +568,12 @@ def test_whoever_has_started_it_finds_it_there(run_folder: Path) -> None:
         b.turn(2)
         clock.advance(0.1)
         assert b.over()
-    with bench(run_folder, clock=clock, linger_s=0.0) as b:
-        clock.advance(61.0)
-        assert b.over(), "nobody comes"
+    for linger_s in (0.0, 600.0):
+        with bench(run_folder, clock=clock, linger_s=linger_s) as b:
+            clock.advance(59.0)
+            assert not b.over()
+            clock.advance(2.0)
+            assert b.over(), "nobody comes: whoever has started it was interrupted"
 
 
 def test_linger(run_folder: Path) -> None:

@@ -79,6 +79,18 @@ def test_nothing_to_do_is_no_error(time: Time, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "save: 3 s\nsave: ended after 3.1 s\n"
 
 
+def test_lines_come_after_a_second_and_then_every_few(
+    time: Time, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    with progress("save", 0) as bar:
+        for _ in range(18):
+            time.now_s += 0.5
+            bar.advance(1)
+            said.append(capsys.readouterr().err)
+    assert [number / 2 + 0.5 for number, text in enumerate(said) if text] == [1.5, 5.0, 8.5]
+
+
 def test_more_than_was_said_is_no_share(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody knows how much a keeper's replica is going to write."""
     with progress("save", 0) as bar:
@@ -111,6 +123,7 @@ def test_what_may_take_long_tells_of_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Saving on close, resuming, reading back."""
+    monkeypatch.setattr(progress_module, "_LINE_FIRST_S", -1.0)
     monkeypatch.setattr(progress_module, "_LINE_EVERY_S", -1.0)
     state = {"t": torch.ones(400_000)}
     keeper = KeeperOptions(process=process)

@@ -12,7 +12,8 @@
 ``bench``   measures, next to the disk's limit and to others
 
 Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met,
-4 environment, 130 interrupted. With ``--json`` standard output carries one document.
+4 environment, 130 interrupted. With ``--json`` standard output carries one document, of errors,
+too; none where it was interrupted.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ RUN_ARGUMENT = typer.Argument(metavar="RUN", help="The run folder.", show_defaul
 LINE_CHARS_MAX = 4000
 _NAME_CHARS_MAX = 240
 _PIPE_COLUMNS = 10_000  # nothing is folded for a program that reads lines
-_JSON_ASKED = "everstep.json"
+_JSON_ASKED, _ARGUMENTS = "everstep.json", "everstep.arguments"
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of whichever click typer brings along
 _LOOK_AGAIN = 5
 _NEIGHBOURS_MAX = 1000
 
@@ -135,7 +136,13 @@ class EverstepGroup(TyperGroup):
         for arg in args:
             if "\0" in arg:
                 ctx.fail(f"'{plain(arg)}' has a NUL in it, which no path and no number has")
-        return super().parse_args(ctx, args)
+        ctx.meta.setdefault(_ARGUMENTS, list(args))  # all of them: this group is the outermost
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except _USAGE_ERROR as error:
+            _emit_usage(ctx, error)
+            raise
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the verb; errors become words (or JSON) and an exit status."""
@@ -143,6 +150,9 @@ class EverstepGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except _USAGE_ERROR as error:
+            _emit_usage(ctx, error)
+            raise
         except EverstepError as error:
             _fail(ctx, error)
 
@@ -155,6 +165,19 @@ def _fail(ctx: Any, error: EverstepError) -> NoReturn:
         for line in f"error: {error}".split("\n"):
             typer.echo(plain(line, LINE_CHARS_MAX), err=True)
     raise typer.Exit(status) from None
+
+
+def _emit_usage(ctx: Any, error: Any) -> None:
+    """A usage error as the one document, and the end of the command, if one was asked for: what is
+    wrong may come before the verb could read its options."""
+    arguments = ctx.meta.get(_ARGUMENTS, [])
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]
+    if "--json" not in arguments:
+        return
+    document = {"error": "UsageError", "message": error.format_message()}
+    emit({**document, "exit_code": int(ExitCode.USAGE)})
+    raise typer.Exit(ExitCode.USAGE) from None
 
 
 def _remember(ctx: typer.Context, value: bool) -> bool:

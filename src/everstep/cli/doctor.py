@@ -29,12 +29,12 @@ from rich.console import Console
 from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words, label, plain
 from everstep.cli._paths import absolute, kind_of
 from everstep.errors import OptionError
+from everstep.version import is_too_old
 
 __all__ = ["Check", "doctor"]
 
 _PAGE_BYTES = 4096
 _PYTHON_MIN = (3, 10)
-_TORCH_MIN = (2, 6)
 _FREE_FAIL_BYTES = 64 << 20
 _FREE_WARN_BYTES = 5 << 30
 _MEMORY_FAIL_BYTES = 64 << 20
@@ -145,12 +145,11 @@ def _torch() -> Check:
     except (ImportError, OSError) as error:
         return Check("torch", "fail", plain(str(error)), "install torch 2.6 or newer")
     version = str(torch.__version__)
-    numbers = re.match(r"(\d+)\.(\d+)", version)
     device = "CPU only"
     if torch.cuda.is_available():
         device = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)"
     found = f"{version}, {device}"
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < _TORCH_MIN:
+    if is_too_old(version):
         return Check("torch", "fail", found, "torch 2.6 or newer")
     return Check("torch", "ok", found)
 

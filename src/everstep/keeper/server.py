@@ -93,7 +93,7 @@ class Server:
         self._ending = False
         self._stopping = False
         self._alone_since_s = self._clock.monotonic_s()
-        self._alone_s_max = max(linger_s, _FIRST_TRAINER_S)
+        self._alone_s_max = _FIRST_TRAINER_S  # it holds nothing yet that is worth more
 
     @property
     def _keeper(self) -> LocalKeeper | None:

@@ -80,7 +80,7 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
 
 
 def run_path(path: str | os.PathLike[str]) -> PurePath:
-    """The absolute path of a run folder as the user gave it.
+    """The absolute path of a run folder as the user gave it; ``~`` is a home, as in a shell.
 
     Raises:
         OptionError: for what is no path, or a URL.
@@ -95,4 +95,4 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
             f"{text}: a run is written to a directory",
             hint=f"a directory on this machine, and tiers=[{text!r}] for copies there",
         )
-    return PurePath(os.path.abspath(text))
+    return PurePath(os.path.abspath(os.path.expanduser(text)))

@@ -1,7 +1,7 @@
 """Progress for everything that may take more than a second.
 
-On a terminal a bar (rich), elsewhere a plain line every few seconds; both on standard
-error, both only once the work has lasted long enough to be worth a word.
+On a terminal a bar (rich), elsewhere a plain line after a second and then every few; both on
+standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ProgressSink", "progress", "silent"]
 
 _QUIET_S = 0.5
-_LINE_EVERY_S = 3.0
+_LINE_FIRST_S, _LINE_EVERY_S = 1.0, 3.0
 
 
 class ProgressSink(Protocol):
@@ -84,7 +84,7 @@ class _Lines:
     def advance(self, amount: int) -> None:
         self._done += amount
         now_s = time.monotonic()
-        if now_s - self._last_s > _LINE_EVERY_S:
+        if now_s - self._last_s > (_LINE_EVERY_S if self._spoke else _LINE_FIRST_S):
             self._last_s, self._spoke = now_s, True
             far = f"{now_s - self._start_s:.0f} s"
             if self._total:  # there may be more behind it, of which nobody knew
