@@ -12,7 +12,7 @@ from typing import Literal
 
 from everstep.errors import OptionError, PermissionDeniedError, StorageError
 
-__all__ = ["absolute", "kind_of", "looked_at"]
+__all__ = ["absolute", "kind_of", "looked_at", "refuse_irregular"]
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _NEVER_THERE = {
@@ -57,6 +57,19 @@ def kind_of(path: PurePath) -> Literal["directory", "other"] | None:
                 raise
             return "other" if os.path.lexists(path) else None
     return "directory" if stat.S_ISDIR(mode) else "other"
+
+
+def refuse_irregular(path: PurePath) -> None:
+    """What is at a path must be a file: none is opened through a link, nor a pipe.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    with _looking_at(path):
+        mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+        raise OptionError(f"{path} is {what}", path=path, hint="name the file itself")
 
 
 def looked_at(path: Path | None) -> Path | None:

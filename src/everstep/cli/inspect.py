@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -38,7 +37,7 @@ from everstep.cli._log import (
     show_records,
     show_segments,
 )
-from everstep.cli._paths import absolute, kind_of
+from everstep.cli._paths import absolute, kind_of, refuse_irregular
 from everstep.cli.ls import STATUS_WORDS, is_gone, look
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.given import nearest
@@ -218,10 +217,7 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
     if kind_of(path) is None:
         hint = "everstep inspect RUN lists the entries of a run, --json their files"
         raise OptionError(f"there is no file {path}", path=path, hint=hint)
-    mode = os.lstat(path).st_mode
-    if not stat.S_ISREG(mode):
-        what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
-        raise OptionError(f"{path} is {what}", path=path, hint="name the file itself")
+    refuse_irregular(path)
     shard = parse_shard(path.name)
     record = None
     if shard is not None:
