@@ -14,6 +14,7 @@ from everstep.format.records import RunRecord
 from everstep.recover.held import HeldBase
 from everstep.recover.scan import Inventory, scan_run
 from everstep.seams.filesystem import FileSystem
+from everstep.seams.machine import with_home
 from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
 
 __all__ = ["open_run_folder", "refuse_unresumed", "run_path"]
@@ -95,4 +96,4 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
             f"{text}: a run is written to a directory",
             hint=f"a directory on this machine, and tiers=[{text!r}] for copies there",
         )
-    return PurePath(os.path.abspath(os.path.expanduser(text)))
+    return PurePath(os.path.abspath(with_home(text)))

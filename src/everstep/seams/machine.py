@@ -14,6 +14,7 @@ __all__ = [
     "memory_available_bytes",
     "on_own_device",
     "processor_model",
+    "with_home",
 ]
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -35,6 +36,11 @@ def memory_available_bytes() -> int:
     if limit.isdigit() and used.isdigit():
         found.append(max(0, int(limit) - int(used)))
     return min(found)
+
+
+def with_home(path: str) -> str:
+    """A path with ``~`` at its beginning replaced by the home folder, as a shell does."""
+    return os.path.expanduser(path)
 
 
 def machine_name() -> str:
