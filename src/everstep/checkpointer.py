@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError, StateError
+from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.given import named
+from everstep.keeper.calls import Calls, one_at_a_time
 from everstep.keeper.copies import seams_with_copies
 from everstep.keeper.job import job_of, open_together
 from everstep.keeper.joint import Joint
@@ -155,7 +156,7 @@ class Checkpointer:
         self._info, open_run = open_together(job, *chosen, places, peers)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._state.replays_fast = self._options.log.replay == "fast"
-        self._live_key = (self._run, self._info.rank)
+        self._live_key, self._calls = (self._run, self._info.rank), Calls(progress_timeout_s)
         close_earlier(_live.get(self._live_key), self._run)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
         made_of = self._options, self._run, open_run, self._state, self._seams, peers, places, job
@@ -166,7 +167,7 @@ class Checkpointer:
         self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
         self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
-        self._watched.watch(self._consumed)
+        self._watched.watch(self._consumed, self._calls.is_elsewhere)
         self._keeper: Keeper | None = None
         self._timeline, self._exact, self._step, self._base_due = 0, True, 0, False
         self._overwritten = Overwritten()
@@ -231,6 +232,7 @@ class Checkpointer:
         """
         return self.resume(step)
 
+    @one_at_a_time("step")
     def step(self) -> None:
         """The step is over; takes a base when one is due.
 
@@ -284,10 +286,11 @@ class Checkpointer:
 
     def _save_last(self, timeout_s: float) -> None:
         if not no_last_base(self._run, self._step, self._recorder, self._state):
-            self.save()
+            self._save()
         self.wait(timeout_s)
 
     @named("save")
+    @one_at_a_time("save")
     def save(self) -> Save:
         """Takes a base now, of the step that :meth:`step` has just ended.
 
@@ -297,15 +300,12 @@ class Checkpointer:
             StateError: between ``optimizer.step()`` and :meth:`step`: that state belongs to no
                 step, and resuming from it would repeat an update.
         """
+        return self._save()
+
+    def _save(self) -> Save:
         self._ready()
         self._updates.settle()
-        if not self._watched.is_between_steps:
-            raise StateError(
-                "save() after optimizer.step() and before ckpt.step(): this state belongs to a "
-                "step that is not over",
-                step=self._step,
-                hint="call ckpt.step() first, then ckpt.save()",
-            )
+        self._watched.refuse_between(self._step)
         return self._take(None, show=True)
 
     def _take(self, survey: Survey | None, *, show: bool, in_memory: bool = False) -> Save:
@@ -336,6 +336,7 @@ class Checkpointer:
         or what was ``declared``: waits for copies that are under way (I1, I8)."""
         self._check_open()
         self._watched.check_changing()
+        self._watched.changing = True
         self._saver.gate(None)
 
     def after_update(self, *declared: str) -> None:

@@ -10,7 +10,8 @@ between the samples, and is found by the comparison of digests between bases.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+import math
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,12 +40,32 @@ class Sample:
 
 
 class _Looked(NamedTuple):
-    """A tensor that is looked at, and its elements in the block: from which on, and how many."""
+    """A tensor that is looked at along a line: all of its elements, or those in one dimension.
+
+    Attributes:
+        line: one-dimensional, of the same memory, as integers.
+        begin: of the first element in the block, in elements.
+        step: from one to the next there.
+    """
 
     name: str
-    tensor: torch.Tensor
+    line: torch.Tensor
     begin: int
-    length: int
+    step: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _Looked:
+        """Of a tensor that is not conjugated or negated, whose rows begin there, in elements."""
+        if tensor.is_contiguous():
+            return cls(name, byte_view(tensor).view(_INTEGERS[width]), begin, 1)
+        # However it lies: along its longest dimension, from the first element on.
+        longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+        line, apart = tensor.detach(), math.prod(tensor.shape[longest + 1 :])
+        for dim in reversed(range(tensor.dim())):
+            line = line if dim == longest else line.select(dim, 0)
+        if tensor.element_size() > width:  # complex128: the real parts
+            line, apart = torch.view_as_real(line).select(-1, 0), 2 * apart
+        return cls(name, line.view(_INTEGERS[width]), begin, apart)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,19 +90,17 @@ class _Elements:
 
     @classmethod
     def of(cls, kind: _Kind, looked: Sequence[_Looked]) -> _Elements:
-        names, tensors, begins, lengths = zip(*looked, strict=True)
+        names, lines, begins, apart = zip(*looked, strict=True)
         width, device = kind
-        strides, counts = _places(np.array(lengths, np.int64), width)
+        strides, counts = _places(_each(line.numel() for line in lines), width)
         steps = _within(counts) * strides.repeat(counts)
-        where = torch.from_numpy(np.array(begins, np.int64).repeat(counts) + steps)
+        where = torch.from_numpy(_each(begins).repeat(counts) + _each(apart).repeat(counts) * steps)
         if device.type == "cpu":
-            first = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-            addresses = first.repeat(counts) + width * steps
-            return cls(kind, names, counts, where, tensors, *_gathered(addresses, width))
-        few = [
-            byte_view(tensor).view(_INTEGERS[width])[::stride]
-            for tensor, stride in zip(tensors, strides.tolist(), strict=True)
-        ]
+            first = _each(line.data_ptr() for line in lines).repeat(counts)
+            between = _each(width * line.stride(0) for line in lines).repeat(counts)
+            gathered = _gathered(first + between * steps, width)
+            return cls(kind, names, counts, where, lines, *gathered)
+        few = [line[::stride] for line, stride in zip(lines, strides.tolist(), strict=True)]
         return cls(kind, names, counts, where, few)
 
     def some(self, chosen: Sequence[bool]) -> _Elements:
@@ -109,7 +128,7 @@ class SpotCheck:
 
     Args:
         layouts: of each shard, with the offset of its body in the block.
-        tensors: live tensors by entry name; those that are not contiguous are left out.
+        tensors: live tensors by entry name; those that are conjugated or negated are left out.
         chosen: names of the entries to look at.
     """
 
@@ -126,10 +145,10 @@ class SpotCheck:
                 if not size_bytes or name not in chosen:
                     continue
                 tensor = tensors[name]
-                if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                if tensor.is_conj() or tensor.is_neg():
                     continue
                 width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
-                looked = _Looked(name, tensor, (offset + place.begin) // width, size_bytes // width)
+                looked = _Looked.of(name, tensor, width, (offset + place.begin) // width)
                 found.setdefault((width, tensor.device), []).append(looked)
         self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
 
@@ -180,6 +199,10 @@ class SpotCheck:
 
 def _gathered(addresses: npt.NDArray[np.int64], width: int) -> tuple[npt.NDArray[np.int64], Gather]:
     return addresses, Gather.at(addresses, np.dtype(f"i{width}"))
+
+
+def _each(numbers: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.array(list(numbers), np.int64)
 
 
 def _places(

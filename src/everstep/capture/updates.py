@@ -40,6 +40,9 @@ class UpdateHooks:
         told: how often the outermost call has said what it consumes.
         within: whether another optimizer was called within the outermost call.
         thread: of the outermost call.
+        failed: one has failed since the last step mark, perhaps half-way.
+        counts_failed: it counts as an update; where ranks have their numbers in common it does not.
+        is_held: whether another thread is taking a base.
     """
 
     gate: Callable[[str], None]
@@ -54,6 +57,9 @@ class UpdateHooks:
     key: str = ""
     within: bool = False
     thread: int = 0
+    failed: bool = False
+    counts_failed: bool = False
+    is_held: Callable[[], bool] = lambda: False
     _claim: threading.Lock = field(default_factory=threading.Lock)
 
     def watch(self, key: str, optimizer: Optimizer) -> None:
@@ -68,6 +74,8 @@ class UpdateHooks:
                 self._begin(key, caller)
             self.depth += 1
             self.within = self.within or key != self.key
+            while self.is_held():  # behind the claim: whoever takes a base looks at that
+                time.sleep(_LOOK_AGAIN_S)
             self.gate(key)
 
         def after(*_: Any) -> None:
@@ -116,7 +124,7 @@ class UpdateHooks:
         while True:
             with self._claim:
                 others = self.outermost is not None and self.thread != me
-                if not others or not _in_thread(self.outermost, self.thread):
+                if not others or not in_thread(self.outermost, self.thread):
                     self.settle()
                     self.outermost, self.depth, self.told = caller, 0, 0
                     self.key, self.within, self.thread = key, False, me
@@ -134,10 +142,14 @@ class UpdateHooks:
         self.lsn += 1
 
     def settle(self) -> None:
-        """No update is under way: one that has not ended has failed, perhaps half-way."""
+        """One that has not ended, and is on no stack, has failed, perhaps half-way."""
         if self.outermost is None or _on_stack(self.outermost, sys._getframe(1)):
             return
-        self.outermost, self.depth = None, 0
+        if self.thread != threading.get_ident() and in_thread(self.outermost, self.thread):
+            return
+        self.outermost, self.depth, self.failed = None, 0, True
+        if self.lost is None and self.counts_failed:
+            self.lsn += 1
         self._lose(f"an update of {self.key} has failed")
 
     def close(self) -> None:
@@ -167,7 +179,7 @@ class UpdateHooks:
             self.lost(why)
 
 
-def _in_thread(wanted: FrameType | None, thread: int) -> bool:
+def in_thread(wanted: FrameType | None, thread: int) -> bool:
     """Whether a call is on the stack of a thread, which may have ended."""
     frame = sys._current_frames().get(thread)
     return wanted is not None and _on_stack(wanted, frame)

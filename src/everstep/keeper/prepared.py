@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -74,6 +74,16 @@ class Prepared:
     _check: SpotCheck | None = None
     _versions: Versions | None = None
     _copies: Copies | None = None
+    _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
+
+    def owned_by(self, optimizer: str | None) -> frozenset[str]:
+        """Names of the gated entries of an optimizer, by its key; None: all of them."""
+        found = self._owned.get(optimizer)
+        if found is None:
+            owners = self.shape.owners
+            mine = (n for n in self.gated if optimizer in (None, owners[n].optimizer))
+            found = self._owned[optimizer] = frozenset(mine)
+        return found
 
     def plan(self, identity: ShardIdentity, *, behind_mark: bool = False) -> BasePlan:
         """The files of one base.
@@ -123,18 +133,19 @@ class Prepared:
 
     def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plans anew where tensors are others. A survey's mapping never changes: where it is the
-        same, they are."""
+        same, they are. What is planned for is noted down last: an interrupt leaves no plan that is
+        taken for one of these tensors."""
         if tensors is self._tensors:
             return
         gated = tuple(tensors[name] for name in self.gated)
         if not _same(gated, self._gated_tensors):
-            self._gated_tensors = gated
+            self._gated_tensors, self._check, self._versions = (), None, None
             self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
-            self._check = self._versions = None
+            self._gated_tensors = gated
         marked = tuple(tensors[name] for name in self.marked)
         if not _same(marked, self._marked_tensors):
-            self._marked_tensors = marked
             self._marked_batches = self._batches(tensors, frozenset(self.marked))
+            self._marked_tensors = marked
         self._tensors = tensors
 
     def _batches(

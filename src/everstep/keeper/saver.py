@@ -78,6 +78,7 @@ class _Flight:
     sample: Sample | None = None
     versions: Versions | None = None
     seen: list[int] = field(default_factory=list)
+    passed: frozenset[str] = frozenset()
     looked: bool = False
     written: str | None = None
     decided: bool = False
@@ -112,9 +113,7 @@ class Saver:
         self._options = options
         self._run = run
         self._state = state
-        self._lane = lane
-        self._channel = channel
-        self._clock = clock
+        self._lane, self._channel, self._clock = lane, channel, clock
         self._keeper: Keeper | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
@@ -235,10 +234,12 @@ class Saver:
             return
         start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
         for flight in list(self._flights):
-            ends = flight.copies.ends
-            end = flight.prepared.size_bytes if optimizer is None else ends.get(optimizer, 0)
+            # What it has got since from another one may be copied with that one's.
+            known = flight.prepared is self._prepared and self._state.updates_as_seen(optimizer)
+            key = optimizer if known else None
+            end = flight.prepared.size_bytes if key is None else flight.copies.ends.get(key, 0)
             assert flight.transfer is not None
-            self._look(flight)
+            self._look(flight, passes=flight.prepared.owned_by(key))
             if not flight.transfer.gate(end, timeout_s):
                 # Training goes on; the copy that it overtakes is worth nothing.
                 late = f"copying the state took longer than {timeout_s:g} s"
@@ -436,13 +437,14 @@ class Saver:
         finally:
             self._leave(flight)
 
-    def _look(self, flight: _Flight) -> str | None:
-        """Once, when all is copied or an update is about to begin, whatever comes first: the name
-        of an entry that was written to until then."""
+    def _look(self, flight: _Flight, passes: frozenset[str] = frozenset()) -> str | None:
+        """When all is copied, or entries (``passes``, by name) are about to be updated: the name of
+        one that was written to until then, and not by an update that was let at it before."""
         with self._lock:
-            if not flight.looked and flight.versions is not None:
-                flight.written = flight.versions.moved(flight.seen)
-            flight.looked = True
+            if not flight.looked and flight.versions is not None and flight.written is None:
+                flight.written = flight.versions.moved(flight.seen, flight.passed)
+            flight.passed |= passes
+            flight.looked = len(flight.passed) == len(flight.prepared.gated)
         return flight.written
 
     def _lose(self, flight: _Flight, error: BaseException) -> None:

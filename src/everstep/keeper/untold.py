@@ -263,30 +263,32 @@ class Untold:
         shape, tensors = survey.shape, survey.tensors
         if tensors is self._tensors and shape is self._shape:
             return  # mostly
-        self._tensors = tensors
+        self._tensors = None  # last: what an interrupt leaves half done is done again
         if shape is not self._shape:
-            self._shape = shape
             names: dict[str, list[str]] = {}
             for name, owner in shape.owners.items():
                 if owner.kind == "replayed" and owner.optimizer is not None:
                     names.setdefault(owner.optimizer, []).append(name)
             self._names = {key: tuple(found) for key, found in names.items()}
+            self._shape = shape
         self._learn_read(shape, tensors)
-        before, self._watched = self._watched, {}
+        before, watched = self._watched, dict[str, Owned]()
         for key, mine in self._names.items():
             now = {name: tensors[name] for name in mine}
             old = before.get(key)
             if old is None or not old.is_of(now):
                 others = (tensor for name, tensor in tensors.items() if name not in now)
                 old = Owned(now, map(local_of, others), self._suspects)
-            self._watched[key] = old
-        if self._watched != before:
-            all_of = (watched.tensors for watched in self._watched.values())
+            watched[key] = old
+        if watched != before:
+            all_of = (one.tensors for one in watched.values())
             # This rank's log does not replay what another one updates for it.
             left_out = updated_elsewhere(self._state)
             sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
             self._spots = Spots(sampled)
+        self._watched = watched
         self._which = which_of(self._spots, sorted(tensors))
+        self._tensors = tensors
 
     def _learn_read(self, shape: Shape, tensors: Mapping[str, torch.Tensor]) -> None:
         """What others have of the same storages moves counters, too, unless all of it is read. What

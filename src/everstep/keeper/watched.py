@@ -28,6 +28,7 @@ class Watched:
         at_mark: the state at the end of that step, where one is surveyed at each; else None.
         surveys: whether one is: there is a log, or bases that live in memory, and so a last base.
         left: training has left with an error, perhaps in the middle of a step.
+        changing: ``before_update()`` was called, and not yet ``after_update()``.
     """
 
     def __init__(self, state: State, parts: Parts, options: Options) -> None:
@@ -39,7 +40,7 @@ class Watched:
         self._multistep = parts.multistep
         self.lsn_at_mark = 0
         self.at_mark: LastMark | None = None
-        self.left = False
+        self.left = self.changing = False
         self._entries: object = None
         self._names: tuple[str, ...] = ()
         self._random: tuple[str, ...] = ()
@@ -54,8 +55,37 @@ class Watched:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether nothing was updated since the last step mark."""
-        return self._updates.lsn == self.lsn_at_mark
+        """Whether nothing was updated since the last step mark, nor is now."""
+        updates = self._updates
+        idle = updates.outermost is None and not updates.failed and not self.changing
+        return idle and updates.lsn == self.lsn_at_mark
+
+    def refuse_between(self, step: int) -> None:
+        """A base is asked for of the last step mark.
+
+        Raises:
+            StateError: the state is no longer what it was then.
+        """
+        updates = self._updates
+        if updates.outermost is not None:
+            raise StateError(
+                f"save() while {updates.key} is updating: this state belongs to no step",
+                step=step,
+                hint="call it from the training loop, behind ckpt.step()",
+            )
+        if self.changing:
+            raise StateError(
+                "save() between before_update() and after_update(): this state belongs to no step",
+                step=step,
+                hint="call after_update() first, when what is stored is as it should be",
+            )
+        if not self.is_between_steps:
+            raise StateError(
+                "save() after optimizer.step() and before ckpt.step(): this state belongs to a "
+                "step that is not over",
+                step=step,
+                hint="call ckpt.step() first, then ckpt.save()",
+            )
 
     @property
     def is_of_a_step(self) -> bool:
@@ -85,23 +115,24 @@ class Watched:
             survey: of it, where one is made at each step.
         """
         self.lsn_at_mark = self._updates.lsn
+        self._updates.failed = self.changing = False
         self.at_mark = None
         if survey is None:
             return
         shape = survey.shape
         if shape.entries is not self._entries:  # once for each shape, not at each step
-            self._entries = shape.entries
             self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
             self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
+            self._entries = shape.entries  # last: what an interrupt leaves half done is done again
         self.at_mark = LastMark.of(survey, self._names, self._random)
         if self._untold is None:
             self._look_at_all(survey)
 
     def _look_at_all(self, survey: Survey) -> None:
         if survey.tensors is not self._tensors or self._all is None:
-            self._tensors = survey.tensors
             named = survey.tensors.items()
             self._all = Owned({name: one for name, one in named if not name.startswith(_RANDOM)})
+            self._tensors = survey.tensors
         self._all.settle(self.lsn_at_mark)
 
     def consumed(self, key: str, step: int) -> None:
@@ -125,6 +156,7 @@ class Watched:
             OptionError: no function is registered for one of them.
         """
         self._state.told.check_updates(declared)
+        self.changing = False
         for pattern in declared:
             self._updates.updated()
             if self._watcher is not None:
@@ -143,13 +175,16 @@ class Watched:
             self._updates.updated()
             self.lsn_at_mark = self._updates.lsn
 
-    def watch(self, consumed: Callable[[str], None]) -> None:
+    def watch(self, consumed: Callable[[str], None], is_held: Callable[[], bool]) -> None:
         """From now on the optimizers' updates are counted, held at the gate, and told.
 
         Args:
             consumed: called with an optimizer's key; calls :meth:`consumed`.
+            is_held: whether another thread is taking a base, which an update waits for.
         """
         updates = self._updates
+        updates.is_held = is_held
+        updates.counts_failed = self._state.ranks.world == 1
         if self._watcher is not None:
             updates.consumed = consumed
             updates.applied = self._watcher.applied

@@ -243,6 +243,12 @@ class State:
             hint="close it and make a new one for the new state",
         )
 
+    def updates_as_seen(self, optimizer: str | None) -> bool:
+        """Whether an optimizer, by its key, has the parameters that it had at the last survey, as
+        far as that can be proven; None: whoever updates may have any."""
+        provider = None if optimizer is None else self.providers.get(optimizer)
+        return isinstance(provider, OptimizerProvider) and provider.has_its_parameters
+
     @property
     def sharing(self) -> Sharing | None:
         """Who writes what, of the state as it was surveyed last; None: this rank is alone."""

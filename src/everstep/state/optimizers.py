@@ -50,9 +50,8 @@ _HOOKS = "_optimizer_step_pre_hooks"
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer that updates, inside of what frameworks put around it (accelerate, Lightning).
 
-    Such a wrapper is an optimizer by its class only: no ``Optimizer.__init__`` has made it, so it
-    has no hooks, and Lightning's keeps for itself what is loaded into it. Groups and state are
-    those of the one inside; with others it would be more than a wrapper.
+    Such a wrapper is one by its class only: no ``Optimizer.__init__`` has made it, so it has no
+    hooks, and Lightning's keeps what is loaded. With groups or state of its own it is no wrapper.
     """
     while _HOOKS not in vars(optimizer):
         inner = getattr(optimizer, "optimizer", None)
@@ -107,8 +106,7 @@ class OptimizerProvider:
             )
             raise UnsupportedStateError(f"{section}: {reason}", leaves=((section, reason),))
         self.section = section
-        self._optimizer = optimizer
-        self._names = names
+        self._optimizer, self._names = optimizer, names
         self._blocks: tuple[Block, ...] = ()  # found last
         self._holding: Holding | None = None  # found last
         self._proof: OptimizerProof | None = None
@@ -139,6 +137,11 @@ class OptimizerProvider:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         names = [name for name, _ in self._parameters(self._names.now())]
         return list(dict(zip(names, parameters, strict=True)).items())
+
+    @property
+    def has_its_parameters(self) -> bool:
+        """Whether they are proven to be those that it had when it was looked at last."""
+        return self._proof is not None and self._proof.has_its_parameters(self._optimizer)
 
     @property
     def is_function_of_gradients(self) -> bool:

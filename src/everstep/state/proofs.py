@@ -434,6 +434,10 @@ class OptimizerProof:
             and (modules_hold or self._inside_watch.holds())
         )
 
+    def has_its_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether the groups are the same, with the same parameters."""
+        return same_objects(optimizer.param_groups, self._groups) and self._lists_hold()
+
     def _lists_hold(self) -> bool:
         """Whether the groups have the same lists of the same parameters."""
         lists: list[Any] = [group.get("params") for group in self._groups]

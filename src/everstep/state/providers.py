@@ -177,8 +177,8 @@ class ModuleProvider:
             part = look_at(self.collect(), self.section, self._blocks)
             self._blocks = part.blocks
             module = self._module
-            self.proof = ModuleProof.of(module, part)
             self._bare = _is_bare(self._outer)
+            self.proof = ModuleProof.of(module, part)
             if self.proof is None:
                 return part
         return self.proof.part

@@ -1,0 +1,80 @@
+"""One call at a time: a step mark, or a base, is not begun in the middle of another."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+from everstep.capture.updates import in_thread
+from everstep.errors import StateError
+
+__all__ = ["Calls", "one_at_a_time"]
+
+_LOOK_AGAIN_S = 1e-3
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Calls:
+    """The call that is under way: of a training thread, a signal handler, or another thread.
+
+    It is as long as its frame is on the stack of its thread: an interrupt at any moment leaves
+    none that never ends.
+
+    Args:
+        timeout_s: how long a call waits for one of another thread.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._now: tuple[str, int, FrameType] | None = None
+
+    def begin(self, name: str, frame: FrameType) -> None:
+        """A call begins.
+
+        Raises:
+            StateError: one is under way: in this thread, or for too long in another.
+        """
+        me, since_s = threading.get_ident(), time.monotonic()
+        while (now := self._now) is not None and in_thread(now[2], now[1]):
+            if now[1] == me:
+                raise StateError(
+                    f"{name}() in the middle of {now[0]}(): in a signal handler, perhaps",
+                    hint="set a flag there, and call it from the training loop; or use preempt=",
+                )
+            if time.monotonic() - since_s > self._timeout_s:
+                raise StateError(f"{name}() waits for {now[0]}() in another thread, which hangs")
+            time.sleep(_LOOK_AGAIN_S)
+        self._now = (name, me, frame)
+
+    def end(self) -> None:
+        """The call that has begun is over."""
+        self._now = None
+
+    def is_elsewhere(self) -> bool:
+        """Whether another thread is in one."""
+        now = self._now
+        return now is not None and now[1] != threading.get_ident() and in_thread(now[2], now[1])
+
+
+def one_at_a_time(name: str) -> Callable[[_Function], _Function]:
+    """For methods of an object with :class:`Calls` in ``_calls``."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(self: Any) -> Any:
+            calls: Calls = self._calls
+            calls.begin(name, sys._getframe())
+            try:
+                return function(self)
+            finally:
+                calls.end()
+
+        return cast("_Function", call)
+
+    return decorate
