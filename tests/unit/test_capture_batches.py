@@ -558,6 +558,33 @@ def test_what_changes_in_one_go_is_found_wherever_it_is(size: int, share: int) -
         assert check.differing(check.take(), block) == "t"
 
 
+def no_rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors whose elements do not lie in row-major order."""
+    flat = torch.arange(1, 4 * 6 * 5 * 7 + 1, device="cpu").to(dtype)
+    return {
+        "turned": flat.view(28, 30).t(),
+        "channels last": flat.view(4, 6, 5, 7).to(memory_format=torch.channels_last),
+        "every second": flat.view(20, 42)[::2, 1::3],
+        "a column": flat.view(20, 42)[:, 3],
+        "one, spread": flat[:1].expand(9, 4),
+        "small": flat[:6].view(2, 3).t(),
+    }
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.complex128]
+)
+@pytest.mark.parametrize("name", no_rows(torch.float32))
+def test_tensors_that_are_not_contiguous_are_looked_at(name: str, dtype: torch.dtype) -> None:
+    """In the places that they have in the file."""
+    tensor = no_rows(dtype)[name]
+    assert not tensor.is_contiguous()
+    check, block = checked({"before": torch.zeros(3), "t": tensor, "behind": torch.zeros(5)})
+    assert check.differing(check.take(), block) is None
+    tensor.untyped_storage().fill_(0)
+    assert check.differing(check.take(), block) == "t"
+
+
 def test_tensors_on_several_devices_are_each_looked_at_where_they_are() -> None:
     """Adam keeps its step counters in host memory, and the rest on the device."""
     live = {"step": torch.zeros(1), "weight": torch.zeros(10, device="meta")}
