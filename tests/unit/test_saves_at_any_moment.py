@@ -123,6 +123,23 @@ def test_behind_an_update_that_has_failed(method: str, run_folder: Path) -> None
         assert restored(run_folder)[1] == world.snapshot()
 
 
+def test_where_ranks_have_their_numbers_in_common_none_is_counted(run_folder: Path) -> None:
+    """Others have seen no update that failed: a base is refused all the same."""
+    world = World()
+    world.optimizer = optimizer = Failing(world.model.parameters(), lr=0.1)
+    world.state["optimizer"] = optimizer
+    with opened(run_folder, world.state, method="sync", every=None) as ckpt:
+        ckpt._updates.counts_failed = False
+        world.update()
+        ckpt.step()
+        optimizer.fails = True
+        with pytest.raises(RuntimeError, match="half-way"):
+            world.update()
+        with pytest.raises(StateError, match="this state belongs to a step that is not over"):
+            ckpt.save()
+        assert ckpt._updates.lsn == 1
+
+
 @pytest.mark.parametrize("method", [*METHODS, "logged"])
 def test_in_the_middle_of_an_update(method: str, run_folder: Path) -> None:
     """As a signal handler may be."""
