@@ -4,6 +4,7 @@ room (I10)."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,37 @@ def test_a_full_pool_pushes_back_for_a_stated_time() -> None:
     pool.acquire(4 * PAGE_BYTES, timeout_s=0)
     with pytest.raises(DeadlineError, match=r"no host memory was released within 0.01 s"):
         pool.acquire(PAGE_BYTES, timeout_s=0.01)
+
+
+@pytest.mark.parametrize("ends", ["released", "kept"])
+def test_who_has_waited_in_vain_waits_again_when_something_has_come(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a keeper that hangs each base would hold training up for the whole time."""
+    pool, waited = pool_of(4), list[float]()
+    wait_for = pool._changed.wait_for
+
+    def seen(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        assert timeout is not None
+        waited.append(timeout)
+        return wait_for(predicate, min(timeout, 0.01))
+
+    monkeypatch.setattr(pool._changed, "wait_for", seen)
+    first, second = (pool.acquire(2 * PAGE_BYTES, timeout_s=60.0) for _ in range(2))
+    for why in ("within 60 s", "since the last base was lost", "since the last base was lost"):
+        with pytest.raises(DeadlineError, match=f"no host memory was released {why}") as caught:
+            pool.acquire(4 * PAGE_BYTES, timeout_s=60.0)
+        assert "everstep ps" in str(caught.value.hint)
+    assert waited[2:] == [60.0, 0.0, 0.0]
+    if ends == "released":
+        pool.release(first)
+    else:
+        pool.keep(first, lambda: None)
+    with pytest.raises(DeadlineError, match="within 60 s"):
+        pool.acquire(4 * PAGE_BYTES, timeout_s=60.0)
+    pool.release(second)
+    pool.acquire(2 * PAGE_BYTES, timeout_s=60.0)
+    assert waited[5:] == [60.0, 60.0]
 
 
 def test_a_waiter_gets_what_is_released() -> None:

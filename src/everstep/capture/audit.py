@@ -5,7 +5,8 @@ back by its hooks; a swap of averaged weights for an evaluation, a captured CUDA
 write through NumPy is not, and tensor version counters do not move for them. So a few
 elements of every tensor are read at the step mark, in one packed copy, and compared with
 what has arrived. A change of whole tensors is found at once; one of a few elements may hide
-between the samples, and is found by the comparison of digests between bases.
+between the samples. The comparison of digests between bases finds that only where no update
+comes in between; a version counter, if it went through torch.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ class CapturePool:
         self._retired = False
         self._whole: torch.Tensor | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self._stuck = False  # nothing was released since somebody has waited in vain
 
     @property
     def whole(self) -> torch.Tensor:
@@ -128,7 +129,8 @@ class CapturePool:
                 hint=f'Budget(host_bytes={size_bytes}) or more, or method="sync"',
             )
         with self._changed:
-            room = self._wait(size_bytes, timeout_s, in_flight_max)
+            # Whoever has waited in vain once, does not again until something is released.
+            room = self._wait(size_bytes, 0.0 if self._stuck else timeout_s, in_flight_max)
         try:
             self.populate(room)
             self.arena.set_progress(room.word, 0)
@@ -174,6 +176,7 @@ class CapturePool:
         with self._changed:
             room.forget = forget
             self._kept.append(room)
+            self._stuck = False
             self._changed.notify_all()
             self._close_retired()
 
@@ -221,10 +224,12 @@ class CapturePool:
                 self._free(room)
             raise
         if not there:
+            since = "since the last base was lost" if self._stuck else f"within {timeout_s:g} s"
+            self._stuck = True
             raise DeadlineError(
-                f"no host memory was released within {timeout_s:g} s: earlier bases are "
-                "still being written",
-                hint="a longer interval, a faster disk, or a larger Budget(host_bytes=...)",
+                f"no host memory was released {since}: earlier bases are still being written",
+                hint="a longer interval, a faster disk, or a larger Budget(host_bytes=...); if "
+                "nothing is written any more, is the keeper stopped? (everstep ps)",
             )
         return found[0]
 
@@ -237,6 +242,7 @@ class CapturePool:
         for other in room.others:
             self._free(other)
         self._allocator.free(room.offset)
+        self._stuck = False
         if room.word != _NO_WORD:
             self._words.append(room.word)
         self._changed.notify_all()
