@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import StateError
 
-__all__ = ["UpdateHooks"]
+__all__ = ["UpdateHooks", "in_thread"]
 
 _TURN_S = 60.0  # for an update in another thread
 _LOOK_AGAIN_S = 0.0005
