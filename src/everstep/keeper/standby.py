@@ -180,9 +180,10 @@ class Standby:
 
     def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
         """Of what the marks of the log do not hold, as it is now; on the CPU, where the replica
-        has the same bits."""
-        names = [name for name, kind in prepared.kinds.items() if kind in ("replayed", "static")]
-        names = [name for name in names if survey.tensors[name].device.type == "cpu"]
+        has the same bits. Of rows only: it keeps other tensors as they lie in memory here."""
+        kinds, tensors = prepared.kinds.items(), survey.tensors
+        names = [name for name, kind in kinds if kind in ("replayed", "static")]
+        names = [n for n in names if tensors[n].is_cpu and tensors[n].is_contiguous()]
         live = tuple(survey.tensors[name] for name in names)
         same = len(live) == len(self._live) and all(map(operator.is_, live, self._live))
         if self._check is None or prepared is not self._prepared or not same:
