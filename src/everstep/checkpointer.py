@@ -152,8 +152,8 @@ class Checkpointer:
         named, peers = split_peers(tiers, self._options.method.tiers)
         places = validate_tiers(named, keep, peers, logs=self._options.logs)
         job = job_of(self._seams, progress_timeout_s)
-        chosen = self._options, self._seams, self._run
-        self._info, open_run = open_together(job, *chosen, places, peers)
+        chosen = self._options, self._seams, self._run, places, peers
+        self._info, open_run = open_together(job, *chosen)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._state.replays_fast = self._options.log.replay == "fast"
         self._live_key, self._calls = (self._run, self._info.rank), Calls(progress_timeout_s)
@@ -167,7 +167,7 @@ class Checkpointer:
         self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
         self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
-        self._watched.watch(self._consumed, self._calls.is_elsewhere)
+        self._watched.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
         self._timeline, self._exact, self._step, self._base_due = 0, True, 0, False
         self._overwritten = Overwritten()
@@ -204,14 +204,14 @@ class Checkpointer:
                 self._channel.undone(step)
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
-        mine, begun = self._timeline > 0, self._step > 0 or self._updates.lsn > 0
-        own = {"own": mine, "trained": mine and begun}
-        resumed, only_in_memory = self._starts.resume(step, strict=strict, **own)
-        verified = resumed.base if resumed.source == "disk" else None
-        self._updates.lsn, self._step = resumed.lsn, resumed.step
+        own, moved = self._timeline > 0, self._step > 0 or self._updates.lsn > 0
+        how = {"strict": strict, "own": own, "trained": own and moved}
+        resumed, only_in_memory = self._starts.resume(step, **how)
+        self._updates.restored(resumed.lsn)
+        self._step, base = resumed.step, resumed.base if resumed.source == "disk" else None
         self._cadence.began(resumed, again=self._timeline > 0)
         survey = self._state.survey() if self._recorder or only_in_memory else None
-        self._start_timeline(resumed.timeline, resumed.exact, verified, survey)
+        self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
         if self._recorder is not None:
             self._recorder.restored(resumed.led_from(self._state.ranks.world), survey)

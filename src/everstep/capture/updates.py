@@ -42,7 +42,7 @@ class UpdateHooks:
         thread: of the outermost call.
         failed: one has failed since the last step mark, perhaps half-way.
         counts_failed: it counts as an update; where ranks have their numbers in common it does not.
-        is_held: whether another thread is taking a base.
+        wait_for_others: called with a key, returns when no other thread is taking a base.
     """
 
     gate: Callable[[str], None]
@@ -59,7 +59,7 @@ class UpdateHooks:
     thread: int = 0
     failed: bool = False
     counts_failed: bool = False
-    is_held: Callable[[], bool] = lambda: False
+    wait_for_others: Callable[[str], None] = lambda key: None
     _claim: threading.Lock = field(default_factory=threading.Lock)
 
     def watch(self, key: str, optimizer: Optimizer) -> None:
@@ -74,8 +74,7 @@ class UpdateHooks:
                 self._begin(key, caller)
             self.depth += 1
             self.within = self.within or key != self.key
-            while self.is_held():  # behind the claim: whoever takes a base looks at that
-                time.sleep(_LOOK_AGAIN_S)
+            self.wait_for_others(key)  # behind the claim: whoever takes a base looks at that
             self.gate(key)
 
         def after(*_: Any) -> None:
@@ -140,6 +139,10 @@ class UpdateHooks:
     def updated(self) -> None:
         """An update that went past every optimizer is over."""
         self.lsn += 1
+
+    def restored(self, lsn: int) -> None:
+        """The state is that behind an update of before, whatever has failed since."""
+        self.outermost, self.depth, self.failed, self.lsn = None, 0, False, lsn
 
     def settle(self) -> None:
         """One that has not ended, and is on no stack, has failed, perhaps half-way."""

@@ -48,7 +48,10 @@ class Calls:
                     hint="set a flag there, and call it from the training loop; or use preempt=",
                 )
             if time.monotonic() - since_s > self._timeout_s:
-                raise StateError(f"{name}() waits for {now[0]}() in another thread, which hangs")
+                raise StateError(
+                    f"{name}() has waited {self._timeout_s:g} s for {now[0]}() in another thread",
+                    hint="it hangs, or takes long: save from the training loop, or with async",
+                )
             time.sleep(_LOOK_AGAIN_S)
         self._now = (name, me, frame)
 
@@ -56,10 +59,22 @@ class Calls:
         """The call that has begun is over."""
         self._now = None
 
-    def is_elsewhere(self) -> bool:
-        """Whether another thread is in one."""
-        now = self._now
-        return now is not None and now[1] != threading.get_ident() and in_thread(now[2], now[1])
+    def wait_for_others(self, who: str) -> None:
+        """Returns when no other thread is in a call; ``who``: waits for it, in words.
+
+        Raises:
+            StateError: it takes too long.
+        """
+        since_s = time.monotonic()
+        while (now := self._now) is not None and now[1] != threading.get_ident():
+            if not in_thread(now[2], now[1]):
+                return
+            if time.monotonic() - since_s > self._timeout_s:
+                raise StateError(
+                    f"{who} has waited {self._timeout_s:g} s for {now[0]}() in another thread",
+                    hint="it hangs, or takes long: save from the training loop, or with async",
+                )
+            time.sleep(_LOOK_AGAIN_S)
 
 
 def one_at_a_time(name: str) -> Callable[[_Function], _Function]:

@@ -175,15 +175,17 @@ class Watched:
             self._updates.updated()
             self.lsn_at_mark = self._updates.lsn
 
-    def watch(self, consumed: Callable[[str], None], is_held: Callable[[], bool]) -> None:
+    def watch(
+        self, consumed: Callable[[str], None], wait_for_others: Callable[[str], None]
+    ) -> None:
         """From now on the optimizers' updates are counted, held at the gate, and told.
 
         Args:
             consumed: called with an optimizer's key; calls :meth:`consumed`.
-            is_held: whether another thread is taking a base, which an update waits for.
+            wait_for_others: called before an update, which waits for a base of another thread.
         """
         updates = self._updates
-        updates.is_held = is_held
+        updates.wait_for_others = wait_for_others
         updates.counts_failed = self._state.ranks.world == 1
         if self._watcher is not None:
             updates.consumed = consumed
