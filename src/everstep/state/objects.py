@@ -64,7 +64,7 @@ import numpy as np
 import torch
 
 from everstep.errors import FormatError, UnsupportedStateError
-from everstep.state.plain import FIXED, is_plain
+from everstep.state.plain import CROWD, FIXED, is_crowded, is_plain
 from everstep.state.refusals import refusal
 
 __all__ = [
@@ -225,6 +225,8 @@ def _pairs(value: Mapping[Any, Any]) -> list[Any]:
 def _build_unique(kind: Any, parts: list[Any]) -> object:
     """A set from members, or a dict from alternating keys and values; none of them twice."""
     of_pairs = issubclass(kind, dict)
+    if is_crowded(parts[::2] if of_pairs else parts):
+        raise ValueError(f"more than {CROWD} keys or members have the same hash")
     unique = dict(zip(parts[::2], parts[1::2], strict=True)) if of_pairs else set(parts)
     if len(unique) * (2 if of_pairs else 1) != len(parts):
         raise ValueError("a key or member is there twice")
@@ -309,6 +311,7 @@ _FORMS = (
 _MARKERS = {form.tag: msgpack.ExtType(form.tag, b"") for form in _FORMS}
 _BY_TAG = {form.tag: form for form in _FORMS}
 _BY_TYPE = {form.kind: form for form in _FORMS} | dict.fromkeys(_NUMPY_SCALARS, _BY_TAG[36])
+_HASHED = frozenset((dict, OrderedDict, Counter, set, frozenset))
 _CONTAINERS = {form.kind for form in _FORMS if form.tag < 32} | {list, dict}
 
 TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FORMS})
@@ -420,6 +423,9 @@ class _Walker:
             self.found.append((path, role + reason))
             return 0
         height = 1
+        if type(value) in _HASHED and is_crowded(value):
+            reason = f"more than {CROWD} keys or members have the same hash"
+            self.found.append((path, role + reason))
         self._heights[id(value)] = _INSIDE
         for key, part, part_role in _children(value):
             if type(part) not in _NATIVE:

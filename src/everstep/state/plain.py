@@ -6,15 +6,21 @@ training thread at each save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from operator import eq
 from typing import Any, Final
 
-__all__ = ["FIXED", "is_fixed", "is_plain"]
+__all__ = ["CROWD", "FIXED", "is_crowded", "is_fixed", "is_plain"]
 
 FIXED: Final = frozenset((type(None), bool, int, float))
 """Types whose values can all be stored, and never change."""
 
+CROWD: Final = 256
+"""So many keys of a dict, or members of a set, may have one hash; nothing but malice has more."""
+
 _STR = frozenset((str,))
+_SECRETLY_HASHED = frozenset((str, bytes))
 _LEVELS = 8
 _TEXT_BYTES_MAX = 1 << 20
 
@@ -49,6 +55,21 @@ def is_fixed(value: Mapping[Any, Any]) -> bool:
         if kind not in FIXED and (kind is not tuple or not FIXED.issuperset(map(type, part))):
             return False
     return _is_named_plainly(value)
+
+
+def is_crowded(keys: Collection[Any]) -> bool:
+    """Whether more than :data:`CROWD` of these keys, or members, have the same hash: each of them
+    would be compared with all before it, and a few megabytes would take minutes.
+
+    Raises:
+        TypeError: one of them has no hash.
+    """
+    if len(keys) <= CROWD or _SECRETLY_HASHED.issuperset(kinds := set(map(type, keys))):
+        return False
+    if kinds == {int} and max(map(abs, keys)) < sys.hash_info.modulus:
+        return False  # their own hashes, but for -1
+    hashes = sorted(map(hash, keys))
+    return any(map(eq, hashes, hashes[CROWD:]))
 
 
 def _is_named_plainly(value: Mapping[Any, Any]) -> bool:
