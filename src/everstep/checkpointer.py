@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import PurePath
-from types import TracebackType
 from typing import Any
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.given import named
-from everstep.keeper.calls import Calls, one_at_a_time
+from everstep.keeper.calls import Calls, not_within, one_at_a_time
 from everstep.keeper.copies import seams_with_copies
 from everstep.keeper.job import job_of, open_together
 from everstep.keeper.joint import Joint
@@ -86,10 +85,8 @@ class Checkpointer:
             often as wastes the least time by what is measured), or None.
         keep: bases to keep.
         budget: upper bounds for host memory, disk, and what is written in a day.
-        on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or a function
-            that gets them.
-        progress_timeout_s: a transfer or base that makes no progress for so long is reported
-            as hung.
+        on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or a function.
+        progress_timeout_s: a transfer or base that gets nowhere for so long is reported as hung.
         keeper: the process that makes bases durable: where it runs, and how long it stays.
         log: where the gradient log is kept, if the method has one.
         declared: patterns (``"ema/*"``) of entries that change only between
@@ -101,11 +98,11 @@ class Checkpointer:
         tiers: places that keep copies of the bases: URLs (``"s3://bucket/prefix"``), directories
             on other disks, or :class:`~everstep.tiers.options.TierOptions`; of several ranks,
             ``"peer"`` or :class:`~everstep.tiers.options.PeerOptions`, too: the memory of the
-            keeper of the same local rank on the next node. The keeper makes them
-            behind training; :meth:`resume` takes from there what the run folder has not.
-        preempt: what to do when a signal announces that the job is going to be killed: True (the
-            same as ``Preemption()``) or a :class:`~everstep.options.Preemption`: a last
-            base at the next :meth:`step`, and :attr:`preempted`. False: signals are not touched.
+            keeper of the same local rank on the next node. The keeper makes them behind
+            training; :meth:`resume` takes from there what the run folder has not.
+        preempt: when a signal announces that the job is going to be killed: True (``Preemption()``)
+            or a :class:`~everstep.options.Preemption`: a last base at the next :meth:`step`,
+            and :attr:`preempted`. False: signals are not touched.
         seams: file system and clock; for tests.
 
     Raises:
@@ -180,6 +177,7 @@ class Checkpointer:
         _live[self._live_key] = self
 
     @named("resume", strict=bool)
+    @one_at_a_time("resume")
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restores the newest base whose bytes all verify, and takes the run over: with the new
         timeline no other process that still works on this run can commit or delete.
@@ -287,7 +285,7 @@ class Checkpointer:
     def _save_last(self, timeout_s: float) -> None:
         if not no_last_base(self._run, self._step, self._recorder, self._state):
             self._save()
-        self.wait(timeout_s)
+        self._wait(timeout_s)
 
     @named("save")
     @one_at_a_time("save")
@@ -355,6 +353,7 @@ class Checkpointer:
         self._watched.changed(declared, self._step + 1)
 
     @named("wait")
+    @not_within("wait")
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was taken is durable.
 
@@ -364,6 +363,9 @@ class Checkpointer:
         """
         self._check_open()
         check_timeout(timeout_s)
+        self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float | None) -> None:
         self._saver.finish_captures()
         if self._keeper is not None:
             keeper = self._keeper
@@ -381,11 +383,13 @@ class Checkpointer:
                     tell_if_lost_for_all(keeper, self._channel)
         self._channel.check()
 
+    @not_within("close")
     def close(self) -> None:
         """Waits until what was taken is durable and lets go of everything. Idempotent.
 
         Raises:
-            EverstepError: what failed in the background, by the policy.
+            EverstepError: what failed in the background, by the policy; a StateError in the middle
+                of :meth:`step` (in a signal handler), where it would wait for what is below it.
         """
         if not self._open or os.getpid() != self._pid:
             return
@@ -432,12 +436,7 @@ class Checkpointer:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from everstep.capture.lane import CpuTransfer
-from everstep.errors import AuditError, StateError
+from everstep.errors import AuditError, DamageError, EverstepError, StateError
 from everstep.keeper import prepared
 from everstep.keeper.calls import Calls
 from tests.unit.lanes import held
@@ -205,11 +205,12 @@ def test_between_before_update_and_after_update(run_folder: Path) -> None:
     assert restored(run_folder) == (3, world.snapshot())
 
 
-@pytest.mark.parametrize("outer", ["step", "save"])
-def test_in_the_middle_of_a_step_mark_or_of_another(
-    outer: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inner", ["save", "step", "resume", "wait", "close"])
+@pytest.mark.parametrize("outer", ["step", "save", "resume"])
+def test_in_the_middle_of_another_call(
+    outer: str, inner: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for a lock that the call below it holds."""
+    """It would wait for what the call below it holds, or has begun."""
     world, refused = World(), list[str]()
     with opened(run_folder, world.state, method="async", every=None) as ckpt:
         world.update()
@@ -217,23 +218,44 @@ def test_in_the_middle_of_a_step_mark_or_of_another(
 
         def within(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
-                with pytest.raises(StateError, match=f"in the middle of {outer}\\(\\)") as caught:
-                    ckpt.save()
+                wanted = f"{inner}\\(\\) in the middle of {outer}\\(\\)"
+                with pytest.raises(StateError, match=wanted) as caught:
+                    getattr(ckpt, inner)()
                 refused.append(str(caught.value.hint))
                 return function(*args, **options)
 
             return call
 
         cadence = ckpt._cadence
-        name = "stepped" if outer == "step" else "taken"
-        monkeypatch.setattr(cadence, name, within(getattr(cadence, name)))
+        name = {"step": "stepped", "save": "taken", "resume": "began"}[outer]
         world.update()
-        ckpt.step()
-        ckpt.save()
+        with monkeypatch.context() as patched:
+            patched.setattr(cadence, name, within(getattr(cadence, name)))
+            ckpt.step()
+            ckpt.save()
+            ckpt.wait()
+            ckpt.rewind(2)
         assert len(refused) == 1
         assert "preempt=" in refused[0]
+        ckpt.wait()
         wanted = world.snapshot()
     assert restored(run_folder) == (2, wanted)
+
+
+@pytest.mark.parametrize("inner", ["wait", "close"])
+def test_on_failure_is_called_in_the_middle_of_a_call(inner: str, run_folder: Path) -> None:
+    world = World()
+
+    def end(error: EverstepError) -> None:
+        getattr(ckpt, inner)()
+
+    with opened(run_folder, world.state, method="async", every=None, on_failure=end) as ckpt:
+        world.update()
+        ckpt._channel.post(DamageError("as if a disk had said so"))
+        with pytest.raises(StateError, match=f"{inner}\\(\\) in the middle of step\\(\\)"):
+            ckpt.step()
+        ckpt.save()
+    assert restored(run_folder) == (1, world.snapshot())
 
 
 def test_an_interrupted_call_is_over(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

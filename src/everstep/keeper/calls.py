@@ -1,4 +1,4 @@
-"""One call at a time: a step mark, or a base, is not begun in the middle of another."""
+"""One call at a time: a step mark, a base, or a resume is not begun in the middle of another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from everstep.capture.updates import in_thread
 from everstep.errors import StateError
 
-__all__ = ["Calls", "one_at_a_time"]
+__all__ = ["Calls", "not_within", "one_at_a_time"]
 
 _LOOK_AGAIN_S = 1e-3
 
@@ -43,10 +43,7 @@ class Calls:
         me, since_s = threading.get_ident(), time.monotonic()
         while (now := self._now) is not None and in_thread(now[2], now[1]):
             if now[1] == me:
-                raise StateError(
-                    f"{name}() in the middle of {now[0]}(): in a signal handler, perhaps",
-                    hint="set a flag there, and call it from the training loop; or use preempt=",
-                )
+                raise _within(name, now[0])
             if time.monotonic() - since_s > self._timeout_s:
                 raise StateError(
                     f"{name}() has waited {self._timeout_s:g} s for {now[0]}() in another thread",
@@ -54,6 +51,16 @@ class Calls:
                 )
             time.sleep(_LOOK_AGAIN_S)
         self._now = (name, me, frame)
+
+    def refuse_within(self, name: str) -> None:
+        """What waits for what a call has begun is called in the middle of that.
+
+        Raises:
+            StateError: it would wait for ever: the call is below it on the stack.
+        """
+        now = self._now
+        if now is not None and now[1] == threading.get_ident() and in_thread(now[2], now[1]):
+            raise _within(name, now[0])
 
     def end(self) -> None:
         """The call that has begun is over."""
@@ -77,18 +84,39 @@ class Calls:
             time.sleep(_LOOK_AGAIN_S)
 
 
+def _within(name: str, outer: str) -> StateError:
+    return StateError(
+        f"{name}() in the middle of {outer}(): in a signal handler, perhaps, or in on_failure=",
+        hint="set a flag there, and call it from the training loop; or use preempt=",
+    )
+
+
 def one_at_a_time(name: str) -> Callable[[_Function], _Function]:
     """For methods of an object with :class:`Calls` in ``_calls``."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
-        def call(self: Any) -> Any:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
             calls: Calls = self._calls
             calls.begin(name, sys._getframe())
             try:
-                return function(self)
+                return function(self, *args, **options)
             finally:
                 calls.end()
+
+        return cast("_Function", call)
+
+    return decorate
+
+
+def not_within(name: str) -> Callable[[_Function], _Function]:
+    """For those of its methods that wait for what such calls have begun."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            self._calls.refuse_within(name)
+            return function(self, *args, **options)
 
         return cast("_Function", call)
 
