@@ -25,6 +25,7 @@ __all__ = [
     "check_public_names",
     "check_shape",
     "check_sleeps",
+    "check_waits",
     "check_words",
     "modules_under",
 ]
@@ -272,6 +273,42 @@ def check_sleeps(module: Module) -> list[str]:
         for name, line in _names_used(module)
         if name in ("time.sleep", "asyncio.sleep")
     ]
+
+
+def check_waits(module: Module) -> list[str]:
+    """Nothing that the training thread locks can be left locked by an interrupt."""
+    about = module.name.split(".")[1:2]
+    if about in (["bench"], ["drill"], ["testing"], ["cli"]) or module.name == _CONDITIONS:
+        return []
+    return [
+        f"{module.name}:{line}: {name}: take that of {_CONDITIONS}"
+        for name, line in _called(module)
+        if name in _TORN
+    ]
+
+
+_CONDITIONS = "everstep.seams.conditions"
+_TORN = (
+    "threading.Condition",
+    "concurrent.futures.Future",
+    "queue.Queue",
+    "queue.LifoQueue",
+    "queue.PriorityQueue",
+)
+
+
+def _called(module: Module) -> Iterator[tuple[str, int]]:
+    """Names, in full, of what is called, or told to be: with what stands in brackets or without."""
+    aliases = _aliases(module)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            made = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+        elif isinstance(node, ast.keyword) and node.arg == "default_factory":
+            made = node.value
+        else:
+            continue
+        if isinstance(made, ast.Name | ast.Attribute) and (dotted := _dotted(made, aliases)):
+            yield dotted, made.lineno
 
 
 # --- Failpoints -------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_model_that_does_not_fit_leaves_no_chunk_taken(run_folder: Path) -> No
         for _ in range(30):  # more often than there are chunks
             with pytest.raises(MismatchError):
                 ckpt.resume()
-        left = ring._left + ring._free.qsize()
+        left = ring._left + len(ring._free)
         for _ in range(left):
             ring.take(1.0)
         assert left > 1

@@ -62,6 +62,11 @@ def test_tests_do_not_sleep() -> None:
     assert not found
 
 
+def test_interrupts_leave_no_lock_taken() -> None:
+    found = complaints(tidy.check_waits, SOURCES)
+    assert not found
+
+
 def test_texts_name_no_machine() -> None:
     found = []
     for path in _own_files():
@@ -266,6 +271,26 @@ def test_no_pickle() -> None:
 def test_sleep(source: str) -> None:
     assert tidy.check_sleeps(module("tests.unit.test_a", source))
     assert not tidy.check_sleeps(module("tests.unit.test_a", "import time\ntime.monotonic()"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading.Condition()",
+        "from threading import Condition as C\nC()",
+        "from concurrent.futures import Future\nFuture[None]()",
+        "import dataclasses\nfrom concurrent import futures\n"
+        "dataclasses.field(default_factory=futures.Future)",
+        "import queue\nqueue.LifoQueue()",
+    ],
+)
+def test_wait(source: str) -> None:
+    assert tidy.check_waits(module("everstep.keeper.a", source))
+    assert not tidy.check_waits(module("everstep.bench.a", source))
+    known = "import threading\nfrom everstep.seams.conditions import Condition\n"
+    assert not tidy.check_waits(
+        module("everstep.keeper.a", known + "Condition()\nthreading.Lock()")
+    )
 
 
 KNOWN = module(

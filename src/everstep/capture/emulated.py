@@ -5,7 +5,6 @@ Whatever is measured through it says so; nothing chooses it by itself.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import torch
 
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
+from everstep.seams.conditions import Condition
 
 __all__ = ["EmulatedLink"]
 
@@ -34,7 +34,7 @@ class EmulatedLink(CpuLane):
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
         self._bytes_per_s = bytes_per_s
-        self._lock = threading.Condition()
+        self._lock = Condition()
         self._marks = 0  # that go before what was submitted
         self._free_s = 0.0  # the link is, from then on
 

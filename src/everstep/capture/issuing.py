@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from everstep.seams.conditions import Outcome
 from everstep.seams.threads import IoThreads
 
 __all__ = ["Enqueued", "Issued", "Issuer", "Reached"]
@@ -69,7 +70,7 @@ class Issuer:
 
     def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
         """Has copies enqueued; ``enqueue`` says what it fails with, and behind which events."""
-        issued: Issued = Future()
+        issued: Issued = Outcome()
 
         def work() -> None:
             if not issued.set_running_or_notify_cancel():

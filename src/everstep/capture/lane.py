@@ -15,7 +15,6 @@ through; whoever updates asks the gate first.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from typing import Protocol
 import torch
 
 from everstep.capture.batches import Batch, Runs, run_batch
+from everstep.seams.conditions import Condition
 from everstep.seams.memory import copy_memory
 from everstep.seams.threads import IoThreads
 
@@ -133,7 +133,7 @@ class CpuTransfer:
     def __init__(self) -> None:
         self.awaited = False
         self.copied_s: float | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._copied = 0
         self._over = False
         self._error: BaseException | None = None

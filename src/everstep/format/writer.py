@@ -8,8 +8,6 @@ zeros and no reader of safetensors accepts it.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -22,6 +20,7 @@ from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, encode_header
 from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
+from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
 from everstep.seams.progress import ProgressSink
@@ -51,42 +50,43 @@ class ChunkRing:
     """
 
     def __init__(self, chunks: int, writers: int) -> None:
-        self._free: queue.LifoQueue[Block] = queue.LifoQueue()  # what is in the cache comes first
+        self._free: list[Block] = []  # the last is used first: it is in the cache
         self._left = chunks  # that are not made yet
-        self._making = threading.Lock()
+        self._changed = Condition()  # several threads may share the ring
         self.threads = IoThreads(writers, "everstep-io")
         self.copied = IoThreads(min(writers, _COPIED_MAX), "everstep-write")
 
     def take_free(self) -> Block | None:
         """A chunk that nobody has, if there is one. Whoever holds chunks already takes no more
         than that: two that wait for each other's would wait for ever."""
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            return self._make()
+        with self._changed:
+            return self._take_or_make()
 
     def take(self, timeout_s: float) -> Block:
         """A free chunk; chunks are made when they are first needed."""
-        if self._free.empty() and (made := self._make()) is not None:
-            return made
-        try:
-            return self._free.get(timeout=timeout_s)
-        except queue.Empty:
-            raise DeadlineError(
-                f"no chunk was transferred within {timeout_s:g} s: the storage hangs",
-                hint="look at the disk or the network file system (dmesg, df, iostat)",
-            ) from None
+        with self._changed:
+            if self._changed.wait_for(lambda: self._free or self._left, timeout_s):
+                block = self._take_or_make()
+                assert block is not None
+                return block
+        raise DeadlineError(
+            f"no chunk was transferred within {timeout_s:g} s: the storage hangs",
+            hint="look at the disk or the network file system (dmesg, df, iostat)",
+        )
 
-    def _make(self) -> Block | None:
-        with self._making:  # several threads may share the ring
-            if not self._left:
-                return None
-            self._left -= 1
+    def _take_or_make(self) -> Block | None:
+        if self._free:
+            return self._free.pop()
+        if not self._left:
+            return None
+        self._left -= 1
         return Block(CHUNK_BYTES, touch=False)
 
     def give(self, block: Block) -> None:
         """Hands a chunk back."""
-        self._free.put(block)
+        with self._changed:
+            self._free.append(block)
+            self._changed.notify()
 
     def close(self) -> None:
         """Ends the threads; transfers under way are finished first."""

@@ -24,6 +24,7 @@ from everstep.recover.audits import audit_in_words
 from everstep.recover.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
 from everstep.seams.children import Child, Ended
+from everstep.seams.conditions import Condition
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.disk import write_durably
 
@@ -108,7 +109,7 @@ class Auditor:
         self._post = post
         self._settle = settle
         self._start = start or Child
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._due = self._closed = False
         self._not_before_s = clock.monotonic_s()
         self._child: _Child | None = None

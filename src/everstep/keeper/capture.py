@@ -12,6 +12,7 @@ from everstep.format.log import SegmentBody
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.format.writer import Written
 from everstep.keeper.save import Save
+from everstep.seams.conditions import Condition
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.memory import copy_view
 from everstep.state.body import Body, Seen, pieces
@@ -144,7 +145,7 @@ class Incoming:
     def __init__(self, progress: Callable[[], int], *, timeout_s: float) -> None:
         self._progress = progress
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._objects: Mapping[str, bytes] | None = None
         self._lost: EverstepError | None = None
 

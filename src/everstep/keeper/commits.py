@@ -60,6 +60,7 @@ from everstep.recover.fence import Fence
 from everstep.recover.ranks import verify_rank
 from everstep.recover.scan import scan_base, scan_run
 from everstep.seams import Seams
+from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.mailbox import Mailbox
 from everstep.seams.progress import ProgressSink
@@ -163,7 +164,7 @@ class RankCommits:
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
         self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
         self.listened_s = self._clock.monotonic_s()
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
         self._again: list[Do] = []  # what the disk has refused
         self._withdrawing: dict[BaseId, str] = {}

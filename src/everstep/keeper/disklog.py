@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 from everstep.errors import DeadlineError
@@ -10,6 +9,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.log_batch import ENDED
 from everstep.keeper.recordable import LogKeeper
 from everstep.options import Options
+from everstep.seams.conditions import Condition
 
 __all__ = ["DiskLog"]
 
@@ -29,7 +29,7 @@ class DiskLog:
         self._timeout_s = options.progress_timeout_s
         self._channel = channel
         self._keeper: LogKeeper | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._reached = 0
         self._marks: deque[int] = deque()  # the last ones
         self._again = False

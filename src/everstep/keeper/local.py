@@ -34,6 +34,7 @@ from everstep.keeper.waiting import not_durable_yet, storage_hangs
 from everstep.recover.fence import Fence
 from everstep.recover.scan import scan_run
 from everstep.seams import Seams
+from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.mailbox import Mailbox
 from everstep.seams.progress import ProgressSink, progress, silent
@@ -191,9 +192,8 @@ class LocalKeeper:
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._changed, self._written = Condition(), _Counter()
         self._waiting: list[Capture] = []
-        self._written = _Counter()
 
     @property
     def written_bytes(self) -> int:

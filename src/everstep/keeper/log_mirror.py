@@ -48,6 +48,7 @@ from everstep.keeper.place import ROOT, CopyPlace, own_errors
 from everstep.recover.peer_log import copied
 from everstep.recover.scan import bases_with_a_log
 from everstep.seams.clock import Clock
+from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.rate import SEGMENT_OBJECTS, pace_s
@@ -110,7 +111,7 @@ class LogMirror:
         self._clock, self._post, self._lossy = clock, post, lossy
         self._batch_steps, self._leads = batch_steps, leads
         self._every_s, self._capped = pace_s(objects_per_hour), objects_per_hour is not None
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._stirred = self._flushing = self._retains = self._paused = False
         self._at_work = self._closed = self._refused = False
         self._not_before_s = clock.monotonic_s()

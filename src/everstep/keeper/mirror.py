@@ -42,6 +42,7 @@ from everstep.keeper.place import CopyPlace
 from everstep.keeper.retain_copies import CopyRetention
 from everstep.recover.scan import BaseFound, Inventory, scan_run
 from everstep.seams.clock import Clock
+from everstep.seams.conditions import Condition
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.rate import ObjectRate
@@ -109,7 +110,7 @@ class Mirror:
         self._rate = rate or ObjectRate(None, clock)
         self._place = CopyPlace(tier, timeline, self._rate)
         self._retention = CopyRetention(self._place, keep, post, timeout_s=timeout_s)
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._due = self._at_work = self._closed = self._refused = self._hurried = False
         self._published = self._paused = False
         self._not_before_s = clock.monotonic_s()

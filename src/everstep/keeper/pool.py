@@ -11,6 +11,7 @@ import torch
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
+from everstep.seams.conditions import Condition
 
 __all__ = ["CapturePool", "Room"]
 
@@ -51,7 +52,7 @@ class CapturePool:
         self._lost = lost
         self._allocator = Allocator(arena.size_bytes)
         self._words = list(range(PROGRESS_WORDS))
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._kept: list[Room] = []
         self._touching = threading.Lock()
         self._touched_to = 0

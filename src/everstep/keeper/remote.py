@@ -22,18 +22,14 @@ from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import recalled_from_wire
 from everstep.keeper.local import KeeperStats
-from everstep.keeper.messages import (
-    OBJECT_PART_BYTES,
-    begin_to_wire,
-    layout_to_wire,
-    parts_of,
-)
+from everstep.keeper.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done, failed
 from everstep.keeper.waiting import keeper_gone, keeper_silent, not_durable_yet, storage_hangs
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.held import Recalled
 from everstep.seams import Clock
+from everstep.seams.conditions import Condition
 from everstep.seams.progress import progress
 from everstep.seams.sockets import close_descriptors
 from everstep.state.layout import ShardLayout
@@ -74,7 +70,7 @@ class RemoteKeeper:
         self.lost: EverstepError | None = None
         self._connection, self._channel = connection, channel
         self._clock, self._timeout_s = clock, timeout_s
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._waiting: dict[int, Capture] = {}  # until the keeper is done with them
         self._writing: dict[int, Capture] = {}  # until they are durable or have failed
         self._replies: dict[str, tuple[dict[str, Any], list[int]]] = {}

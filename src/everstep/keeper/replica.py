@@ -23,6 +23,7 @@ from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import LoggedStep, LogStore
 from everstep.keeper.samples import Samples, check_samples
 from everstep.keeper.save import Save, done
+from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
 from everstep.state.body import pieces
@@ -130,7 +131,7 @@ class Replica:
         self._limits = limits
         self._events = events
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._busy = False  # somebody works on the state
         self._callers = 0  # who wait for that to end
         self._stirred = False

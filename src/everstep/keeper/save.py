@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from everstep.errors import AuditError, EverstepError
+from everstep.seams.conditions import Outcome
 
 __all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "follow", "telling"]
 
@@ -32,8 +33,8 @@ class Save:
 
     step: int
     timeline: int
-    staged: Future[None] = field(default_factory=Future)
-    durable: Future[int] = field(default_factory=Future)
+    staged: Future[None] = field(default_factory=Outcome)
+    durable: Future[int] = field(default_factory=Outcome)
     parked: bool = False
     in_memory: bool = False
 

@@ -35,6 +35,7 @@ from everstep.keeper.saver import Keeper, Saver
 from everstep.keeper.scheduled import Scheduler
 from everstep.options import Options
 from everstep.seams import Clock
+from everstep.seams.conditions import Outcome
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
@@ -292,7 +293,7 @@ class _PlannedLane:
         with self._lock:
             if not self._open:
                 return self._lane.run(job)
-            future: Future[None] = Future()
+            future = Outcome[None]()
             self._jobs.append((job, future))
             return future
 

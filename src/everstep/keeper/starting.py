@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from everstep.keeper.remote import RemoteKeeper
+from everstep.seams.conditions import Outcome
 
 __all__ = ["StartingKeeper"]
 
@@ -23,7 +23,7 @@ class StartingKeeper:
 
     def __init__(self, attach: Callable[[], RemoteKeeper]) -> None:
         self._attach = attach
-        self._found: Future[RemoteKeeper] = Future()
+        self._found = Outcome[RemoteKeeper]()
         self._thread = threading.Thread(
             target=self._start, name="everstep-keeper-start", daemon=True
         )

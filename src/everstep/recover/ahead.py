@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from everstep.seams.conditions import Condition
+
 __all__ = ["Ahead"]
 
 _T = TypeVar("_T")
@@ -44,7 +46,7 @@ class Ahead(Generic[_T]):
         self._count = count
         self._size_bytes = size_bytes
         self._limit_bytes = limit_bytes
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._waiting: deque[tuple[_T, int]] = deque()
         self._kept_bytes = self._held_bytes = 0
         self._ended = self._stopped = self._wanted = False

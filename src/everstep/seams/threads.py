@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from everstep.seams.conditions import Outcome
+
 __all__ = ["IoThreads"]
 
 _T = TypeVar("_T")
@@ -40,7 +42,7 @@ class IoThreads:
         """Runs ``function(*args)`` in one of the threads."""
         if not self._threads:
             self._start()
-        future: Future[_T] = Future()
+        future = Outcome[_T]()
         self._jobs.put((future, function, args))
         return future
 
