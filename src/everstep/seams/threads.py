@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -23,7 +24,8 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 class IoThreads:
     """A fixed number of threads, started when they are first needed. They end with this object,
-    too: nobody closes what an interrupted start has made.
+    too: nobody closes what an interrupted start has made. One that was interrupted is made up for
+    by the next: there are as many seats as threads, and whoever finds none ends at once.
 
     Args:
         count: number of threads.
@@ -31,16 +33,21 @@ class IoThreads:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._count = count
         self._name = name
-        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._seats = deque(range(self._count))
+        self._threads: list[threading.Thread] = []
         self._let_go: weakref.finalize[..., Any] | None = None
+        self._started = False
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
         """Runs ``function(*args)`` in one of the threads."""
-        if not self._threads:
+        if not self._started:
             self._start()
         future = Outcome[_T]()
         self._jobs.put((future, function, args))
@@ -48,26 +55,33 @@ class IoThreads:
 
     def _start(self) -> None:
         with self._lock:
+            if self._started:
+                return
             if self._let_go is None:
                 self._let_go = weakref.finalize(self, _end, self._jobs, self._count)
                 self._let_go.atexit = False  # what they have to do then, they do
-            for number in range(len(self._threads), self._count):
+            for number in list(self._seats):
                 thread = threading.Thread(
-                    target=_work, args=(self._jobs,), name=f"{self._name}-{number}", daemon=True
+                    target=_work,
+                    args=(self._jobs, self._seats),
+                    name=f"{self._name}-{number}",
+                    daemon=True,
                 )
-                thread.start()
                 self._threads.append(thread)
+                thread.start()
+            self._started = True
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads after the work that was submitted; a hung one is left behind."""
         with self._lock:
-            threads, self._threads = self._threads, []
-            if self._let_go is not None:
-                self._let_go.detach()
-                self._let_go = None
-        _end(self._jobs, len(threads))
+            threads, jobs, let_go = self._threads, self._jobs, self._let_go
+            self._begin()
+        if let_go is not None:
+            let_go.detach()
+            _end(jobs, self._count)
         for thread in threads:
-            thread.join(timeout_s)
+            if thread.is_alive():
+                thread.join(timeout_s)
 
 
 def _end(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
@@ -76,7 +90,11 @@ def _end(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
         jobs.put(None)
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _work(jobs: queue.SimpleQueue[_Job | None], seats: deque[int]) -> None:
+    try:
+        seats.popleft()
+    except IndexError:
+        return
     while (job := jobs.get()) is not None:
         future, function, args = job
         if not future.set_running_or_notify_cancel():
