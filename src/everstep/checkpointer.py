@@ -400,7 +400,7 @@ class Checkpointer:
             failed += wait_through(self.wait, lambda: self._keepers.gave_up, again)
             over = True  # or it was interrupted
         finally:
-            about = self._run, self._recorder, self._keeper, self._last, failed
+            about = self._run, self._recorder, self._keeper, self._last
             self._release(stay=stay or must_stay(*about, over=over, needed=self._keeper_stays))
         raise_first(failed)
 

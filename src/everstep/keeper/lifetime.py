@@ -269,8 +269,9 @@ def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: Sta
     """Whether the end of training takes no base, since nobody would want to go on from it: its
     parameters are not finite. Says so."""
     bad = None if recorder is None else recorder.nonfinite.first
-    if bad is None or not nonfinite_parameter(state):
+    if recorder is None or bad is None or not nonfinite_parameter(state):
         return False
+    recorder.nonfinite.given_up = True
     before = "" if bad.step is None else f"; ckpt.rewind({bad.step - 1}) before it keeps what was"
     print(
         f"everstep: {run}: no last base is taken of step {step}, whose parameters are not finite "
@@ -360,23 +361,22 @@ def must_stay(
     recorder: Recorder | None,
     keeper: Keeper | None,
     last: Save | None,
-    failed: Sequence[EverstepError],
     *,
     over: bool,
     needed: bool,
 ) -> bool:
     """Whether the keeper is to stay behind a ``close()``: what was to make it superfluous failed,
-    or was interrupted. Says so, where nobody else has the log.
+    now or before, whoever has heard of it, or was interrupted, or was not even tried, as behind a
+    resume that was. Says so, where nobody else has the log.
 
     Args:
         last: the base that was to hold what the log has, if one was taken.
-        failed: what failed.
         over: it was not interrupted.
         needed: other ranks need what it has, or it alone has bases.
     """
     if needed and (not over or is_lost(last)):
         return True
-    if (over and not failed) or recorder is None or not recorder.rooms.is_ahead:
+    if recorder is None or recorder.nonfinite.given_up or not recorder.rooms.is_ahead:
         return False
     return _tell_who_has_the_log(keeper, f"{run}: no last base", sys.stderr)
 

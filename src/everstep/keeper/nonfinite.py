@@ -25,13 +25,19 @@ class NonFinite:
     Attributes:
         first: of the first update since the state was restored that has consumed something that is
             not finite.
+        given_up: nobody would go on from the last step because of it.
         tell: gets each that is found, in any thread.
     """
 
     def __init__(self, channel: BackgroundChannel, *, watched: bool) -> None:
         self._channel, self._watched = channel, watched
-        self.first: NonFiniteError | None = None
         self.tell: Callable[[NonFiniteError], None] = self.report
+        self.begin()
+
+    def begin(self) -> None:
+        """The state was restored, or training begins."""
+        self.first: NonFiniteError | None = None
+        self.given_up = False
 
     def report(self, error: NonFiniteError, *, first: bool = False) -> None:
         """The training thread hears of it at its next call.

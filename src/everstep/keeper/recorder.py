@@ -96,7 +96,7 @@ class Recorder:
 
     Attributes:
         base_due: why the log cannot go on without a new base; None if it can.
-        base_step: of the newest base that was asked for.
+        base_step: of the newest base that was asked for, and has not failed.
         disk: which records go to disk.
         rooms: the memory of records.
         overrun: called when there is no memory for a record, though there is a replica.
@@ -130,8 +130,7 @@ class Recorder:
         self.overrun: Callable[[], None] = lambda: None
         self.unseen: Callable[[], None] = lambda: None
         self._under: _Under | None = None
-        self._layouts = Layouts()
-        self._declared = DeclaredLog(state)
+        self._layouts, self._declared = Layouts(), DeclaredLog(state)
         log = options.method.log
         ratio = options.log.ratio if log == "adaptive" else None
         self._consumption = Consumption(state, lossy_ratio=ratio, sparse=log == "topk")
@@ -171,7 +170,7 @@ class Recorder:
         self._drop()
         self._timeline, self._exact = timeline, exact
         self._opened.began(timeline)
-        self.nonfinite.first = None
+        self.nonfinite.begin()
         self.rooms.start(Into(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
@@ -277,7 +276,7 @@ class Recorder:
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
         self.untold.follows_base = True
-        self.base_step = save.step
+        before, self.base_step = self.base_step, save.step
         self.rooms.half_full = False
         self.disk.base_taken(self.rooms.number)
         into = self.rooms.into
@@ -290,6 +289,7 @@ class Recorder:
                 self.rooms.base_durable(save.step)
             else:  # the keeper has nothing of it any more
                 self._leads_here = False
+                self.base_step = before if self.base_step == save.step else self.base_step
             self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)

@@ -1,0 +1,147 @@
+"""What the log in memory has is not let go by a ``close()`` behind something that went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.errors import EverstepError, RecoveryError, StorageError
+from everstep.format.names import base_dir, shard_name
+from everstep.keeper import starts
+from everstep.keeper.registry import list_keepers
+from everstep.recover.report import Recovery
+from everstep.recover.resume import resume
+from tests.unit.test_last_mark import Training, resumed, same
+
+STEPS = 7
+
+
+def train(it: Training, ckpt: Any, steps: int) -> list[Any]:
+    for _ in range(steps):
+        it.train()
+        ckpt.step()
+    return it.seen()
+
+
+def in_the_way(run: Path, step: int) -> Path:
+    """From now on no base of this step can be written."""
+    found = Path(base_dir(run, 1, step) / shard_name(0))
+    found.mkdir(parents=True)
+    return found
+
+
+def comes_back(run: Path, step: int, wanted: list[Any]) -> Recovery:
+    recovery, found = resumed(run)
+    assert (recovery.step, recovery.exact) == (step, True)
+    assert same(found, wanted)
+    assert str(run) not in [keeper.run for keeper in list_keepers()]
+    return recovery
+
+
+@pytest.mark.parametrize("again", [None, STEPS - 1, STEPS])
+@pytest.mark.parametrize("leaves", ["close", "raise"])
+def test_a_resume_that_was_interrupted(
+    leaves: str,
+    again: int | None,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The state in memory is that of no step, so there is no last base."""
+    it = Training()
+
+    def interrupted(*args: Any, on_touch: Callable[[], None], **options: Any) -> Any:
+        def touch() -> None:
+            on_touch()
+            raise KeyboardInterrupt
+
+        return resume(*args, on_touch=touch, **options)
+
+    with contextlib.ExitStack() as stack, pytest.raises(KeyboardInterrupt):
+        ckpt = it.opened(run_folder)
+        if leaves == "close":
+            stack.callback(ckpt.close)
+        else:
+            stack.push(ckpt)
+        ckpt.resume()
+        wanted = train(it, ckpt, STEPS)
+        monkeypatch.setattr(starts, "resume", interrupted)
+        ckpt.resume(again)
+    monkeypatch.setattr(starts, "resume", resume)
+    assert "the keeper" in (said := capfd.readouterr().err)
+    assert "for a while; resume() has them" in said
+    comes_back(run_folder, STEPS, wanted)
+
+
+@pytest.mark.parametrize("policy", ["warn", "function", "raise"])
+def test_a_last_base_of_which_somebody_else_has_heard(
+    policy: str, run_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    it, heard = Training(), list[EverstepError]()
+    how: dict[str, Any] = {"warn": "warn", "function": heard.append, "raise": "raise"}
+    ckpt = it.opened(run_folder, on_failure=how[policy])
+    ckpt.resume()
+    wanted = train(it, ckpt, STEPS)
+    ckpt.wait()
+    stone = in_the_way(run_folder, STEPS)
+    with contextlib.ExitStack() as stack:
+        if policy == "raise":
+            stack.enter_context(pytest.raises(StorageError))
+        elif policy == "warn":
+            stack.enter_context(pytest.warns(RuntimeWarning, match="base"))
+        ckpt.close()
+    assert len(heard) == (policy == "function")
+    assert "for a while; resume() has them" in capfd.readouterr().err
+    stone.rmdir()
+    comes_back(run_folder, STEPS, wanted)
+
+
+@pytest.mark.parametrize("step", [5, STEPS])
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_base_whose_failure_was_raised_before(mended: bool, step: int, run_folder: Path) -> None:
+    """``close()`` takes another, and if that fails as well, the keeper stays."""
+    it = Training()
+    ckpt = it.opened(run_folder)
+    ckpt.resume()
+    train(it, ckpt, 2)
+    ckpt.wait()
+    stone = in_the_way(run_folder, step)
+    wanted = train(it, ckpt, step - 2)
+    ckpt.save()
+    with pytest.raises(StorageError):
+        ckpt.wait()
+    if mended:
+        stone.rmdir()
+        ckpt.close()
+    else:
+        with pytest.raises(StorageError):
+            ckpt.close()
+        stone.rmdir()
+    comes_back(run_folder, step, wanted)
+
+
+def test_what_was_undone_is_not_kept(run_folder: Path) -> None:
+    """Nor does a keeper stay without need: training went back, and has a base of that."""
+    it = Training()
+    ckpt = it.opened(run_folder)
+    ckpt.resume()
+    train(it, ckpt, STEPS)
+    ckpt.rewind(6)
+    wanted = it.seen()
+    ckpt.close()
+    assert comes_back(run_folder, 6, wanted).source == "disk"
+
+
+def test_a_resume_that_fails_leaves_the_log_where_it_is(run_folder: Path) -> None:
+    it = Training()
+    ckpt = it.opened(run_folder)
+    ckpt.resume()
+    wanted = train(it, ckpt, STEPS)
+    with pytest.raises(RecoveryError):
+        ckpt.rewind(99)
+    ckpt.close()
+    assert comes_back(run_folder, STEPS, wanted).source == "disk"
