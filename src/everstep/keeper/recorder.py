@@ -31,10 +31,10 @@ from everstep.keeper.log_marks import Objects, copy_now
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.nonfinite import NonFinite
 from everstep.keeper.peering import let_go_early
-from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.pool import CapturePool
 from everstep.keeper.recordable import Layouts, LogKeeper, Replaced, digest_of
 from everstep.keeper.retry import Retry
-from everstep.keeper.rooms import Into, LogRooms
+from everstep.keeper.rooms import Into, Loan, LogRooms
 from everstep.keeper.save import Save, as_ours
 from everstep.keeper.untold import Untold
 from everstep.options import Options
@@ -58,15 +58,14 @@ class _Under:
     Attributes:
         end: of its bytes.
         job: tells the keeper of it, behind the copies.
-        room: taken for it.
+        loan: of the memory for it.
         calls: of the optimizer's closure.
     """
 
     transfer: Transfer
     end: int
     job: Callable[[], None]
-    into: Into
-    room: Room
+    loan: Loan
     calls: int = 1
 
 
@@ -222,8 +221,8 @@ class Recorder:
                 elif under.calls > 1:
                     self._hole(f"{key} calls its closure more than once")
                 else:
-                    self._under = None
                     self._lane.run(under.job)
+                    self._under = None
             finally:
                 self._drop()
 
@@ -357,9 +356,10 @@ class Recorder:
             return None
         head, layout = self._head("update", step, lsn), consumed.layout
         timeout_s = self._options.progress_timeout_s
-        with self._room(layout.size_bytes) as room:
-            if room is None:
+        with self._lent(layout.size_bytes) as loan:
+            if loan is None:
                 return None
+            room = loan.room
             if consumed.in_host_memory:  # pinning takes the pages
                 self._lane.run(lambda: into.pool.populate(room))
             transfer = self._lane.submit(consumed.batches, into.part(room), lambda end: None)
@@ -373,9 +373,9 @@ class Recorder:
                 return {name: encode(about, checked=True)}
 
             def job() -> None:
-                self._tell(into, head, layout, room, objects)
+                self._tell(loan, head, layout, objects)
 
-            return _Under(transfer, layout.size_bytes, job, into, room)
+            return _Under(transfer, layout.size_bytes, job, loan)
 
     def _copy_now(
         self,
@@ -392,25 +392,26 @@ class Recorder:
         into = self.rooms.into
         assert into is not None
         layout = self._layouts.of(named)
-        with self._room(layout.size_bytes) as room:
-            if room is None:
+        with self._lent(layout.size_bytes) as loan:
+            if loan is None:
                 return None
-            into.pool.populate(room)
-            of_mark = layout, named, into.part(room), objects, self._options.progress_timeout_s
+            into.pool.populate(loan.room)
+            of_mark = layout, named, into.part(loan.room), objects, self._options.progress_timeout_s
             objects = copy_now(self._lane, *of_mark)
-            return self._lane.run(lambda: self._tell(into, head, layout, room, objects, ran))
+            return self._lane.run(lambda: self._tell(loan, head, layout, objects, ran))
 
     def _tell(
         self,
-        into: Into,
+        loan: Loan,
         head: RecordHead,
         layout: ShardLayout,
-        room: Room,
         objects: Objects,
         ran: frozenset[str] = frozenset(),
     ) -> None:
         """In the lane's thread, behind the copies: the record is whole."""
-        number = None
+        if not loan.end():
+            return  # training was interrupted as it handed it over
+        into, room, number = loan.into, loan.room, None
         try:
             encoded = objects()
             failpoint("log.before_record")
@@ -433,7 +434,7 @@ class Recorder:
                 into.release(room)
 
     @contextlib.contextmanager
-    def _room(self, size_bytes: int) -> Iterator[Room | None]:
+    def _lent(self, size_bytes: int) -> Iterator[Loan | None]:
         """Memory for a record; None, and a new base is due, if there is none. In an error it is
         given back."""
         into, room = self.rooms.into, self.rooms.take(size_bytes)
@@ -448,21 +449,19 @@ class Recorder:
             self._hole("there is no host memory for the log")
             if self.rooms.relieved_to() is not None:
                 self.overrun()
+        loan = None if room is None else Loan(into, room)
         try:
-            yield room
+            yield loan
         except BaseException:
-            if room is not None:
-                self._give_back(into, room)
+            if loan is not None:
+                self._lane.run(loan.give_back)  # behind the copies into it
             raise
-
-    def _give_back(self, into: Into, room: Room) -> None:
-        self._lane.run(lambda: into.release(room))  # behind the copies into it
 
     def _drop(self) -> None:
         """The update that is being copied will not be recorded, if there is one."""
         under, self._under = self._under, None
         if under is not None:
-            self._give_back(under.into, under.room)
+            self._lane.run(under.loan.give_back)
 
     def _head(
         self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""

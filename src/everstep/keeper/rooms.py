@@ -13,7 +13,7 @@ from everstep.keeper.disklog import DiskLog
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.recordable import LogKeeper
 
-__all__ = ["Into", "LogRooms"]
+__all__ = ["Into", "Loan", "LogRooms"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,27 @@ class Into:
     def release(self, room: Room) -> None:
         """Gives a room back that no record has come to lie in."""
         self.pool.release(room)
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A room that was taken for a record. Either the record comes to lie there, or it is given
+    back: in the lane's thread, behind the copies, and whatever comes first. An interrupt may ask
+    for the second behind the first."""
+
+    into: Into
+    room: Room
+    over: bool = False
+
+    def end(self) -> bool:
+        """Whether it was not over yet."""
+        first, self.over = not self.over, True
+        return first
+
+    def give_back(self) -> None:
+        """Nothing comes to lie there, or it does already."""
+        if self.end():
+            self.into.release(self.room)
 
 
 @dataclass(slots=True, eq=False)
