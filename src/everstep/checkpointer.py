@@ -202,8 +202,8 @@ class Checkpointer:
                 self._channel.undone(step)
             self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
-        own, moved = self._timeline > 0, self._step > 0 or self._updates.lsn > 0
-        how = {"strict": strict, "own": own, "trained": own and moved}
+        own = self._timeline > 0
+        how = {"strict": strict, "own": own, "trained": own and self._watched.has_moved(self._step)}
         resumed, only_in_memory = self._starts.resume(step, **how)
         self._updates.restored(resumed.lsn)
         self._step, base = resumed.step, resumed.base if resumed.source == "disk" else None
@@ -213,7 +213,7 @@ class Checkpointer:
         self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
         if self._recorder is not None:
             self._recorder.restored(resumed.led_from(self._state.ranks.world), survey)
-        self._watched.marked(survey)
+        self._watched.started(survey, fresh=resumed.base is None)
         if resumed.base is not None:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)

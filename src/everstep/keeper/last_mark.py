@@ -8,7 +8,7 @@ version counters tell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from everstep.seams.memory import copy_memory
 from everstep.state.survey import Survey
 
-__all__ = ["LastMark", "Tag", "tag_of"]
+__all__ = ["FreshStart", "LastMark", "Tag", "tag_of"]
 
 Tag = tuple[int, int | None]
 """What :func:`tag_of` gives."""
@@ -59,6 +59,33 @@ class LastMark:
         statistics unseen, but counts batches where it is seen.
         """
         return self._tags == tuple(map(tag_of, self._tensors))
+
+
+class FreshStart:
+    """The state as the program has made it, before anything trains.
+
+    Args:
+        survey: of it.
+        random: names of the states of random generators, which each survey copies.
+    """
+
+    def __init__(self, survey: Survey, random: Collection[str]) -> None:
+        self._random = {name: survey.tensors[name].clone() for name in random}
+        named = survey.tensors.items()
+        self._tensors = {name: one for name, one in named if name not in self._random}
+        self._tags = {name: tag_of(tensor) for name, tensor in self._tensors.items()}
+        self._objects = survey.objects()
+
+    def is_that_of(self, survey: Survey) -> bool:
+        """Whether nothing was changed since, as far as version counters tell."""
+        tensors = survey.tensors
+        return (
+            tensors.keys() == self._tags.keys() | self._random.keys()
+            and all(tensors[name] is one for name, one in self._tensors.items())
+            and all(tag_of(tensors[name]) == tag for name, tag in self._tags.items())
+            and all(torch.equal(tensors[name], one) for name, one in self._random.items())
+            and survey.objects() == self._objects
+        )
 
 
 def tag_of(tensor: torch.Tensor) -> Tag:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
-from everstep.keeper.last_mark import LastMark
+from everstep.keeper.last_mark import FreshStart, LastMark
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
@@ -45,6 +45,7 @@ class Watched:
         self._names: tuple[str, ...] = ()
         self._random: tuple[str, ...] = ()
         self._tensors: object = None
+        self._fresh: FreshStart | None = None
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
 
     def leave(self) -> None:
@@ -108,13 +109,34 @@ class Watched:
             return None
         return mark.survey
 
+    def started(self, survey: Survey | None, *, fresh: bool) -> None:
+        """The state is that of a start, which was surveyed, perhaps.
+
+        Args:
+            fresh: nothing was restored: it is as the program has made it.
+        """
+        self.marked(survey)
+        if fresh:
+            there = survey or self._state.survey()
+            names = [name for name in there.tensors if name.startswith(_RANDOM)]
+            self._fresh = FreshStart(there, names)
+
+    def has_moved(self, step: int) -> bool:
+        """Whether the state may be another than that of a fresh start: there was a step, or one
+        that failed, of which its first forward may have drawn random numbers or counted batches."""
+        updates = self._updates
+        updates.settle()
+        if step > 0 or updates.lsn > 0 or updates.failed or self.changing:
+            return True
+        return self._fresh is not None and not self._fresh.is_that_of(self._state.survey())
+
     def marked(self, survey: Survey | None = None) -> None:
         """The state is that of a step that is over.
 
         Args:
             survey: of it, where one is made at each step.
         """
-        self.lsn_at_mark = self._updates.lsn
+        self.lsn_at_mark, self._fresh = self._updates.lsn, None
         self._updates.failed = self.changing = False
         self.at_mark = None
         if survey is None:

@@ -7,7 +7,7 @@ import torch
 from everstep.capture.probe import Probe
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
-from everstep.recover.tensors import tensor_of
+from everstep.recover.tensors import tensor_of, write_into
 from everstep.replay.exactness import Exactness
 from everstep.state.image import State
 from everstep.state.layout import Placed
@@ -99,5 +99,4 @@ def _put(target: torch.Tensor | None, record: LogRecord, place: Placed) -> None:
     source = tensor_of(record, place)
     if target is None or (target.shape, target.dtype) != (source.shape, source.dtype):
         raise FormatError(f"{record.head} has another {place.entry.name!r} than the state")
-    with torch.no_grad():
-        target.copy_(source)
+    write_into(target, source)

@@ -22,7 +22,7 @@ from everstep.recover.conditions import uneven_denormals
 from everstep.recover.declared import DeclaredRedo
 from everstep.recover.marks import logs_less
 from everstep.recover.sharded import as_live, replayer_of
-from everstep.recover.tensors import tensor_of
+from everstep.recover.tensors import tensor_of, write_into
 from everstep.recover.unknown import UnknownClassError
 from everstep.recover.updates import class_for, update_of
 from everstep.replay.engine import Replayer
@@ -333,8 +333,7 @@ class Redo:
     def _put(self, mark: LogRecord, names: Sequence[str]) -> None:
         for place in mark.layout.placed:
             if place.entry.name in names:
-                with torch.no_grad():
-                    local_of(self._live[place.entry.name]).copy_(tensor_of(mark, place))
+                write_into(local_of(self._live[place.entry.name]), tensor_of(mark, place))
 
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
@@ -424,8 +423,7 @@ def put_back(
                 tensors[name] = live[name] if source is None else copies[id(source)]
                 continue
             if source is not None:
-                with torch.no_grad():
-                    local_of(target).copy_(source)
+                write_into(local_of(target), source)
             tensors[name] = target
         notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
     return notes

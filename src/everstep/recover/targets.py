@@ -11,7 +11,7 @@ import torch
 from everstep.errors import FormatError
 from everstep.recover.nonfinite import are_finite, optimized
 from everstep.recover.reshard import View
-from everstep.recover.tensors import as_it_lay
+from everstep.recover.tensors import as_it_lay, write_into
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import box_of, is_dtensor, like, local_of
 from everstep.state.entries import Entry
@@ -92,7 +92,7 @@ class Targets:
     def finish(self) -> dict[str, torch.Tensor]:
         """The tensors, all of whose bytes have come."""
         for source, live in self.copies:
-            _write_into(live, source)
+            write_into(live, source)
         for name, (entry, template) in self.spread.items():
             self.tensors[name] = like(template, entry, self.memory[name][0])
         turned: dict[int, torch.Tensor] = {}  # each once, whatever its names
@@ -220,12 +220,3 @@ def _is_dense(entry: Entry) -> bool:
 def _readable_in_place(tensor: torch.Tensor) -> bool:
     plain = not tensor.is_conj() and not tensor.is_neg()
     return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
-
-
-def _write_into(live: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies into a live tensor; of an expanded dimension only the one element there is."""
-    with torch.no_grad():
-        for dim, stride in enumerate(live.stride()):
-            if stride == 0 and live.shape[dim] > 1:
-                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-        live.copy_(source)

@@ -12,7 +12,7 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout import Placed
 from everstep.state.tensors import torch_dtype
 
-__all__ = ["as_it_lay", "tensor_of"]
+__all__ = ["as_it_lay", "tensor_of", "write_into"]
 
 
 def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
@@ -46,6 +46,15 @@ def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
     strided = torch.empty_strided(tuple(tensor.shape), tuple(stride), dtype=tensor.dtype)
     return strided.copy_(tensor).expand(shape)
+
+
+def write_into(live: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies into a live tensor; of an expanded dimension only the one element there is."""
+    with torch.no_grad():
+        for dim, stride in enumerate(live.stride()):
+            if stride == 0 and live.shape[dim] > 1:
+                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        live.copy_(source)
 
 
 def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""A second ``resume()`` where nothing is to be restored: the state must be as it was at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep import Checkpointer
+from everstep.errors import RecoveryError
+from tests.unit.test_last_mark import Training
+
+METHODS = ["lazy", "sync", "logged"]
+
+
+def half_an_update(it: Training) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    it.model(torch.randn(4, 8)).pow(2).sum().backward()
+    fake = it.optimizer.register_step_pre_hook(fails)
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            it.optimizer.step()
+    finally:
+        fake.remove()
+
+
+def in_place(it: Training) -> None:
+    with torch.no_grad():
+        it.model[1].weight.mul_(0.5)
+
+
+def replaced(it: Training) -> None:
+    it.model[1].weight.data = it.model[1].weight.detach().clone()
+
+
+MOVES: dict[str, Callable[[Training], Any]] = {
+    "a forward": lambda it: it.model(torch.randn(4, 8)),
+    "random numbers": lambda it: torch.rand(1),
+    "an update that failed": half_an_update,
+    "a write": in_place,
+    "other memory": replaced,
+    "data": lambda it: it.data.update(at=3),
+    "a rate": lambda it: it.optimizer.param_groups[0].update(lr=0.5),
+}
+
+
+def opened(it: Training, run: Path, method: str) -> Checkpointer:
+    state = {"model": it.model, "optimizer": it.optimizer, "data": it.data}
+    return Checkpointer(run, state, method=method, every=5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("what", MOVES)
+def test_what_has_moved_is_not_called_step_0(what: str, method: str, run_folder: Path) -> None:
+    it = Training()
+    with opened(it, run_folder, method) as ckpt:
+        assert ckpt.resume().exact
+        MOVES[what](it)
+        with pytest.raises(RecoveryError, match="no base of step 0, and this process has trained"):
+            ckpt.resume()
+        it.train()  # the loop may go on all the same
+        ckpt.step()
+        ckpt.save()
+        ckpt.wait()
+        assert ckpt.resume().step == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_has_not_may_be_resumed_as_often_as_one_likes(method: str, run_folder: Path) -> None:
+    it = Training()
+    with opened(it, run_folder, method) as ckpt:
+        for _ in range(3):
+            recovery = ckpt.resume()
+            assert (recovery.step, recovery.exact) == (0, True)
+        for step in range(1, 4):
+            it.train()
+            ckpt.step()
+            ckpt.save()
+            ckpt.wait()
+            assert ckpt.resume().step == step
+            ckpt.resume()
