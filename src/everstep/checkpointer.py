@@ -407,8 +407,8 @@ class Checkpointer:
     def _take_last(self, failed: list[EverstepError]) -> bool:
         """With a log no step is lost, and none at the end: the log in memory ends with us, and so
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
-        if self._keeper is None and self._timeline:  # interrupted as it came to serve us
-            return True
+        if self._keeper is None:  # none ever came; or interrupted as it came to serve us
+            return self._timeline > 0
         self._joint.left()
         persist_parked(self._saver, failed, again=self._watched.is_of_a_step)  # one rank parks
         if self._overwritten.partly:

@@ -56,10 +56,19 @@ def test_a_marker_is_of_the_base_that_its_files_are_of() -> None:
     assert Marker.of(identity, (file,)) == Marker("r" * 32, 1, 2, 3, 5, 7, False, (file,))
 
 
-@given(run=texts)
+@given(run=st.from_regex(r"([0-9A-Za-z_.][0-9A-Za-z_.-]{0,63})?", fullmatch=True))
 def test_run_records(run: str) -> None:
     record = RunRecord(run)
     assert RunRecord.decode(record.encode(), PATH) == record
+
+
+@pytest.mark.parametrize(
+    "run", ["a\0b", "\ud800", "--detach", "../../x", "a b", "a\n", "ü", "r" * 65, "r" * 5000]
+)
+def test_what_no_run_is_called(run: str) -> None:
+    """It would be an argument of the keeper's command, which refuses, or takes it for another."""
+    with pytest.raises(FormatError):
+        RunRecord.decode(RunRecord(run).encode(), PATH)
 
 
 @given(

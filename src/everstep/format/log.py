@@ -260,9 +260,9 @@ def index_of_segment(
             raise FormatError(f"{path}: too many records")
         found = []
         for number, fields in enumerate(index["records"]):
-            layout_number, objects, said = fields[5:8]
             head = _head(identity.timeline, fields)
-            if head.kind not in ("update", "mark") or not isinstance(objects, dict):
+            layout_number, objects, said = _rest(fields)
+            if head.kind not in ("update", "mark"):
                 raise FormatError(f"{path}: no record of any kind that is known")
             found.append(RecordIndex(number, head, layouts[layout_number], objects, said))
     except FormatError:
@@ -300,9 +300,9 @@ def records_of_pack(
         layouts = [layout_from_index(layout) for layout in fields["layouts"]]
         records = []
         for row, offset in zip(fields["records"], offsets, strict=True):
-            number, objects, found = row[5:8]
+            number, objects, found = _rest(row)
             layout, end = layouts[number], offset + layouts[number].size_bytes
-            if not 0 <= offset <= end <= data.nbytes or not isinstance(objects, dict):
+            if not 0 <= offset <= end <= data.nbytes:
                 raise FormatError(f"{path}: a record lies outside of it", path=path)
             head = _head(timeline, row)
             records.append(LogRecord(head, layout, objects, data[offset:end], found))
@@ -318,7 +318,23 @@ def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
     declared = row[8] if len(row) > 8 else ""
     if len(row) > 9 or not isinstance(declared, str) or (declared and kind != "update"):
         raise ValueError("no record that is known")
+    if not (_is_size(step) and _is_size(lsn) and type(shape) is str and type(exact) is bool):
+        raise ValueError("no record of any step")
     return RecordHead(kind, timeline, step, lsn, shape, exact, declared)
+
+
+def _rest(row: Sequence[Any]) -> tuple[int, dict[str, bytes], str]:
+    """The number of its layout, its objects, and its digest."""
+    layout, objects, said = row[5:8]
+    if type(layout) is not int or type(said) is not str or type(objects) is not dict:
+        raise ValueError("no record with a layout, objects, and a digest")
+    if any(type(name) is not str or type(data) is not bytes for name, data in objects.items()):
+        raise ValueError("objects that are none")
+    return layout, objects, said
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def layout_to_index(layout: ShardLayout) -> list[list[Any]]:
@@ -343,10 +359,12 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
     """
     placed, position = [], 0
     for name, dtype, shape, stride, logical in fields:
-        sizes = tuple(shape)
-        whole = all(isinstance(n, int) and 0 <= n < 1 << 48 for n in sizes)
-        if not isinstance(name, str) or dtype not in DTYPE_BYTES or not whole:
-            raise FormatError(f"a record has an impossible entry {name!r}")
+        sizes, twice = tuple(shape), logical is not None
+        whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (*sizes, *(stride or ())))
+        fits = stride is None or len(stride) == len(sizes) - twice
+        known = not twice or (dtype, logical, sizes[-1:]) == ("F64", "complex128", (2,))
+        if type(name) is not str or dtype not in DTYPE_BYTES or not (whole and fits and known):
+            raise FormatError(f"a record has an impossible entry {name!r:.80}")
         entry = Entry.whole(
             name,
             dtype,

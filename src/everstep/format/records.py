@@ -8,6 +8,7 @@ that encoding gives, so a flipped bit anywhere, white space included, is noticed
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
@@ -39,6 +40,9 @@ _NUMBER_MAX = (1 << 63) - 1
 _WORLD_MAX = 1 << 20
 
 
+_RUN_ID = re.compile(r"(?!-)[0-9A-Za-z_.-]{0,64}")  # 32 hexadecimal digits, of those that we make
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """``run.json``: makes a directory a run."""
@@ -52,7 +56,10 @@ class RunRecord:
     @classmethod
     def decode(cls, data: bytes, path: PurePath) -> RunRecord:
         fields = _decode("run", data, path)
-        return cls(fields.text("run"), fields.number("format"))
+        run = fields.text("run")
+        if not _RUN_ID.fullmatch(run):  # it becomes an argument of a command, and a part of names
+            raise FormatError(f"{path}: no run is called {run[:64]!r}")
+        return cls(run, fields.number("format"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from everstep.keeper.log import LoggedStep
 from everstep.recover.offline import OfflineState
 from everstep.recover.rebuild import conditions
 from everstep.recover.shape import shape_of_base
+from everstep.recover.tensors import as_complex
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.objects import decode
-from everstep.state.tensors import empty_like_entry, torch_dtype
+from everstep.state.tensors import torch_dtype
 
 __all__ = ["ReplicaState"]
 
@@ -55,12 +56,18 @@ class ReplicaState:
         entries: dict[str, Entry] = {}
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        self._pairs: dict[str, torch.Tensor] = {}  # of complex128 that cannot lie in the block
         for shard, offset in zip(plan.shards, shard_offsets(plan)[0], strict=True):
             aliases.update(shard.aliases)
             for place in shard.layout.placed:
                 entries[place.entry.name] = place.entry
-                data = memory[offset + place.begin : offset + place.end]
-                tensors[place.entry.name] = _tensor_over(data, place.entry)
+                name, data = place.entry.name, memory[offset + place.begin : offset + place.end]
+                plain = _tensor_over(data, place.entry)
+                twice = place.entry.logical_dtype is not None
+                tensors[name] = self._views[name] = as_complex(plain) if twice else plain
+                if tensors[name].data_ptr() != plain.data_ptr():
+                    self._pairs[name] = plain
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in objects.items()}
         placed = [place for shard in plan.shards for place in shard.layout.placed]
         marker = Marker.of(identity, ())
@@ -69,7 +76,6 @@ class ReplicaState:
         self._elsewhere = elsewhere
         self._identity = identity
         self._settled: ShardIdentity | None = None  # of the step that it has
-        self._views = dict(tensors)
         self._state = OfflineState(
             marker,
             entries,
@@ -119,6 +125,7 @@ class ReplicaState:
             if not step.mark.head.exact:
                 self.why = self.why or NOT_EXACT
         self._state.work_off()
+        self._put_pairs()
         if not self._elsewhere:
             self._state.compare()
         if damaged is not None:
@@ -138,8 +145,9 @@ class ReplicaState:
         self._state.finish()
         for name, view in self._views.items():
             tensor = self._state.tensors[name]
-            if tensor is not view:  # it lay with other strides in training
+            if tensor is not view and name not in self._pairs:  # it had other strides in training
                 view.copy_(tensor)
+        self._put_pairs()
         why = self._state.exactness.why or next(iter(self._state.surprises), "")
         self.why = self.why or why
         identity = replace(self._identity, step=self.step, lsn=self.lsn, exact=not self.why)
@@ -148,10 +156,14 @@ class ReplicaState:
         self._settled = identity
         return identity, self._state.objects
 
+    def _put_pairs(self) -> None:
+        """Brings to the block what is computed elsewhere."""
+        for name, pairs in self._pairs.items():
+            pairs.copy_(torch.view_as_real(self._state.tensors[name].resolve_conj()))
+
 
 def _tensor_over(data: memoryview, entry: Entry) -> torch.Tensor:
-    """An entry as a tensor over its bytes."""
+    """An entry as a tensor over its bytes, as they are stored."""
     if not data.nbytes:
-        return empty_like_entry(entry)
-    plain = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
-    return plain if entry.logical_dtype is None else torch.view_as_complex(plain)
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+    return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)

@@ -12,7 +12,9 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout import Placed
 from everstep.state.tensors import torch_dtype
 
-__all__ = ["as_it_lay", "tensor_of", "write_into"]
+__all__ = ["as_complex", "as_it_lay", "tensor_of", "write_into"]
+
+_COMPLEX_BYTES = 16  # torch's kernels end the process where one begins elsewhere
 
 
 def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
@@ -20,13 +22,20 @@ def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
     entry = place.entry
     data = record.data[place.begin : place.end]
     if entry.logical_dtype is not None:
-        raw = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
-        tensor = torch.view_as_complex(raw)
+        tensor = as_complex(_from_memory(data, torch_dtype(entry.dtype), entry.shape))
     else:
         tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
     if entry.stride is None:
         return tensor
     return as_it_lay(tensor, entry.stride)
+
+
+def as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """complex128 over these pairs of float64; over a copy where they lie as float64 may lie, and
+    complex128 may not."""
+    if pairs.numel() and pairs.data_ptr() % _COMPLEX_BYTES:
+        pairs = pairs.clone()
+    return torch.view_as_complex(pairs)
 
 
 def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

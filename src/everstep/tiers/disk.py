@@ -155,9 +155,18 @@ def _write_and_link(filesystem: FileSystem, staged: PurePath, path: PurePath, da
 
 
 def ensure_dir(filesystem: FileSystem, path: PurePath) -> None:
-    """Makes a directory if it is not there, and its name durable either way."""
-    with contextlib.suppress(FileExistsError):
+    """Makes a directory if it is not there, and its name durable either way.
+
+    Raises:
+        OSError: a link is in its place: what it leads to is nobody's, and no reader follows it.
+    """
+    try:
         filesystem.make_dir(path)
+    except FileExistsError:
+        kinds = {item.name: item.kind for item in filesystem.scan(path.parent)}
+        if kinds.get(path.name) == "link":
+            why = "it is a link, and links are not followed"
+            raise OSError(errno.ELOOP, why, str(path)) from None
     filesystem.sync_dir(path.parent)
 
 
