@@ -42,6 +42,7 @@ STATUS: dict[str, Any] = {
     "idle_s": 35.0,
     "ends_in_s": 565.0,
     "arena_bytes": 3 << 30,
+    "log_step": None,
     "copies": [],
     "logs": [],
 }

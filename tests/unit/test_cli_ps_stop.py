@@ -266,6 +266,30 @@ def test_a_keeper_with_a_trainer_is_stopped_by_force_only(now: list[str], run: P
         assert (free.wait(TIMEOUT_S), used.wait(TIMEOUT_S)) == (status, status)
 
 
+def test_a_keeper_with_the_only_log_is_not_stopped(run: Path) -> None:
+    """The one thing that it cannot make durable."""
+    alone = {"log_step": 18, "held": [10], "ends_in_s": 540.0}
+    with running(options_of(run), status=alone) as process:
+        assert "step 10, log to 18" in invoke("ps").stdout
+        result = invoke("stop", run)
+        assert result.exit_code == ExitCode.INFEASIBLE
+        assert f"not stopped: keeper {process.pid} of {run}" in result.stdout
+        assert "nothing else has the steps up to 18" in result.stdout
+        assert "resuming the run within 9 min takes them over" in result.stdout
+        (found,) = document("stop", run, status=3)["keepers"]
+        assert (found["gone"], found["lost_steps"]) == (False, [])
+        assert lives(process)
+        (found,) = document("stop", run, "--now")["keepers"]
+        assert found["lost_steps"] == [18]
+
+
+@pytest.mark.parametrize("has", [{"held": [18]}, {"writing": [18]}, {"durable_step": 18}])
+def test_one_whose_log_ends_where_a_base_is_ends(has: dict[str, Any], run: Path) -> None:
+    with running(options_of(run), status={"log_step": 18, **has}):
+        assert "log to" not in invoke("ps").stdout
+        assert invoke("stop", run).exit_code == 0
+
+
 def test_a_keeper_that_does_not_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ps_module, "_ANSWER_S", 0.2)
     with running(options_of(run), deaf=True) as process:

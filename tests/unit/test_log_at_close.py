@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from everstep import LogOptions
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.names import base_dir, shard_name
 from everstep.keeper import starts
 from everstep.keeper.registry import list_keepers
 from everstep.recover.report import Recovery
 from everstep.recover.resume import resume
+from tests.unit.logged import invoke
+from tests.unit.serving import die
 from tests.unit.test_last_mark import Training, resumed, same
 
 STEPS = 7
@@ -122,6 +125,23 @@ def test_a_base_whose_failure_was_raised_before(mended: bool, step: int, run_fol
             ckpt.close()
         stone.rmdir()
     comes_back(run_folder, step, wanted)
+
+
+@pytest.mark.parametrize("to", ["memory", "disk"])
+def test_stop_does_not_end_the_keeper_of_a_killed_process(to: str, run_folder: Path) -> None:
+    it = Training()
+    options: dict[str, Any] = {"log": LogOptions(to=to)}  # type: ignore[arg-type]
+    ckpt = it.opened(run_folder, **options)
+    ckpt.resume()
+    wanted = train(it, ckpt, STEPS)
+    ckpt.wait()
+    die(ckpt)
+    result = invoke("stop", run_folder)
+    assert result.exit_code == (3 if to == "memory" else 0)
+    assert (f"the steps up to {STEPS}" in result.stdout) == (to == "memory")
+    recovery, found = resumed(run_folder, **options)
+    assert (recovery.step, recovery.exact) == (STEPS, True)
+    assert same(found, wanted)
 
 
 def test_what_was_undone_is_not_kept(run_folder: Path) -> None:

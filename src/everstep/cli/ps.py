@@ -39,6 +39,7 @@ __all__ = [
 _ANSWER_S = 1.0
 _ASKED_AT_ONCE = 32
 _STEPS_MAX = 6
+_OPTIONAL = ("trainer", "durable_step", "ends_in_s", "log_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Status:
         arena_bytes: shared memory for captured state, copies of other ranks' included.
         copies: rank and step of each base that it holds for another node.
         logs: rank, and the newest step of its log that it holds.
+        log_step: the newest step of a log that it alone has.
     """
 
     trainer: int | None
@@ -66,6 +68,7 @@ class Status:
     arena_bytes: int
     copies: tuple[tuple[int, int], ...] = ()
     logs: tuple[tuple[int, int], ...] = ()
+    log_step: int | None = None
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Status | None:
@@ -84,8 +87,8 @@ class Status:
             if any(len(one) != 2 for one in copies):
                 return None
             found[name] = tuple((rank, step) for rank, step in copies)
-        for name in ("trainer", "durable_step", "idle_s", "ends_in_s", "arena_bytes"):
-            optional = name in ("trainer", "durable_step", "ends_in_s")
+        for name in (*_OPTIONAL, "idle_s", "arena_bytes"):
+            optional = name in _OPTIONAL
             if not _is_number(found[name]) and not (optional and found[name] is None):
                 return None
         return cls(**found)
@@ -94,7 +97,14 @@ class Status:
     def unwritten(self) -> list[int]:
         """Steps that are in its memory and not durable."""
         newest = -1 if self.durable_step is None else self.durable_step
-        return sorted({*self.writing, *(step for step in self.held if step > newest)})
+        held = {*self.held, *(() if self.log_step is None else (self.log_step,))}
+        return sorted({*self.writing, *(step for step in held if step > newest)})
+
+    @property
+    def logged(self) -> int | None:
+        """The newest step that nothing but a log in its memory leads to."""
+        others = (-1, self.durable_step or -1, *self.held, *self.writing)
+        return self.log_step if (self.log_step or -1) > max(others) else None
 
 
 def _are_steps(value: Any) -> bool:
@@ -224,6 +234,12 @@ def _copies(status: Status) -> str:
     return "; ".join(f"rank {rank}: {what}" for rank, what in told.items()) or "-"
 
 
+def _in_memory(status: Status) -> str:
+    held = [steps_of(status.held)] if status.held else []
+    log = [] if status.logged is None else [f"log to {status.logged}"]
+    return ", ".join([*held, *log]) or "-"
+
+
 def _show(
     out: Console, folder: str, keepers: Sequence[KeeperInfo], statuses: Sequence[Status | None]
 ) -> None:
@@ -246,7 +262,7 @@ def _show(
             *first,
             "-" if status.trainer is None else str(status.trainer),
             _doing(status),
-            steps_of(status.held) if status.held else "-",
+            _in_memory(status),
             "-" if status.durable_step is None else str(status.durable_step),
             in_words(status.arena_bytes),
             *((_copies(status),) if peers else ()),

@@ -85,7 +85,8 @@ def stop(
     """Ends keepers; they make durable what they have captured, then they go.
 
     Refuses while a training process is attached, unless forced: training would go on, and
-    start a new keeper. Exit status 3 if a keeper is still there in the end.
+    start a new keeper. A keeper that alone has the log of a process that is gone stays: whoever
+    resumes the run takes it over. Exit status 3 if a keeper is still there in the end.
     """
     if not runs and pid is None and not every:
         raise OptionError(
@@ -153,6 +154,8 @@ def _stop(
         for one in stopping:
             if now:
                 _kill(one)
+            elif (why := _has_log(one.status)) is not None:
+                one.problem = why
             else:
                 _tell(one)
         _wait(stopping, timeout_s)
@@ -173,6 +176,17 @@ def _refuse_attached(chosen: Sequence[KeeperInfo], statuses: Sequence[Status | N
                 rank=info.rank,
                 hint="end the training; or --force",
             )
+
+
+def _has_log(status: Status | None) -> str | None:
+    """Why a keeper is not told: what a process that is gone has logged in memory ends with it."""
+    if status is None or status.trainer is not None or status.logged is None:
+        return None
+    left = "" if status.ends_in_s is None else f" within {in_time(status.ends_in_s)}"
+    return (
+        f"nothing else has the steps up to {status.logged}, which are in a log in its memory; "
+        f"resuming the run{left} takes them over"
+    )
 
 
 def _tell(one: _Stopping) -> None:

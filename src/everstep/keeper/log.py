@@ -185,9 +185,7 @@ class LogStore:
     ) -> None:
         self.listeners: list[Callable[[], None]] = []
         self.arena = arena
-        self._writer = writer
-        self._post = post
-        self._on_disk = on_disk
+        self._writer, self._post, self._on_disk = writer, post, on_disk
         self._lock = threading.Lock()
         self._items: list[_Item] = []
         self.forgotten = 0
@@ -195,8 +193,7 @@ class LogStore:
         self._gather()
         self.after: int | None = None
         self._threads = IoThreads(1, "everstep-log")
-        self._failed = self._fenced = False
-        self._off = False
+        self._failed = self._fenced = self._off = False
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -204,6 +201,11 @@ class LogStore:
         with self._lock:
             marks = [item.head.step for item in self._items if item.head.kind == "mark"]
         return (marks[0], marks[-1]) if marks else None
+
+    @property
+    def in_memory_only(self) -> bool:
+        """Whether what arrives goes to no disk."""
+        return self._writer is None or self._off or self._failed or self._fenced
 
     def add_to(self, stats: KeeperStats) -> None:
         """Notes what is on disk so far, and how much goes there at a time."""

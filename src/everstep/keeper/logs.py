@@ -115,6 +115,12 @@ class Logs:
         """The memory that records lie in, or may."""
         return [log.arena for log in self._all()]
 
+    @property
+    def memory_step(self) -> int | None:
+        """The newest step of logs that are in memory only."""
+        steps = [log.steps for log in self._all() if log.in_memory_only]
+        return max((one[1] for one in steps if one is not None), default=None)
+
     def drop_older(self, timeline: int) -> None:
         """A base of this timeline is whole: nothing needs the logs of those before it; in any
         thread."""

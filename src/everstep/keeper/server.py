@@ -309,11 +309,12 @@ class Server:
                 self._on_message(trainer.connection, *received)
 
     def _status(self) -> dict[str, Any]:
-        keeper, trainer = self._keeper, self._trainer
+        keeper, trainer, logs = self._keeper, self._trainer, self._duties.logs
         alone_s = self._clock.monotonic_s() - self._alone_since_s
         return {
             "kind": "status",
             "trainer": None if trainer is None else trainer.watch.pid,
+            "log_step": logs.memory_step if self._duties.replicas.step is None else None,
             "held": [] if self._duties.held_step is None else [self._duties.held_step],
             "writing": [] if keeper is None else [capture.step for capture in keeper.waiting],
             "durable_step": None if keeper is None else keeper.stats.durable_step,
