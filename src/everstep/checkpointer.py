@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
@@ -242,7 +243,7 @@ class Checkpointer:
         """
         self._check_open()
         # Counted whatever is raised: a caller that goes on has still taken this step.
-        self._step += 1
+        self._step, self._state.trains_in = self._step + 1, threading.get_ident()
         self._preempting.ask(self._step)
         with self._joint.answering(self._step):
             self._updates.settle()

@@ -18,6 +18,7 @@ from everstep.capture.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
 from everstep.keeper import prepared
 from everstep.keeper.calls import Calls
+from everstep.state import optimizers
 from tests.unit.lanes import held
 from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, freeze, opened, raising
 
@@ -307,6 +308,42 @@ def test_an_update_waits_for_a_base_of_another_thread(run_folder: Path) -> None:
             assert not thread.is_alive()
         assert world.snapshot() != at_one
         assert restored(run_folder) == (1, at_one)
+
+
+def test_gradients_are_not_looked_at_in_another_thread(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward, in the one that trains, writes to them without Python's lock: reading them there
+    ended the process. Who has one is as it was at the last base."""
+    world, who = World(), optimizers.who_have_gradients
+    asked: list[int] = []
+
+    def noted(*args: Any) -> Any:
+        asked.append(threading.get_ident())
+        return who(*args)
+
+    monkeypatch.setattr(optimizers, "who_have_gradients", noted)
+    with opened(run_folder, world.state, method="sync", every=None, keep=9) as ckpt:
+        world.update()
+        ckpt.step()
+        ckpt.save()  # with gradients
+        world.update()
+        ckpt.step()
+        asked.clear()
+        world.optimizer.zero_grad()
+        saving = threading.Thread(target=ckpt.save)
+        saving.start()
+        saving.join(TIMEOUT_S)
+        assert not saving.is_alive()
+        assert not asked
+        ckpt.step()
+        ckpt.save()
+        assert set(asked) == {threading.get_ident()}
+    for step, there in ((1, True), (2, True), (3, False)):
+        again = World(9)
+        with opened(run_folder, again.state) as ckpt:
+            assert ckpt.resume(step).step == step
+        assert all((p.grad is not None) == there for p in again.model.parameters())
 
 
 def test_a_call_waits_for_one_of_another_thread() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import is_
@@ -78,6 +79,7 @@ class State:
         replaying: one of the functions is being run by replay.
         ranks: as given.
         replays_fast: replay may use kernels whose last bits are not those of training.
+        trains_in: the thread that has ended the last step; None: there was none.
     """
 
     def __init__(
@@ -110,8 +112,9 @@ class State:
         self.replaying = False
         self.ranks = ranks
         self.replays_fast = False
+        self.trains_in: int | None = None
         modules: dict[str, ModuleProvider] = {}
-        names = ParameterNames(modules)
+        names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
         self.providers: dict[str, Provider] = {}
         for key, value in values.items():
@@ -205,8 +208,10 @@ class State:
         """The state as it is now: live tensors, their descriptions, and copies of objects; of
         several ranks' state what this rank writes, and all of its objects.
 
-        To be called by one thread only, the one that trains. What was found is kept until the
-        next survey, and with it the memory of tensors that have been replaced since.
+        By one thread at a time. In another than the one that trains, who has a gradient is as it
+        was found last: backward may be writing to them, and torch guards nothing of that. What was
+        found is kept until the next survey, and with it the memory of tensors that have been
+        replaced since.
 
         Raises:
             UnsupportedStateError: listing every leaf that cannot be stored.
@@ -217,6 +222,7 @@ class State:
 
     def _survey(self) -> Survey:
         """All that this rank holds."""
+        self._names.asks_gradients = self.trains_in in (None, threading.get_ident())
         self._check_unchanged()
         found: dict[str, Part] = {}
         leaves: dict[str, tuple[tuple[str, str], ...]] = {}

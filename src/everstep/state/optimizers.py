@@ -11,8 +11,6 @@ import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -21,6 +19,7 @@ from torch.optim import Optimizer
 from everstep.errors import StateError, UnsupportedStateError
 from everstep.state.dtensors import is_dtensor
 from everstep.state.entries import Entry
+from everstep.state.gradients import has_gradient, who_have_gradients
 from everstep.state.objects import join_path
 from everstep.state.owners import Holding, Memory, holding_of
 from everstep.state.plain import is_fixed
@@ -41,9 +40,11 @@ GRADIENTS = "everstep/gradients"
 """Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them. Not
 there: none has, as behind ``zero_grad()``."""
 
-_gradient_of = attrgetter("grad")
-_layout_of = attrgetter("layout")
-_STRIDED = frozenset((torch.strided,))
+_CALLS_NO_HOOKS = (
+    "its step() calls no hooks, since no torch.optim.Optimizer.__init__() has made it; give the "
+    "optimizer that it wraps, and what it keeps besides in an object with state_dict() and "
+    "load_state_dict()"
+)
 _HOOKS = "_optimizer_step_pre_hooks"
 
 
@@ -99,14 +100,11 @@ class OptimizerProvider:
     def __init__(self, section: str, optimizer: Optimizer, names: ParameterNames) -> None:
         kind = type(optimizer)
         if _HOOKS not in vars(optimizer) or not getattr(kind.step, "hooked", False):
-            reason = (
-                f"{kind.__module__}.{kind.__qualname__}: its step() calls no hooks, since no "
-                "torch.optim.Optimizer.__init__() has made it; give the optimizer that it wraps, "
-                "and what it keeps besides in an object with state_dict() and load_state_dict()"
-            )
+            reason = f"{kind.__module__}.{kind.__qualname__}: {_CALLS_NO_HOOKS}"
             raise UnsupportedStateError(f"{section}: {reason}", leaves=((section, reason),))
         self.section = section
         self._optimizer, self._names = optimizer, names
+        self._have_gradients: list[str] | bool = False
         self._blocks: tuple[Block, ...] = ()  # found last
         self._holding: Holding | None = None  # found last
         self._proof: OptimizerProof | None = None
@@ -175,16 +173,9 @@ class OptimizerProvider:
         has a gradient, if anyone has."""
         name = _name_in_torch(self._optimizer)
         found: dict[str, Any] = {} if name is None else {CLASS: name}
-        lists = [group["params"] for group in self._optimizer.param_groups]
-        gradients = map(_gradient_of, chain.from_iterable(lists))
-        held = [gradient for gradient in gradients if gradient is not None]
-        if not held:
-            return found
-        if len(held) == sum(map(len, lists)) and _STRIDED.issuperset(map(_layout_of, held)):
-            return {**found, GRADIENTS: True}
-        if names := [name for name, parameter in self.named() if _has_gradient(parameter)]:
-            found[GRADIENTS] = names
-        return found
+        if self._names.asks_gradients:
+            self._have_gradients = who_have_gradients(self._optimizer, self.named)
+        return {**found, GRADIENTS: self._have_gradients} if self._have_gradients else found
 
     def _put_gradients(self, tree: Mapping[str, Any]) -> None:
         """Zeros where there was a gradient, and none where there was none."""
@@ -192,7 +183,7 @@ class OptimizerProvider:
         for name, parameter in self.named():
             if held is not True and name not in held:
                 parameter.grad = None
-            elif _has_gradient(parameter):
+            elif has_gradient(parameter):
                 parameter.grad.detach().zero_()  # type: ignore[union-attr]
             else:  # newer versions of torch let it have a dtype of its own
                 dtype = getattr(parameter, "grad_dtype", None)
@@ -424,13 +415,6 @@ class OptimizerProvider:
         if not problems and list(saved) != list(live):  # LBFGS has one state for all, in order
             problems.append((where, f"saved in the order {list(saved)}, live {list(live)}"))
         return problems
-
-
-def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether there is one that an update would consume even if it is zero: of a sparse one no
-    element is."""
-    gradient = parameter.grad
-    return gradient is not None and gradient.layout is torch.strided
 
 
 def _name_in_torch(optimizer: Optimizer) -> str | None:

@@ -115,10 +115,13 @@ class ParameterNames:
 
     Args:
         modules: all of them by section; may get more until names are asked for.
+
+    Attributes:
+        asks_gradients: which parameters have a gradient may be looked at.
     """
 
     def __init__(self, modules: Mapping[str, ModuleProvider]) -> None:
-        self._modules = modules
+        self._modules, self.asks_gradients = modules, True
         self._proofs: list[ModuleProof] = []
         self._names: dict[int, str] | None = None
 
