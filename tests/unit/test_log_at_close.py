@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep import LogOptions
-from everstep.errors import EverstepError, RecoveryError, StorageError
+from everstep import Checkpointer, LogOptions
+from everstep.errors import EverstepError, RecoveryError, StateError, StorageError
 from everstep.format.names import base_dir, shard_name
 from everstep.keeper import starts
 from everstep.keeper.registry import list_keepers
@@ -165,3 +165,50 @@ def test_a_resume_that_fails_leaves_the_log_where_it_is(run_folder: Path) -> Non
         ckpt.rewind(99)
     ckpt.close()
     assert comes_back(run_folder, STEPS, wanted).source == "disk"
+
+
+def test_where_resume_was_forgotten_that_is_what_is_said(run_folder: Path) -> None:
+    """Not that there is no keeper to be closed."""
+    it = Training()
+    with it.opened(run_folder) as ckpt:
+        ckpt.resume()
+        wanted = train(it, ckpt, STEPS)
+    for leaves in ("with", "close"):
+        it = Training()
+        it.train()
+        with pytest.raises(StateError, match="resume"), contextlib.ExitStack() as stack:
+            ckpt = it.opened(run_folder)
+            if leaves == "with":
+                stack.enter_context(ckpt)
+            else:
+                stack.callback(ckpt.close)
+            ckpt.step()
+    comes_back(run_folder, STEPS, wanted)
+
+
+@pytest.mark.parametrize("method", ["sync", "lazy", "logged"])
+def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: Path) -> None:
+    """No reader does: it would be called durable, and be in nobody's run."""
+    outside = run_folder.parent / "outside"
+    outside.mkdir()
+    it = Training()
+    ckpt = Checkpointer(run_folder, {"model": it.model, "optimizer": it.optimizer}, method=method)
+    ckpt.resume()
+    train(it, ckpt, 2)
+    ckpt.save()
+    ckpt.wait()
+    Path(base_dir(run_folder, 1, 3)).symlink_to(outside)
+    train(it, ckpt, 1)
+    with pytest.raises(StorageError, match="is a link"):
+        ckpt.save().durable.result(60.0)
+        ckpt.wait()
+    assert list(outside.iterdir()) == []
+    Path(base_dir(run_folder, 1, 3)).unlink()
+    with contextlib.suppress(StorageError):
+        ckpt.wait()
+    ckpt.save()
+    ckpt.close()
+    again = Training()
+    parts = {"model": again.model, "optimizer": again.optimizer}
+    with Checkpointer(run_folder, parts, method=method) as other:
+        assert other.resume().step == 3
