@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -209,6 +210,33 @@ def test_where_all_that_was_listed_is_gone_a_run_at_work_has_something_newer(
 
     monkeypatch.setattr(everstep.recover.scan, "scan_run", scan)
     assert document(verb, run) == wanted
+
+
+@pytest.mark.parametrize("gone", ["once", "always"])
+def test_inspect_looks_again_where_the_base_goes_as_its_headers_are_read(
+    run: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at work deletes the manifest first, then the rest."""
+    module = importlib.import_module("everstep.cli.inspect")
+    real, chosen = module.look, list[Path]()
+
+    def look(*args: Any) -> Any:
+        inventory, choice = real(*args)
+        if choice.base is not None and (not chosen or gone == "always"):
+            chosen.append(Path(choice.base.path))
+            for name in ("manifest.json", "rank-00000.done", "rank-00000.safetensors"):
+                (chosen[-1] / name).unlink()
+        return inventory, choice
+
+    older = document("inspect", run, "--step", 4)
+    monkeypatch.setattr(module, "look", look)
+    if gone == "always":
+        assert invoke("inspect", run).exit_code != ExitCode.OK
+        assert len(chosen) > 1
+    else:
+        found = document("inspect", run)
+        assert (found["step"], found["skipped"]) == (4, [])
+        assert found["entries"] == older["entries"]
 
 
 @pytest.mark.parametrize("how", ["unfinished", "condemned", "removed"])

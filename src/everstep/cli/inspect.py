@@ -38,8 +38,8 @@ from everstep.cli._log import (
     show_segments,
 )
 from everstep.cli._paths import absolute, kind_of, refuse_irregular
-from everstep.cli.ls import STATUS_WORDS, is_gone, look
-from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
+from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, is_gone, is_leaving, look
+from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError
 from everstep.given import nearest
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
     from everstep.format.records import AuditRecord
-    from everstep.recover.scan import BaseFound
+    from everstep.recover.scan import BaseFound, Inventory
     from everstep.recover.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
     from everstep.state.entries import Entry
@@ -161,13 +161,34 @@ def _is_spoilt(filesystem: FileSystem, found: _Found) -> bool:
 
 
 def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
+    """Looks again where a process at work has deleted the base: it has something newer instead."""
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return _of_run_now(filesystem, run, step, timeline)
+        except _GoneError as error:
+            if not left or (step, timeline) != (None, None):
+                raise RecoveryError(
+                    "a process at work has deleted the base while it was looked at",
+                    path=error.path,
+                    hint="everstep ls lists what is there; try again",
+                ) from None
+    raise AssertionError("unreachable")
+
+
+class _GoneError(Exception):
+    """The base that was chosen is gone, or going."""
+
+    def __init__(self, path: PurePath) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
     choice = None
     if step is None and timeline is None:
         inventory, choice = look(filesystem, run)
     else:
         inventory = open_run(filesystem, run)
-    log = run_log(filesystem, inventory)
-    segments = [] if log is None else log.segments
     if choice is not None:
         if choice.base is None:
             reasons = [f"  {base}: {reason}" for base, reason in choice.skipped.items()]
@@ -178,17 +199,20 @@ def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | 
                 path=inventory.path,
                 hint="everstep ls lists what is there, --step chooses",
             )
-        found = _of_base(filesystem, choice.base)
+        found = _of_base(filesystem, choice.base, inventory)
         # A process at work may have deleted one while it was looked at.
         gone = {base for base in choice.skipped if is_gone(filesystem, inventory, base)}
         found.skipped = {b: why for b, why in choice.skipped.items() if b not in gone}
     else:
-        found = _of_base(filesystem, select_bases(inventory, step=step, timeline=timeline)[0])
+        chosen = select_bases(inventory, step=step, timeline=timeline)[0]
+        found = _of_base(filesystem, chosen, inventory)
+    log = run_log(filesystem, inventory)
+    segments = [] if log is None else log.segments
     found.segments = [one for one in segments if timeline in (None, one.timeline)]
     return found
 
 
-def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
+def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _Found:
     from everstep.recover.opened import OpenBase
 
     if base.manifest is None:
@@ -199,12 +223,17 @@ def _of_base(filesystem: FileSystem, base: BaseFound) -> _Found:
             path=base.path,
         )
     found = _Found(base.path, base.status, vouched=True, audit=base.audit)
-    with reading(base.path):
-        for marker in base.manifest.markers:
-            opened = OpenBase.open(filesystem, base, marker.rank)
-            opened.close()
-            found.headers += [(path.name, header) for _, _, header, path in opened.files]
-            found.records += opened.heads
+    try:
+        with reading(base.path):
+            for marker in base.manifest.markers:
+                opened = OpenBase.open(filesystem, base, marker.rank)
+                opened.close()
+                found.headers += [(path.name, header) for _, _, header, path in opened.files]
+                found.records += opened.heads
+    except EverstepError:
+        if is_leaving(filesystem, inventory, base):
+            raise _GoneError(base.path) from None
+        raise
     return found
 
 

@@ -35,11 +35,21 @@ if TYPE_CHECKING:
     from everstep.recover.scan import BaseFound, Inventory
     from everstep.seams.filesystem import FileSystem
 
-__all__ = ["STATUS_WORDS", "Choice", "file_problems", "is_gone", "look", "ls"]
+__all__ = [
+    "ATTEMPTS",
+    "STATUS_WORDS",
+    "Choice",
+    "file_problems",
+    "is_gone",
+    "is_leaving",
+    "look",
+    "ls",
+]
 
 _ROWS_MAX = 50
 _PROBLEMS_MAX = 20
-_ATTEMPTS = 8
+ATTEMPTS = 8
+"""How often a run is looked at again, when a process at work deletes what was found."""
 
 STATUS_WORDS = {
     "committed": "committed",
@@ -73,7 +83,7 @@ def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
     Raises:
         UsageError, NewerFormatError: as :func:`.open_run` and ``resume()`` would.
     """
-    for left in reversed(range(_ATTEMPTS)):
+    for left in reversed(range(ATTEMPTS)):
         inventory = open_run(filesystem, run)
         with reading(inventory.path):
             choice = _would_resume(filesystem, inventory)
@@ -141,6 +151,22 @@ def is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
 
     try:
         return scan_base(filesystem, inventory.path, base).status == "condemned"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def is_leaving(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
+    """Whether a process at work has deleted a base, or gone on with it, while it was read."""
+    from everstep.recover.scan import scan_base
+
+    try:
+        now = scan_base(filesystem, inventory.path, base.id)
+        if base.status == "condemned":
+            return not now.is_usable
+        # Its manifest goes first: then it is no base that anybody has committed.
+        return now.status == "condemned" or (base.status == "committed" != now.status)
     except FileNotFoundError:
         return True
     except OSError:

@@ -34,7 +34,7 @@ from everstep.cli._common import (
     table,
 )
 from everstep.cli._log import count_segments, run_log, segment_as_json
-from everstep.cli.ls import STATUS_WORDS, is_gone
+from everstep.cli.ls import STATUS_WORDS, is_leaving
 from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -206,23 +206,9 @@ def check_base(
             checked.note = "no manifest yet: resume() would roll it forward"
         if base.status == "condemned":
             checked.note = "being deleted, but all there: resume() takes it where nothing newer is"
-    if checked.damages and _is_leaving(filesystem, inventory, base):
+    if checked.damages and is_leaving(filesystem, inventory, base):
         return Checked(base, note="deleted by a process at work while it was read")
     return checked
-
-
-def _is_leaving(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
-    """Whether a process at work has deleted a base, or gone on with it, while it was read."""
-    from everstep.recover.scan import scan_base
-
-    if base.status != "condemned":
-        return is_gone(filesystem, inventory, base.id)
-    try:
-        return not scan_base(filesystem, inventory.path, base.id).is_usable
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
 
 
 def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
