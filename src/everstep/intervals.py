@@ -59,7 +59,9 @@ class Every:
         if self.steps is not None and (not is_int(self.steps) or self.steps < 1):
             raise OptionError(f"every={self.steps!r}: bases are at least one step apart")
         if self.seconds is not None and not (is_number(self.seconds) and 0 < self.seconds < 1e12):
-            raise OptionError(f"Every.seconds must be more than 0, not {self.seconds!r}")
+            raise OptionError(
+                f"Every.seconds must be more than 0, and less than 1e12, not {self.seconds!r}"
+            )
         if self.mtbf_s is not None and not (
             self.auto and is_number(self.mtbf_s) and 0 < self.mtbf_s < 1e12
         ):
@@ -154,4 +156,6 @@ def _interval_hint(value: object) -> str:
     if not found:
         return known
     guess = "auto" if match[1] is None else match[1] + _UNIT_WORDS[found[0]]
+    if guess == value:  # it is well written, but nothing
+        return known
     return f'did you mean "{guess}"? {known}'

@@ -339,6 +339,9 @@ class Options:
             )
 
 
+_KEEP_MAX = 1 << 31
+
+
 def validate_options(
     *,
     method: str | Method,
@@ -364,6 +367,8 @@ def validate_options(
         raise OptionError(f"method must be a preset's name or a Method, not {method!r}")
     if not is_int(keep) or keep < 1:
         raise OptionError(f"keep={keep!r}: at least one base must be kept")
+    if keep > _KEEP_MAX:
+        raise OptionError(f"keep={keep!r}: at most {_KEEP_MAX} bases can be kept")
     if not callable(on_failure):
         one_of("on_failure", on_failure, ("raise", "warn"), beside="; or a function of the error")
     parts = (

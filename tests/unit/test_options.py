@@ -308,3 +308,21 @@ def test_nothing_is_guessed_of_what_is_nothing_like_it(given: object) -> None:
     with pytest.raises(OptionError) as caught:
         Every.parse(given)  # type: ignore[arg-type]
     assert "did you mean" not in str(caught.value.hint)
+
+
+def test_numbers_that_no_message_could_carry(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd: list[dict[str, Any]] = [{"keep": 2**70}, {"every": "9" * 20 + "h"}]
+    for options in odd:
+        with pytest.raises(OptionError, match=r"at most|less than"):
+            everstep.Checkpointer(run_folder, {"n": 1}, **options)
+    with pytest.raises(OptionError) as caught:
+        everstep.Checkpointer(run_folder, {"n": 1}, every="0min")
+    assert "did you mean" not in str(caught.value.hint)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(OptionError, match="the working directory was removed"):
+        everstep.Checkpointer("run", {"n": 1})

@@ -96,4 +96,10 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
             f"{text}: a run is written to a directory",
             hint=f"a directory on this machine, and tiers=[{text!r}] for copies there",
         )
-    return PurePath(os.path.abspath(with_home(text)))
+    try:
+        return PurePath(os.path.abspath(with_home(text)))
+    except FileNotFoundError:
+        raise OptionError(
+            f"{text}: a relative path leads nowhere, since the working directory was removed",
+            hint="an absolute path",
+        ) from None
