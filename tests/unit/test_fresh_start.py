@@ -84,3 +84,39 @@ def test_what_has_not_may_be_resumed_as_often_as_one_likes(method: str, run_fold
             ckpt.wait()
             assert ckpt.resume().step == step
             ckpt.resume()
+
+
+class Rounding(torch.nn.Linear):
+    """Gives what it stores in half of the bytes."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        found = super().state_dict(*args, **options)
+        return {key: value.bfloat16() for key, value in found.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_module_that_rounds_what_it_gives_is_not_exact(
+    rounds: bool, method: str, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> dict[str, Any]:
+        torch.manual_seed(3)
+        module = Rounding(4, 2) if rounds else torch.nn.Linear(4, 2)
+        return {"m": module, "o": torch.optim.SGD(module.parameters(), lr=0.1)}
+
+    state = made()
+    with Checkpointer(run_folder, state, method=method, every=2) as ckpt:
+        ckpt.resume()
+        for _ in range(3):
+            state["m"](torch.randn(2, 4)).sum().backward()
+            state["o"].step()
+            ckpt.step()
+        ckpt.save()
+    again = made()
+    with Checkpointer(run_folder, again, method=method, every=2) as ckpt:
+        assert ckpt.resume().exact == (not rounds)
+    same = torch.equal(state["m"].weight, again["m"].weight)
+    assert same == (not rounds)
+    told = "in another dtype: m/weight (torch.float32, stored as torch.bfloat16)"
+    assert (told in caplog.text) == rounds
+    assert "that are in no part of the state" not in caplog.text

@@ -19,7 +19,7 @@ from everstep.errors import FormatError, OptionError, StateError, UnsupportedSta
 from everstep.seams.memory import copy_memory
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
-from everstep.state.objects import TensorRef
+from everstep.state.objects import TensorRef, join_path
 from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
 from everstep.state.owners import DeclaredUpdate, Told
 from everstep.state.providers import (
@@ -79,6 +79,7 @@ class State:
         replaying: one of the functions is being run by replay.
         ranks: as given.
         replays_fast: replay may use kernels whose last bits are not those of training.
+        rounds: what it gives for storage is not all that training has: it is not exact.
         trains_in: the thread that has ended the last step; None: there was none.
     """
 
@@ -156,13 +157,40 @@ class State:
         self._share.of(survey)
         shape = survey.shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
-        self._tell_of_unsaved(survey)
+        rounded = self._tell_of_rounded(survey)
+        self.rounds = bool(rounded)
+        self._tell_of_unsaved(survey, rounded)
 
-    def _tell_of_unsaved(self, survey: Survey) -> None:
+    def _tell_of_rounded(self, survey: Survey) -> set[int]:
+        """Where the parameters lie that a module's ``state_dict()`` gives in another dtype (hooks
+        of its own do that): what comes back of them is not what training had."""
+        found: dict[str, torch.Tensor] = {}
+        for section, provider in self.providers.items():
+            if isinstance(provider, ModuleProvider):
+                named = dict(provider.named_parameters())
+                names = {join_path(section, key): key for key in named}
+                stored = {name: survey.tensors[name] for name in names if name in survey.tensors}
+                found |= {
+                    f"{name} ({named[names[name]].dtype}, stored as {one.dtype})": named[
+                        names[name]
+                    ]
+                    for name, one in stored.items()
+                    if one.dtype != named[names[name]].dtype
+                }
+        if found:
+            _log.warning(
+                "everstep: state_dict() gives %d parameter(s) in another dtype: %s; what resume() "
+                "gives back is rounded, and is not called exact",
+                len(found),
+                ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else ""),
+            )
+        return set(map(_where, found.values()))
+
+    def _tell_of_unsaved(self, survey: Survey, rounded: set[int]) -> None:
         """An optimizer may train what is in no part of the state: a head, a loss with weights of
         its own. Its moments would come back, and it would not. Or it may hold another optimizer
         (SAM does), whose moments would not."""
-        saved = {0, *map(_where, survey.tensors.values())}
+        saved = {0, *rounded, *map(_where, survey.tensors.values())}
         for section, provider in self.providers.items():
             if isinstance(provider, OptimizerProvider):
                 named = provider.named()
