@@ -601,3 +601,21 @@ for cores in ([4000], [], [-1], [1 << 40]):
         raise AssertionError(cores)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_its_files_look_as_if_they_were_in_use(folder: Path) -> None:
+    """Folders for temporary files are cleaned of what was not touched for days."""
+    with registered() as registration:
+        files = registration.files
+        listener = registration.listen()
+        Path(files.log).touch()
+        there = [Path(path) for path in (files.folder, files.info, files.socket, files.log)]
+        for path in there:
+            os.utime(path, (1.0, 1.0))
+        registration.still_used()
+        assert all(path.stat().st_mtime > 1e9 for path in there)
+        assert registration.is_current
+        assert find_keeper(INFO.key) == INFO
+        Path(files.log).unlink()
+        registration.still_used()  # what is gone is for others to notice
+        listener.close()

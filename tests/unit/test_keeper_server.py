@@ -576,6 +576,18 @@ def test_whoever_has_started_it_finds_it_there(run_folder: Path) -> None:
             assert b.over(), "nobody comes: whoever has started it was interrupted"
 
 
+def test_its_files_are_kept_from_whoever_cleans_up(run_folder: Path) -> None:
+    """Of those it was found by nobody any more, and the log in its memory was lost."""
+    clock, hours = ManualClock(), list[float]()
+    with bench(run_folder, clock=clock, still_used=lambda: hours.append(clock.monotonic_s())) as b:
+        b.trainer()
+        for _ in range(5):
+            clock.advance(1800.0)
+            b.turn()
+        assert len(hours) == 2
+        assert hours[1] - hours[0] == 3600.0
+
+
 def test_linger(run_folder: Path) -> None:
     clock = ManualClock()
     with bench(run_folder, clock=clock, linger_s=10.0) as b:

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             writers=options.threads,
             found=lambda: registration.is_current,
             leave=registration.release,
+            still_used=registration.still_used,
         )
         signal.signal(signal.SIGTERM, lambda *_: server.end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's

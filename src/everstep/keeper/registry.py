@@ -31,7 +31,7 @@ from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.seams.locks import LockedFile, file_identity, held_alone, lock_file, same_file
 from everstep.seams.posix import PosixFileSystem
 from everstep.seams.processes import PidWatch, has_open
-from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
+from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder, still_used
 from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX, listen_at
 
 __all__ = [
@@ -204,6 +204,10 @@ class Registration:
         """
         with _in_words(self.files.socket):
             return listen_at(self.files.socket)
+
+    def still_used(self) -> None:
+        """Keeps the files of a keeper that lives for long from whoever cleans up."""
+        still_used([self.files.folder, self.files.info, self.files.socket, self.files.log])
 
     @property
     def is_current(self) -> bool:

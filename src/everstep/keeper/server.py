@@ -34,6 +34,7 @@ _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.2
 _SETTLING_TICK_S = 0.02
 _TELL_EVERY_S = 0.05
+_USED_EVERY_S = 3600.0
 _TIMEOUT_S = 120.0
 _NONSENSE = (
     ArithmeticError,
@@ -57,6 +58,7 @@ class Server:
         run: the run folder.
         linger_s: it ends by itself after so long without a trainer.
         found: whether others can still find this keeper; when not, it ends.
+        still_used: called now and then, that nobody removes the files by which others find it.
         leave: called at the end, before those who said goodbye are let go: what they find then
             is a run without a keeper.
     """
@@ -71,11 +73,12 @@ class Server:
         writers: int = WRITERS,
         found: Callable[[], bool] = lambda: True,
         leave: Callable[[], None] = lambda: None,
+        still_used: Callable[[], None] = lambda: None,
         seams: Seams | None = None,
     ) -> None:
         self._listener = listener
         self._found = found
-        self._leave = leave
+        self._leave, self._still_used = leave, still_used
         self._run = run
         self._version = version
         self._linger_s = linger_s
@@ -90,6 +93,7 @@ class Server:
         self._farewells: list[Connection] = []
         self._settling = False
         self._told_s = 0.0  # how far the writing is
+        self._used_s = self._clock.monotonic_s()
         self._ending = False
         self._stopping = False
         self._alone_since_s = self._clock.monotonic_s()
@@ -140,6 +144,9 @@ class Server:
         for guest in [guest for guest, s in self._guests.items() if now_s - s > _GUEST_S]:
             self._hang_up(guest)
         keeper, trainer = self._keeper, self._trainer
+        if now_s - self._used_s >= _USED_EVERY_S:
+            self._used_s = now_s
+            self._still_used()
         if trainer is None:
             if not self._found():  # its runtime folder was removed: nobody will come back
                 self.end()

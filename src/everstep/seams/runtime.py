@@ -11,11 +11,12 @@ import contextlib
 import os
 import stat
 import tempfile
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePath
 
 from everstep.errors import KeeperError
 
-__all__ = ["RUNTIME_DIR_VARIABLE", "runtime_folder"]
+__all__ = ["RUNTIME_DIR_VARIABLE", "runtime_folder", "still_used"]
 
 RUNTIME_DIR_VARIABLE = "EVERSTEP_RUNTIME_DIR"
 
@@ -77,3 +78,11 @@ def _make(path: Path) -> None:
 
 def _refused(path: Path, why: str) -> KeeperError:
     return KeeperError(f"the runtime folder {path} {why}", path=path, hint=_HINT)
+
+
+def still_used(paths: Iterable[PurePath]) -> None:
+    """Tells those who clean temporary folders (systemd does, of what was not touched for ten days)
+    that files, or folders, are in use. One that is gone is for others to notice."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
