@@ -253,7 +253,7 @@ class Checkpointer:
 
     def _end_step(self) -> None:
         self._ready()
-        survey = self._state.survey() if self._watched.surveys else None
+        survey = self._watched.survey() if self._watched.surveys else None
         if survey is not None:
             self._watched.marked(survey)
             if self._recorder is not None:

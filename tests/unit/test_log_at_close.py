@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 
 from everstep import Checkpointer, LogOptions
-from everstep.errors import EverstepError, RecoveryError, StateError, StorageError
+from everstep.errors import (
+    EverstepError,
+    RecoveryError,
+    StateError,
+    StorageError,
+    UnsupportedStateError,
+)
 from everstep.format.names import base_dir, shard_name
 from everstep.keeper import starts
 from everstep.keeper.registry import list_keepers
 from everstep.recover.report import Recovery
 from everstep.recover.resume import resume
+from tests.keepers import end_keepers
 from tests.unit.logged import invoke
 from tests.unit.serving import die
 from tests.unit.test_last_mark import Training, resumed, same
@@ -212,3 +219,39 @@ def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: 
     parts = {"model": again.model, "optimizer": again.optimizer}
     with Checkpointer(run_folder, parts, method=method) as other:
         assert other.resume().step == 3
+
+
+@pytest.mark.parametrize("method", ["lazy", "logged", "gemini"])
+def test_a_state_that_cannot_be_stored_is_told_by_the_policy(method: str, run_folder: Path) -> None:
+    """Of whatever method; and the log goes on behind a base of one that can."""
+    it, heard = Training(), list[EverstepError]()
+    state: dict[str, Any] = {"model": it.model, "optimizer": it.optimizer, "best": None}
+    made: dict[str, Any] = {"method": method, "every": 2}
+    with Checkpointer(run_folder, state, on_failure=heard.append, **made) as ckpt:
+        ckpt.resume()
+        train(it, ckpt, 3)
+        state["best"] = object()
+        train(it, ckpt, 1)
+        assert {type(error) for error in heard} == {UnsupportedStateError}
+        state["best"] = 0.5
+        del heard[:]
+        train(it, ckpt, 3)
+        ckpt.save()
+        assert not heard
+    wanted, again = it.seen(), Training()
+    parts: dict[str, Any] = {"model": again.model, "optimizer": again.optimizer, "best": None}
+    with Checkpointer(run_folder, parts, **made) as other:
+        found = other.resume()
+        assert (found.step, found.exact, parts["best"]) == (STEPS, True, 0.5)
+        again.data = it.data
+        assert same(again.seen(), wanted)
+    strict = Training()
+    state = {"model": strict.model, "optimizer": strict.optimizer, "best": None}
+    with Checkpointer(run_folder.parent / "raises", state, **made) as ckpt:
+        ckpt.resume()
+        train(strict, ckpt, 1)
+        state["best"] = object()
+        with pytest.raises(UnsupportedStateError):
+            train(strict, ckpt, 1)
+        state["best"] = 1
+    end_keepers(run_folder.parent)  # one stays with the log of a step that nobody could store

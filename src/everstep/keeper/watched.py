@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
-from everstep.errors import StateError
+from everstep.errors import EverstepError, StateError
 from everstep.keeper.last_mark import FreshStart, LastMark
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
@@ -37,7 +37,7 @@ class Watched:
         self.surveys = options.method.in_memory or self._untold is not None
         self._updates: UpdateHooks = parts.updates
         self._watcher = parts.recorder or parts.multistep
-        self._multistep = parts.multistep
+        self._multistep, self._channel = parts.multistep, parts.channel
         self.lsn_at_mark = 0
         self.at_mark: LastMark | None = None
         self.left = self.changing = False
@@ -108,6 +108,22 @@ class Watched:
         if self._all is not None and self._all.written() is not None:
             return None
         return mark.survey
+
+    def survey(self) -> Survey | None:
+        """The state at the end of a step; None where it is none that can be stored, which the
+        policy has dealt with: the log goes on behind a base of one that can.
+
+        Raises:
+            EverstepError: why it cannot, by the policy.
+        """
+        try:
+            return self._state.survey()
+        except EverstepError as error:
+            if isinstance(self._watcher, Recorder):
+                self._watcher.skipped("the state could not be stored")
+            self._channel.post(error)
+            self._channel.check()
+            return None
 
     def started(self, survey: Survey | None, *, fresh: bool) -> None:
         """The state is that of a start, which was surveyed, perhaps.
