@@ -86,7 +86,7 @@ class Checkpointer:
             often as wastes the least time by what is measured), or None.
         keep: bases to keep.
         budget: upper bounds for host memory, disk, and what is written in a day.
-        on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or a function.
+        on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or call this.
         progress_timeout_s: a transfer or base that gets nowhere for so long is reported as hung.
         keeper: the process that makes bases durable: where it runs, and how long it stays.
         log: where the gradient log is kept, if the method has one.

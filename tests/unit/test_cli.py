@@ -239,6 +239,27 @@ def test_inspect_looks_again_where_the_base_goes_as_its_headers_are_read(
         assert found["entries"] == older["entries"]
 
 
+@pytest.mark.parametrize("manifest_too", [True, False])
+def test_verify_calls_no_damage_a_base_that_goes_as_it_is_read(
+    run: Path, manifest_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest goes first: where only the data are gone, nobody has deleted the base."""
+    real, base = everstep.recover.verify.verify_base, base_of(run)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        if (base / "manifest.json").exists() and str(base) in str(args):
+            if manifest_too:
+                (base / "manifest.json").unlink()
+            (base / "rank-00000.safetensors").unlink(missing_ok=True)
+        return real(*args, **options)
+
+    monkeypatch.setattr(everstep.recover.verify, "verify_base", slow)
+    found = document("verify", run, status=0 if manifest_too else 1)
+    at = int(base.parent.parent.name.removeprefix("timeline-")), int(base.name)
+    (mine,) = [one for one in found["bases"] if (one["timeline"], one["step"]) == at]
+    assert bool(mine["damages"]) == (not manifest_too)
+
+
 @pytest.mark.parametrize("how", ["unfinished", "condemned", "removed"])
 def test_ls_calls_no_damage_what_is_unfinished_or_goes(run: Path, how: str) -> None:
     if how == "unfinished":

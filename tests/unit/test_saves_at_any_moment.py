@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from everstep import Checkpointer
 from everstep.capture.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
 from everstep.keeper import prepared
@@ -120,6 +121,14 @@ def test_going_back_behind_an_update_that_has_failed(run_folder: Path) -> None:
         ckpt.save()
 
 
+def refused_behind_a_failure(world: World, optimizer: Failing, ckpt: Checkpointer) -> None:
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="half-way"):
+        world.update()
+    with pytest.raises(StateError, match="this state belongs to a step that is not over"):
+        ckpt.save()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_behind_an_update_that_has_failed(method: str, run_folder: Path) -> None:
     """An emergency save in an ``except`` block would store a mixture; the next step mark is a step
@@ -132,11 +141,7 @@ def test_behind_an_update_that_has_failed(method: str, run_folder: Path) -> None
             ckpt.save()
         at_two = world.snapshot()
         ckpt.wait()
-        optimizer.fails = True
-        with pytest.raises(RuntimeError, match="half-way"):
-            world.update()
-        with pytest.raises(StateError, match="this state belongs to a step that is not over"):
-            ckpt.save()
+        refused_behind_a_failure(world, optimizer, ckpt)
         assert world.snapshot() != at_two
         optimizer.fails = False
         ckpt.step()  # the loop goes on: this is what it has
@@ -151,11 +156,7 @@ def test_where_ranks_have_their_numbers_in_common_none_is_counted(run_folder: Pa
         ckpt._updates.counts_failed = False
         world.update()
         ckpt.step()
-        optimizer.fails = True
-        with pytest.raises(RuntimeError, match="half-way"):
-            world.update()
-        with pytest.raises(StateError, match="this state belongs to a step that is not over"):
-            ckpt.save()
+        refused_behind_a_failure(world, optimizer, ckpt)
         assert ckpt._updates.lsn == 1
 
 

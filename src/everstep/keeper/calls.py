@@ -45,10 +45,7 @@ class Calls:
             if now[1] == me:
                 raise _within(name, now[0])
             if time.monotonic() - since_s > self._timeout_s:
-                raise StateError(
-                    f"{name}() has waited {self._timeout_s:g} s for {now[0]}() in another thread",
-                    hint="it hangs, or takes long: save from the training loop, or with async",
-                )
+                raise self._waited(f"{name}()", now[0])
             time.sleep(_LOOK_AGAIN_S)
         self._now = (name, me, frame)
 
@@ -77,11 +74,14 @@ class Calls:
             if not in_thread(now[2], now[1]):
                 return
             if time.monotonic() - since_s > self._timeout_s:
-                raise StateError(
-                    f"{who} has waited {self._timeout_s:g} s for {now[0]}() in another thread",
-                    hint="it hangs, or takes long: save from the training loop, or with async",
-                )
+                raise self._waited(who, now[0])
             time.sleep(_LOOK_AGAIN_S)
+
+    def _waited(self, who: str, other: str) -> StateError:
+        return StateError(
+            f"{who} has waited {self._timeout_s:g} s for {other}() in another thread",
+            hint="it hangs, or takes long: save from the training loop, or with async",
+        )
 
 
 def _within(name: str, outer: str) -> StateError:
