@@ -285,39 +285,39 @@ class Checkpointer:
 
     def _save_last(self, timeout_s: float) -> None:
         if not no_last_base(self._run, self._step, self._recorder, self._state):
-            self._save()
+            self._take(None, show=True)
         self._wait(timeout_s)
 
     @named("save")
     @one_at_a_time("save")
     def save(self) -> Save:
-        """Takes a base now, of the step that :meth:`step` has just ended.
+        """Takes a base now, of the step that :meth:`step` has just ended; once for each step.
 
-        A second call at the same step returns the same base.
+        Where the next is under way (in a signal handler, behind a ``KeyboardInterrupt``), it is of
+        the last step mark if that is known, else not called exact, which is said.
 
         Raises:
-            StateError: between ``optimizer.step()`` and :meth:`step`: that state belongs to no
-                step, and resuming from it would repeat an update.
+            StateError: between ``optimizer.step()`` and :meth:`step`: it would repeat an update.
         """
-        return self._save()
-
-    def _save(self) -> Save:
         self._ready()
         self._updates.settle()
-        self._watched.refuse_between(self._step)
-        return self._take(None, show=True)
+        survey, exact = self._watched.asked_for(self._step)
+        return self._take(survey, show=True, exact=exact)
 
-    def _take(self, survey: Survey | None, *, show: bool, in_memory: bool = False) -> Save:
+    def _take(
+        self, survey: Survey | None, *, show: bool, in_memory: bool = False, exact: bool = True
+    ) -> Save:
         self._cadence.asked(self._step)
         standby, due = self._standby, self._recorder is not None and self._recorder.needs_capture
+        identity = self._identity(exact)
         if standby is not None and standby.follows and not due:
-            save = standby.ask(self._identity(), survey or self._state.survey(), exact=show)
+            save = standby.ask(identity, survey or self._state.survey(), exact=show)
         elif self._multistep is not None:
-            save = self._multistep.take(self._identity(), survey, sharp=show)
+            save = self._multistep.take(identity, survey, sharp=show)
         else:
             if standby is not None:
                 standby.settle(self._options.progress_timeout_s)
-            save = self._saver.take(self._identity(), survey=survey, show=show, in_memory=in_memory)
+            save = self._saver.take(identity, survey=survey, show=show, in_memory=in_memory)
             if standby is not None:
                 standby.base_taken(save)
         self._cadence.taken(save)
@@ -454,9 +454,9 @@ class Checkpointer:
         logs = self._recorder is not None and self._info.world > 1
         return logs or len(set(self._info.nodes)) > 1 or self._options.method.in_memory
 
-    def _identity(self) -> ShardIdentity:
-        at = self._timeline, self._step, self._updates.lsn
-        return ShardIdentity(self._run_id, *at, self._info.rank, self._info.world, self._exact)
+    def _identity(self, exact: bool = True) -> ShardIdentity:
+        at, info = (self._timeline, self._step, self._updates.lsn), self._info
+        return ShardIdentity(self._run_id, *at, info.rank, info.world, exact and self._exact)
 
     def _ready(self) -> None:
         """Before anything is counted or saved: open, healthy, and with a timeline."""

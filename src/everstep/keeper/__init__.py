@@ -7,7 +7,7 @@ In the trainer:
 ``saver``     takes bases: surveys, copies, holds updates back
 ``prepared``  what is the same at each save
 ``pool``      blocks of the arena
-``calls``     one step mark, or base, at a time
+``calls``     one step mark, or base, at a time; ``midstep``: whether one is under way
 ``standby``   asks the keeper's replica for bases (``asked``), with ``samples`` of the state
 ``keepers``   which keeper is in service: a process or a thread; started anew when it is lost
 ``attach``, ``spawn``, ``remote``   finds or starts a keeper process; talks to it

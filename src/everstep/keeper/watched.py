@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import EverstepError, StateError
 from everstep.keeper.last_mark import FreshStart, LastMark
+from everstep.keeper.midstep import OTHER_THREAD, where_in_a_step
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
@@ -16,6 +18,8 @@ from everstep.state.image import RNG_SECTION, State
 from everstep.state.survey import Survey
 
 __all__ = ["Watched"]
+
+_log = logging.getLogger("everstep")
 
 _RANDOM = f"{RNG_SECTION}/"
 
@@ -87,6 +91,36 @@ class Watched:
                 step=step,
                 hint="call ckpt.step() first, then ckpt.save()",
             )
+
+    def asked_for(self, step: int) -> tuple[Survey | None, bool]:
+        """What a base is to be of that ``save()`` asks for.
+
+        Returns:
+            The state at the last step mark, where it is known; None: as it is now, and it may be
+            called exact, or not: where a forward, say, has drawn random numbers since.
+
+        Raises:
+            StateError: the state is no longer what it was at the last step mark.
+        """
+        self.refuse_between(step)
+        where = where_in_a_step(self._state.trains_in)
+        if not where:
+            return None, True
+        survey = None if where.startswith(OTHER_THREAD) else self.whole_at_mark
+        if survey is not None:
+            return survey, True
+        what = f"save() {where}: random numbers, batches counted or data fetched may be those of "
+        how = "in a signal handler, set a flag, and call save() behind ckpt.step(); or use preempt="
+        if isinstance(self._watcher, Recorder):  # a base that is not exact would be less than that
+            whose = f"{what}the step after this one, which the log has already"
+            raise StateError(whose, step=step, hint=how)
+        _log.warning(
+            "everstep: %sthe step after %d; what resume() gives back is not called exact (%s)",
+            what,
+            step,
+            how,
+        )
+        return None, False
 
     @property
     def is_of_a_step(self) -> bool:
