@@ -78,14 +78,12 @@ class Multistep:
         channel: BackgroundChannel,
         clock: Clock,
     ) -> None:
-        self._options = options
-        self._run = run
+        self._options, self._run = options, run
         self._state = state
         self._saver = saver
         self._lane = lane
         self._channel = channel
-        self._clock = clock
-        self._pid = os.getpid()
+        self._clock, self._pid = clock, os.getpid()
         self._keeper: RemoteKeeper | None = None
         self._pool: CapturePool | None = None
         self._window: Window | None = None
@@ -141,11 +139,14 @@ class Multistep:
         if last is not None and (last.timeline, last.step) == base and not last.is_lost:
             return last
         self._ended = None
-        if sharp or self._void >= VOID_MAX or not self._opened.holds:
-            self._void = 0
-            self._sharp = taken = self._saver.take(identity, show=sharp, survey=survey)
-            return taken
-        return self._begin(identity, survey or self._state.survey())
+        begins = not sharp and self._void < VOID_MAX and self._opened.holds
+        with contextlib.suppress(EverstepError):  # a base of this step has it, too, and tells it
+            survey = self._state.survey() if begins and survey is None else survey
+        if begins and survey is not None:
+            return self._begin(identity, survey)
+        self._void = 0
+        self._sharp = taken = self._saver.take(identity, show=sharp, survey=survey)
+        return taken
 
     def marked(self, identity: ShardIdentity) -> bool:
         """A step is over: goes on with the base that is under way, if there is one.
@@ -327,8 +328,7 @@ class Multistep:
         assert keeper is not None
         assert pool is not None
         prepared = self._saver.asked(survey, identity)
-        waits = self._updates.waits
-        plan = plan or self._planner.next(prepared, survey.tensors, pool, waits=waits)
+        plan = plan or self._planner.next(prepared, survey.tensors, pool, waits=self._updates.waits)
         if len(plan.parts) <= 1:
             self._saver.saves -= 1
             ready_bytes = self._lane.ready_bytes(survey.tensors.values(), pool.whole)
