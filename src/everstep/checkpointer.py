@@ -473,7 +473,7 @@ class Checkpointer:
     def _start_timeline(
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
-        self._timeline, self._exact = timeline, exact and not self._state.rounds
+        self._timeline, self._exact = timeline, exact and not self._state.loses
         self._joint.began()
         self._keepers.serve(timeline, verified, self._starts.seat)
         self._take_over(seen)

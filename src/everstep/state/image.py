@@ -21,7 +21,7 @@ from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef, join_path
 from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
-from everstep.state.owners import DeclaredUpdate, Told
+from everstep.state.owners import DeclaredUpdate, Memory, Told, memory_of
 from everstep.state.providers import (
     ModuleProvider,
     ParameterNames,
@@ -79,7 +79,7 @@ class State:
         replaying: one of the functions is being run by replay.
         ranks: as given.
         replays_fast: replay may use kernels whose last bits are not those of training.
-        rounds: what it gives for storage is not all that training has: it is not exact.
+        loses: what it gives for storage is not all that training has: it is not exact.
         trains_in: the thread that has ended the last step; None: there was none.
     """
 
@@ -158,7 +158,7 @@ class State:
         shape = survey.shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
         rounded = self._tell_of_rounded(survey)
-        self.rounds = bool(rounded)
+        self.loses = bool(rounded) | self._tell_of_apart(survey)
         self._tell_of_unsaved(survey, rounded)
 
     def _tell_of_rounded(self, survey: Survey) -> set[int]:
@@ -185,6 +185,34 @@ class State:
                 ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else ""),
             )
         return set(map(_where, found.values()))
+
+    def _tell_of_apart(self, survey: Survey) -> bool:
+        """Tensors in plain data may lie in the memory of others: each comes back in its own, and
+        what training writes to one of them the others do not get. Returns whether some do."""
+        held, places = self._held(), dict[str, Memory]()
+        plain = {key for key, one in self.providers.items() if isinstance(one, PlainProvider)}
+        for name, tensor in survey.tensors.items():
+            memory = memory_of(tensor) if name.split("/")[0] in plain else None
+            if memory is not None and not held(tensor):
+                places[name] = memory
+        found: list[str] = []
+        reached = ""  # whose end is the largest so far
+        for name in sorted(places, key=lambda name: (str(places[name].device), places[name].begin)):
+            mine, other = places[name], places.get(reached)
+            meet = other is not None and mine.device == other.device and mine.begin < other.end
+            if meet and "/" in name + reached:  # two tensors of the state itself are read in place
+                found.append(f"{name} in {reached}")
+            if not meet or other is None or mine.end > other.end:
+                reached = name
+        if found:
+            _log.warning(
+                "everstep: %d tensor(s) in plain data lie in the memory of others (%s): resume() "
+                "gives each memory of its own, and is not called exact\n  hint: keep one of them "
+                "in the state, and make the others of it behind resume()",
+                len(found),
+                ", ".join(found[:3]) + (", ..." if len(found) > 3 else ""),
+            )
+        return bool(found)
 
     def _tell_of_unsaved(self, survey: Survey, rounded: set[int]) -> None:
         """An optimizer may train what is in no part of the state: a head, a loss with weights of
