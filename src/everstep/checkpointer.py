@@ -167,7 +167,7 @@ class Checkpointer:
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
         self._watched.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
-        self._timeline, self._exact, self._step, self._base_due = 0, True, 0, False
+        self._timeline, self._step, self._base_due = 0, 0, False
         self._overwritten = Overwritten()
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
@@ -456,7 +456,7 @@ class Checkpointer:
 
     def _identity(self, exact: bool = True) -> ShardIdentity:
         at, info = (self._timeline, self._step, self._updates.lsn), self._info
-        return ShardIdentity(self._run_id, *at, info.rank, info.world, exact and self._exact)
+        return ShardIdentity(self._run_id, *at, info.rank, info.world, exact and self._state.exact)
 
     def _ready(self) -> None:
         """Before anything is counted or saved: open, healthy, and with a timeline."""
@@ -473,7 +473,7 @@ class Checkpointer:
     def _start_timeline(
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
-        self._timeline, self._exact = timeline, exact and not self._state.loses
+        self._timeline, self._state.descends_exactly = timeline, exact
         self._joint.began()
         self._keepers.serve(timeline, verified, self._starts.seat)
         self._take_over(seen)
@@ -482,7 +482,7 @@ class Checkpointer:
         """A keeper has come into service."""
         keeper = self._keepers.current
         assert keeper is not None
-        self._parts.start(keeper, self._timeline, self._exact, self._step, seen)
+        self._parts.start(keeper, self._timeline, self._state.exact, self._step, seen)
         self._keeper = keeper  # last: what an interrupt leaves half done is done again
         self._at_exit.watch(self._parts, keeper, self._watched.leave, stay=self._keeper_stays)
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from everstep import Checkpointer
-from everstep.errors import RecoveryError
+from everstep.errors import MismatchError, RecoveryError, UnsupportedStateError
 from tests.unit.test_last_mark import Training
 
 METHODS = ["lazy", "sync", "logged"]
@@ -117,6 +118,76 @@ def test_a_module_that_rounds_what_it_gives_is_not_exact(
         assert ckpt.resume().exact == (not rounds)
     same = torch.equal(state["m"].weight, again["m"].weight)
     assert same == (not rounds)
-    told = "in another dtype: m/weight (torch.float32, stored as torch.bfloat16)"
+    told = "otherwise than training has them: m/weight (torch.float32, stored as torch.bfloat16)"
     assert (told in caplog.text) == rounds
     assert "that are in no part of the state" not in caplog.text
+
+
+class Copying(torch.nn.Linear):
+    """Gives copies of its parameters, rounded perhaps, in the dtype that they have."""
+
+    def __init__(self, rounds: bool) -> None:
+        super().__init__(4, 2)
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            return value.bfloat16().float() if rounds else value.clone()
+
+        def give(module: Any, found: dict[str, Any], *_: Any) -> None:
+            found.update({key: copied(value) for key, value in found.items()})
+
+        self.register_state_dict_post_hook(give)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_module_that_gives_copies(
+    rounds: bool, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the same dtype, too, bits tell; and its parameters are saved."""
+
+    def made() -> dict[str, Any]:
+        torch.manual_seed(3)
+        module = Copying(rounds)
+        return {"m": module, "o": torch.optim.SGD(module.parameters(), lr=0.1)}
+
+    state = made()
+    with Checkpointer(run_folder, state, method="sync", every=None) as ckpt:
+        ckpt.step()
+        ckpt.save()
+    again = made()
+    with Checkpointer(run_folder, again, method="sync", every=None) as ckpt:
+        assert ckpt.resume().exact == (not rounds)
+    told = "gives 2 parameter(s) otherwise than training has them: m/weight, m/bias;"
+    assert (told in caplog.text) == rounds
+    assert "that are in no part of the state" not in caplog.text
+
+
+def test_a_parameter_of_an_optimizer_that_is_not_initialised_yet(run_folder: Path) -> None:
+    """All of it is listed, and no error of torch's."""
+    module = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    state = {"m": module, "o": torch.optim.SGD(module.parameters(), lr=0.1)}
+    with pytest.raises(UnsupportedStateError, match="not initialised yet") as caught:
+        Checkpointer(run_folder, state)
+    assert {leaf.split("/")[0] for leaf, _ in caught.value.leaves} == {"m", "o"}
+
+
+def test_another_generator_of_numpy(run_folder: Path) -> None:
+    """Both are named; nothing is damaged."""
+    module = torch.nn.Linear(2, 2)
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(7))
+        with Checkpointer(run_folder, {"m": module}, method="sync", every=None) as ckpt:
+            ckpt.step()
+            ckpt.save()
+        wanted = np.random.random(3).tolist()
+        with Checkpointer(run_folder, {"m": module}, method="sync") as ckpt:
+            assert ckpt.resume().exact
+            assert np.random.random(3).tolist() == wanted
+    finally:
+        np.random.set_bit_generator(before)
+    with Checkpointer(run_folder, {"m": module}, method="sync") as ckpt:
+        with pytest.raises(MismatchError, match="saved of a PCG64, live is a MT19937"):
+            ckpt.resume()
+        found = ckpt.resume(strict=False)
+        assert (found.step, found.exact) == (1, False)
+        assert [name for name, _ in found.mismatched] == ["everstep/rng/numpy"]

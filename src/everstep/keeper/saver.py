@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Protocol
 
@@ -272,6 +272,7 @@ class Saver:
     ) -> None:
         start_s, behind_mark = self._clock.monotonic_s(), survey is None and self._options.logs
         survey = survey or self._state.survey()
+        identity = replace(identity, exact=identity.exact and self._state.exact)  # seen now
         prepared = self.prepare(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
         if self._options.budget.disk_bytes is not None:

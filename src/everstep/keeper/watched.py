@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
-from everstep.errors import EverstepError, StateError
+from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.keeper.last_mark import FreshStart, LastMark
 from everstep.keeper.midstep import OTHER_THREAD, where_in_a_step
 from everstep.keeper.multistep_ranks import RankMultistep
@@ -151,13 +151,27 @@ class Watched:
             EverstepError: why it cannot, by the policy.
         """
         try:
-            return self._state.survey()
+            survey = self._state.survey()
+            if isinstance(self._watcher, Recorder):
+                self._refuse_encoded()
+            return survey
         except EverstepError as error:
             if isinstance(self._watcher, Recorder):
                 self._watcher.skipped("the state could not be stored")
             self._channel.post(error)
             self._channel.check()
             return None
+
+    def _refuse_encoded(self) -> None:
+        if encoded := self._state.encoded:
+            keys = ", ".join(map(repr, encoded))
+            raise UnsupportedStateError(
+                f"the state_dict() of {keys} gives state in another form than the optimizer has it "
+                "(a hook, or a class of one's own): a log of its updates cannot be replayed on "
+                "that, wherever the optimizer itself is not there to read it",
+                leaves=tuple((key, "state in another form") for key in encoded),
+                hint='method="lazy" needs no log',
+            )
 
     def started(self, survey: Survey | None, *, fresh: bool) -> None:
         """The state is that of a start, which was surveyed, perhaps.

@@ -34,7 +34,7 @@ from everstep.state.providers import (
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.state.refusals import snapshot
 from everstep.state.restoring import RestorePlan, Saved
-from everstep.state.rng import RngStates, collect_rng, restore_rng
+from everstep.state.rng import RngStates, collect_rng, other_generator, restore_rng
 from everstep.state.share import OwnShare
 from everstep.state.sharing import Sharing
 from everstep.state.survey import (
@@ -79,7 +79,7 @@ class State:
         replaying: one of the functions is being run by replay.
         ranks: as given.
         replays_fast: replay may use kernels whose last bits are not those of training.
-        loses: what it gives for storage is not all that training has: it is not exact.
+        descends_exactly: what was restored is exact; nothing was, so far.
         trains_in: the thread that has ended the last step; None: there was none.
     """
 
@@ -114,6 +114,7 @@ class State:
         self.ranks = ranks
         self.replays_fast = False
         self.trains_in: int | None = None
+        self.descends_exactly = True
         modules: dict[str, ModuleProvider] = {}
         names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -141,6 +142,8 @@ class State:
         if any(isinstance(p, ZeroProvider) and len(p.ranks) > 1 for p in self.providers.values()):
             # A rank that replays has not yet what the others update: functions would read that.
             self.told = told = replace(told, replays=False)
+        found = self.providers.values()
+        self._optimizer_providers = [one for one in found if isinstance(one, OptimizerProvider)]
         self._keys = frozenset(self.providers)
         self.providers[RNG_SECTION] = _RngProvider()
         self._values = values
@@ -157,34 +160,35 @@ class State:
         self._share.of(survey)
         shape = survey.shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
-        rounded = self._tell_of_rounded(survey)
-        self.loses = bool(rounded) | self._tell_of_apart(survey)
-        self._tell_of_unsaved(survey, rounded)
+        rounds, copied = self._tell_of_rounded(survey)
+        self._loses = rounds | self._tell_of_apart(survey)
+        self._tell_of_unsaved(survey, copied)
 
-    def _tell_of_rounded(self, survey: Survey) -> set[int]:
-        """Where the parameters lie that a module's ``state_dict()`` gives in another dtype (hooks
-        of its own do that): what comes back of them is not what training had."""
-        found: dict[str, torch.Tensor] = {}
+    def _tell_of_rounded(self, survey: Survey) -> tuple[bool, set[int]]:
+        """Of the parameters that a module's ``state_dict()`` gives copies of (hooks of its own do
+        that): whether some of them are rounded, so that what comes back is not what training had;
+        and where all of them lie."""
+        found, copied = list[str](), set[int]()
         for section, provider in self.providers.items():
-            if isinstance(provider, ModuleProvider):
-                named = dict(provider.named_parameters())
-                names = {join_path(section, key): key for key in named}
-                stored = {name: survey.tensors[name] for name in names if name in survey.tensors}
-                found |= {
-                    f"{name} ({named[names[name]].dtype}, stored as {one.dtype})": named[
-                        names[name]
-                    ]
-                    for name, one in stored.items()
-                    if one.dtype != named[names[name]].dtype
-                }
+            named = provider.named_parameters() if isinstance(provider, ModuleProvider) else ()
+            for key, parameter in named:
+                name = join_path(section, key)
+                stored = survey.tensors.get(name)
+                if stored is None or _where(stored) == _where(parameter):
+                    continue
+                copied.add(_where(parameter))
+                if stored.dtype != parameter.dtype:
+                    found.append(f"{name} ({parameter.dtype}, stored as {stored.dtype})")
+                elif not _same_bits(stored, parameter):
+                    found.append(name)
         if found:
             _log.warning(
-                "everstep: state_dict() gives %d parameter(s) in another dtype: %s; what resume() "
-                "gives back is rounded, and is not called exact",
+                "everstep: state_dict() gives %d parameter(s) otherwise than training has them: "
+                "%s; what resume() gives back is rounded, and is not called exact",
                 len(found),
-                ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else ""),
+                ", ".join(found[:3]) + (", ..." if len(found) > 3 else ""),
             )
-        return set(map(_where, found.values()))
+        return bool(found), copied
 
     def _tell_of_apart(self, survey: Survey) -> bool:
         """Tensors in plain data may lie in the memory of others: each comes back in its own, and
@@ -214,11 +218,11 @@ class State:
             )
         return bool(found)
 
-    def _tell_of_unsaved(self, survey: Survey, rounded: set[int]) -> None:
+    def _tell_of_unsaved(self, survey: Survey, copied: set[int]) -> None:
         """An optimizer may train what is in no part of the state: a head, a loss with weights of
         its own. Its moments would come back, and it would not. Or it may hold another optimizer
         (SAM does), whose moments would not."""
-        saved = {0, *rounded, *map(_where, survey.tensors.values())}
+        saved = {0, *copied, *map(_where, survey.tensors.values())}
         for section, provider in self.providers.items():
             if isinstance(provider, OptimizerProvider):
                 named = provider.named()
@@ -254,6 +258,18 @@ class State:
                 found += (tensor for _, tensor in provider.memory())
         held = set(map(_where, found)) - {0}
         return lambda tensor: _where(tensor) in held
+
+    @property
+    def exact(self) -> bool:
+        """Whether what was surveyed last, and what it descends from, is all that training had."""
+        lossy = any(one.loses for one in self._optimizer_providers)
+        return self.descends_exactly and not (self._loses or lossy)
+
+    @property
+    def encoded(self) -> list[str]:
+        """Keys of the optimizers whose ``state_dict()`` gives another form of what they train
+        with, as far as has been surveyed: nothing but they themselves could go on from that."""
+        return [one.section for one in self._optimizer_providers if one.encodes]
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -389,6 +405,15 @@ def _where(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bits; as far as they lie here."""
+    mine, theirs = local_of(one).detach(), local_of(other).detach()
+    if mine.shape != theirs.shape or mine.device != theirs.device:
+        return True  # what is stored is another part of it, as sharding has it
+    parts = (t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs) if t.numel())
+    return torch.equal(*parts) if mine.numel() else True
+
+
 class _RngProvider(Unproven):
     section = RNG_SECTION
 
@@ -410,7 +435,10 @@ class _RngProvider(Unproven):
         return Part(self._blocks, Later(functools.partial(states.tree, first, others)))
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        return RestorePlan(saved.tree)
+        problem = other_generator(saved.tree)
+        if problem is None:
+            return RestorePlan(saved.tree)
+        return RestorePlan.without([(f"{RNG_SECTION}/numpy", problem)])
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         try:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
 from everstep.state.dtensors import is_dtensor
+from everstep.state.encodings import Encodings, load
 from everstep.state.entries import Entry
 from everstep.state.gradients import has_gradient, who_have_gradients
 from everstep.state.objects import join_path
@@ -26,15 +28,22 @@ from everstep.state.plain import is_fixed
 from everstep.state.proofs import OptimizerProof
 from everstep.state.providers import ParameterNames, difference
 from everstep.state.restoring import RestorePlan, Saved
-from everstep.state.survey import Block, Part, checked_block, look_at
+from everstep.state.survey import Block, Part, checked_block, look_at, unsupported
+from everstep.state.tensors import why_not_storable
 from everstep.state.tree import references, split
 
-__all__ = ["CLASS", "GRADIENTS", "Named", "OptimizerProvider", "lost_inside", "unwrapped"]
+__all__ = ["CLASS", "FORMS", "GRADIENTS", "Named", "OptimizerProvider", "lost_inside", "unwrapped"]
+
+_log = logging.getLogger("everstep")
 
 Named = tuple[str, tuple[int, ...]]
 
 CLASS = "everstep/class"
 """Key of an optimizer's tree: its class, if that is one of torch's own, as text."""
+
+FORMS = "everstep/forms"
+"""Key of an optimizer's tree: names of the parameters of which its ``state_dict()`` gives state in
+another form than it has, each with the keys of that state. Not there: there is none."""
 
 GRADIENTS = "everstep/gradients"
 """Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them. Not
@@ -105,6 +114,9 @@ class OptimizerProvider:
         self.section = section
         self._optimizer, self._names = optimizer, names
         self._have_gradients: list[str] | bool = False
+        self._encodings = Encodings()
+        self._forms: dict[str, list[str]] = {}  # found last, by name
+        self._has_told = False
         self._blocks: tuple[Block, ...] = ()  # found last
         self._holding: Holding | None = None  # found last
         self._proof: OptimizerProof | None = None
@@ -173,6 +185,8 @@ class OptimizerProvider:
         has a gradient, if anyone has."""
         name = _name_in_torch(self._optimizer)
         found: dict[str, Any] = {} if name is None else {CLASS: name}
+        if self._forms:
+            found[FORMS] = self._forms
         if self._names.asks_gradients:
             self._have_gradients = who_have_gradients(self._optimizer, self.named)
         return {**found, GRADIENTS: self._have_gradients} if self._have_gradients else found
@@ -219,6 +233,33 @@ class OptimizerProvider:
         tree = {"param_groups": copies}
         return copies, checked_block(tree, named, self.section, self._blocks)
 
+    def _look_at_forms(
+        self, saved: Mapping[Any, Any], indices: Sequence[Any], parameters: Sequence[Named]
+    ) -> None:
+        encodings = self._encodings
+        encodings.look(self._optimizer, saved, indices)
+        self._forms = {parameters[number][0]: keys for number, keys in encodings.forms.items()}
+        if self.loses and not self._has_told:
+            self._has_told = True
+            lost = [f"{key} of {parameters[number][0]}" for number, key in encodings.lossy]
+            _log.warning(
+                "everstep: the state_dict() of %r gives %d tensor(s) otherwise than training has "
+                "them: %s; what resume() gives back is not called exact",
+                self.section,
+                len(lost),
+                ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else ""),
+            )
+
+    @property
+    def encodes(self) -> bool:
+        """Whether its ``state_dict()`` gives state in another form than it has, or none of it."""
+        return bool(self._forms or self._encodings.lossy)
+
+    @property
+    def loses(self) -> bool:
+        """Whether its ``state_dict()`` gives less than training has, or may."""
+        return bool(self._encodings.lossy)
+
     def _as_before(self, holding: Holding) -> Holding:
         """The holding, or that of the last look if they are equal."""
         if self._holding is None or self._holding != holding:
@@ -247,6 +288,7 @@ class OptimizerProvider:
             raise UnsupportedStateError(
                 f"{self.section}: {reason}", leaves=((self.section, reason),)
             ) from error
+        self._look_at_forms(saved_state, indices, parameters)
         state = {
             named[key][0] if isinstance(key, int) and key in named else key: value
             for key, value in saved_state.items()
@@ -298,51 +340,16 @@ class OptimizerProvider:
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         named = self._parameters(self._names.now())
         numbers = {name: index for index, (name, _) in enumerate(named)}
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = {numbers.get(key, key): value for key, value in tree["state"].items()}
         groups = [
             {**group, "params": [numbers[name] for name, _ in group["params"]]}
             for group in tree["param_groups"]
         ]
-        own = {key: value for key, value in tree.items() if key not in (CLASS, GRADIENTS)}
-        self._load({**own, "state": state, "param_groups": groups})
-        for key, values in state.items():
-            if isinstance(key, int) and isinstance(values, dict):
-                self._undo_casts(parameters[key], values)
+        own = {key: value for key, value in tree.items() if key not in (CLASS, FORMS, GRADIENTS)}
+        forms = {numbers[name]: keys for name, keys in _forms_of(tree).items() if name in numbers}
+        load(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
         self._put_gradients(tree)
         return []
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """``load_state_dict``; groups and state stay the containers that they were, and rates that
-        are tensors these tensors. Others hold them: an optimizer around or inside of this one, a
-        loop that sets the rates of groups. torch makes new ones, and what is written to the old
-        ones is lost without a word."""
-        own = vars(self._optimizer)
-        groups, state = own["param_groups"], own["state"]
-
-        def keep(_: Optimizer) -> None:
-            _keep_tensors(groups, own["param_groups"])
-            for group, loaded in zip(groups, own["param_groups"], strict=True):
-                group.clear()
-                group.update(loaded)
-            state.clear()
-            state.update(own["state"])
-            own["param_groups"], own["state"] = groups, state
-
-        # Before all that a class, or another hook, does behind torch's own part.
-        kept = self._optimizer.register_load_state_dict_post_hook(keep, prepend=True)
-        try:
-            self._optimizer.load_state_dict(state_dict)
-        finally:
-            kept.remove()
-
-    def _undo_casts(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """``load_state_dict`` casts state to the parameter's dtype, which loses bits (fp32
-        moments of bf16 parameters), and takes texts apart: puts back what was loaded."""
-        held = self._optimizer.state[parameter]
-        for name, value in values.items():
-            if name in held and isinstance(value, Iterable):  # a tensor is one, too
-                held[name] = _as_loaded(value, held[name], parameter.device)
 
     def _has_strays(self) -> bool:
         groups = self._optimizer.param_groups
@@ -355,6 +362,9 @@ class OptimizerProvider:
 
         Section "a" with key "b.c" and section "a.b" with key "c" have names in common; the
         later one gets a number.
+
+        Raises:
+            UnsupportedStateError: one is not initialised yet.
         """
         unique: dict[int, str] = {}
         taken: set[str] = set()
@@ -369,6 +379,9 @@ class OptimizerProvider:
                         name, again = f"{wanted}~{again}", again + 1
                     taken.add(name)
                     unique[key] = name
+                    if is_lazy(parameter):
+                        leaf = join_path(self.section, name), why_not_storable(parameter) or ""
+                        raise unsupported([leaf])
                 found.append((unique[key], tuple(parameter.shape)))
         return found
 
@@ -438,6 +451,12 @@ def _options_of_torch() -> frozenset[str]:
     return frozenset(names - {"params", "decoupled_weight_decay"})
 
 
+def _forms_of(tree: Mapping[str, Any]) -> dict[str, list[str]]:
+    forms = tree.get(FORMS)
+    pairs = forms.items() if isinstance(forms, dict) else ()
+    return {name: list(keys) for name, keys in pairs if isinstance(keys, (list, tuple))}
+
+
 def _named_groups(tree: Any) -> list[list[Named]] | None:
     """Name and shape of each parameter in each group; None for what is no optimizer's tree."""
     try:
@@ -448,37 +467,3 @@ def _named_groups(tree: Any) -> list[list[Named]] | None:
         return groups if isinstance(tree["state"], dict) else None
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
-    """Puts what was loaded into the tensors that the groups have, where these are one and the same
-    in the same groups as those."""
-    pairs: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-    for old, new in zip(groups, loaded, strict=True):
-        for key, value in new.items():
-            mine = old.get(key)
-            if type(value) is torch.Tensor and type(mine) is torch.Tensor:
-                pairs.append((new, key, mine, value))
-    both = {(id(mine), id(value)) for *_, mine, value in pairs}
-    one, other = Counter(mine for mine, _ in both), Counter(value for _, value in both)
-    for new, key, mine, value in pairs:
-        alike = mine.dtype == value.dtype and mine.shape == value.shape
-        if alike and one[id(mine)] == 1 and other[id(value)] == 1:
-            with torch.no_grad():
-                mine.copy_(value)
-            new[key] = mine
-
-
-def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
-    """``value`` with its own dtypes, where ``got`` is what ``load_state_dict`` made of it."""
-    if isinstance(value, torch.Tensor):
-        on = got.device if isinstance(got, torch.Tensor) else device
-        same = isinstance(got, torch.Tensor) and got.dtype == value.dtype
-        return got if same else value.to(on)
-    if type(value) in (dict, OrderedDict):
-        parts = got if isinstance(got, dict) else {}
-        return type(value)((k, _as_loaded(v, parts.get(k), device)) for k, v in value.items())
-    if type(value) in (list, tuple):
-        items = got if isinstance(got, (list, tuple)) and len(got) == len(value) else value
-        return type(value)(_as_loaded(v, g, device) for v, g in zip(value, items, strict=True))
-    return value

@@ -12,7 +12,7 @@ import torch
 
 from everstep.seams.fingerprint import cuda_in_use
 
-__all__ = ["RngStates", "collect_rng", "restore_rng"]
+__all__ = ["RngStates", "collect_rng", "other_generator", "restore_rng"]
 
 
 class RngStates(NamedTuple):
@@ -59,6 +59,19 @@ def collect_rng() -> dict[str, Any]:
 def _as_array(words: Sequence[int]) -> np.ndarray[Any, Any]:
     """32-bit words as an array; twice as fast as ``np.array``."""
     return np.frombuffer(array("I", words), np.uint32)
+
+
+def other_generator(state: Any) -> str | None:
+    """Why NumPy's generator cannot take up the state that was saved of it; None: it can."""
+    numpy = state.get("numpy") if isinstance(state, dict) else None
+    saved = numpy.get("bit_generator") if isinstance(numpy, dict) else None
+    mine = np.random.get_state(legacy=False)["bit_generator"]
+    if not isinstance(saved, str) or saved == mine:
+        return None
+    return (
+        f"saved of a {saved}, live is a {mine}: call numpy.random.set_bit_generator() before "
+        "resume(), as the program that saved it has"
+    )
 
 
 def restore_rng(state: dict[str, Any]) -> list[str]:

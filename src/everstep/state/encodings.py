@@ -1,0 +1,204 @@
+"""What an optimizer's own ``state_dict()`` and ``load_state_dict()`` make of its state.
+
+torch's give the tensors that it trains with, and cast them as they are loaded: to the dtype of the
+parameter, which loses bits (float32 moments of bfloat16 parameters). So everstep puts back what was
+saved. A class, or a hook, may do more: save what it has in another form, and make of that, as it
+is loaded, what it trains with. That form is not what an optimizer may go on with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.state.dtensors import local_of
+
+__all__ = ["Encodings", "load"]
+
+Forms = Mapping[int, Collection[str]]
+"""By the number of a parameter: keys of its state that are saved in a form of the optimizer's."""
+
+
+class Encodings:
+    """Which of an optimizer's state it saves otherwise than it has it.
+
+    Attributes:
+        forms: as they were found last.
+        lossy: what is saved is known to be less, or not known to be as much, as training has.
+    """
+
+    def __init__(self) -> None:
+        self.forms: dict[int, list[str]] = {}
+        self.lossy: list[tuple[int, str]] = []
+        self._judged: set[tuple[int, str]] = set()
+
+    def look(self, optimizer: Optimizer, saved: Mapping[Any, Any], indices: Sequence[int]) -> None:
+        """Looks at what ``state_dict()`` has given.
+
+        Args:
+            saved: its ``"state"``.
+            indices: of all parameters in it, in the order of the groups.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        forms: dict[int, list[str]] = {}
+        for number, (index, parameter) in enumerate(zip(indices, parameters, strict=True)):
+            live = optimizer.state.get(parameter)
+            if live is None or saved.get(index) is live:
+                continue
+            given = saved.get(index, {})
+            if not isinstance(live, Mapping) or not isinstance(given, Mapping):
+                continue
+            found = [key for key, value in given.items() if _is_other(value, live.get(key))]
+            if found:
+                forms[number] = found
+            self._judge(number, live, given, found)
+        self.forms = forms
+
+    def _judge(
+        self, number: int, live: Mapping[Any, Any], given: Mapping[Any, Any], found: Collection[Any]
+    ) -> None:
+        """Once for each tensor that training has, as soon as it has anything in it."""
+        for key, tensor in live.items():
+            if not isinstance(tensor, torch.Tensor) or (number, key) in self._judged:
+                continue
+            if key in given and key not in found:
+                continue
+            mine = local_of(tensor).detach()
+            if mine.numel() and not bool((mine != 0).any()):
+                continue  # nothing that could be lost
+            self._judged.add((number, key))
+            if not _has_all(given.get(key), tensor):
+                self.lossy.append((number, key))
+
+
+def _is_other(given: Any, live: Any) -> bool:
+    """Whether a tensor is given that is not the one that training has."""
+    if given is live or not isinstance(given, torch.Tensor):
+        return False
+    if not isinstance(live, torch.Tensor):
+        return True
+    one, other = local_of(given), local_of(live)
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return True
+    if one.layout is not torch.strided:
+        return True
+    return (one.data_ptr(), one.stride()) != (other.data_ptr(), other.stride())
+
+
+def _has_all(given: Any, live: torch.Tensor) -> bool:
+    """Whether every bit of ``live`` can be seen to be in what is given in its place: in a dtype
+    that holds all of its values, or in words of the same size."""
+    if not isinstance(given, torch.Tensor):
+        return False
+    one, other = local_of(given).detach(), local_of(live).detach()
+    if one.shape != other.shape or one.device != other.device or one.layout != other.layout:
+        return False
+    same_words = one.itemsize == other.itemsize and one.dtype != other.dtype
+    if same_words and one.is_contiguous() and torch.equal(one.view(other.dtype), other):
+        return True
+    return bool(torch.equal(one.to(other.dtype), other))
+
+
+def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None:
+    """``load_state_dict``, to the bit; groups and state stay the containers that they were, and
+    rates that are tensors these tensors. Others hold them: an optimizer around or inside of this
+    one, a loop that sets the rates of groups. torch makes new ones, and what is written to the old
+    ones is lost without a word.
+
+    Args:
+        forms: what is in a form of the optimizer's own: it is for it to say what becomes of that.
+    """
+    own = vars(optimizer)
+    groups, state = own["param_groups"], own["state"]
+    given = state_dict
+
+    def note(_: Optimizer, decoded: dict[str, Any]) -> None:
+        nonlocal given
+        given = decoded  # what a class, or other hooks, have made of it
+
+    def keep(_: Optimizer) -> None:
+        _keep_tensors(groups, own["param_groups"])
+        for group, loaded in zip(groups, own["param_groups"], strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(own["state"])
+        own["param_groups"], own["state"] = groups, state
+        for number, parameter, values in _by_parameter(optimizer, given):
+            raw = state_dict["state"].get(number, {})
+            decoded = [k for k in forms.get(number, ()) if values.get(k) is not raw.get(k)]
+            _undo_casts(optimizer, parameter, {k: values[k] for k in decoded if k in values})
+
+    # Behind all other hooks; and before all that a class, or another hook, does behind torch's
+    # own part.
+    noted = optimizer.register_load_state_dict_pre_hook(note)
+    kept = optimizer.register_load_state_dict_post_hook(keep, prepend=True)
+    try:
+        optimizer.load_state_dict(state_dict)
+    finally:
+        kept.remove()
+        noted.remove()
+    for number, parameter, values in _by_parameter(optimizer, state_dict):
+        own_form = forms.get(number, ())
+        as_trained = {key: value for key, value in values.items() if key not in own_form}
+        _undo_casts(optimizer, parameter, as_trained)
+
+
+def _by_parameter(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> Iterable[tuple[int, torch.Tensor, Mapping[Any, Any]]]:
+    """Number, parameter and state of each that has any in ``state_dict``."""
+    listed = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for number, (index, parameter) in enumerate(zip(listed, parameters, strict=True)):
+        values = state_dict["state"].get(index)
+        if isinstance(values, Mapping):
+            yield number, parameter, values
+
+
+def _undo_casts(optimizer: Optimizer, parameter: torch.Tensor, values: Mapping[Any, Any]) -> None:
+    """``load_state_dict`` casts state to the parameter's dtype, which loses bits, and takes texts
+    apart: puts back what was loaded."""
+    held = optimizer.state[parameter] if values else {}
+    for name, value in values.items():
+        if name in held and isinstance(value, Iterable):  # a tensor is one, too
+            held[name] = _as_loaded(value, held[name], parameter.device)
+
+
+def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
+    """Puts what was loaded into the tensors that the groups have, where these are one and the same
+    in the same groups as those."""
+    pairs: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+    for old, new in zip(groups, loaded, strict=True):
+        for key, value in new.items():
+            mine = old.get(key)
+            if type(value) is torch.Tensor and type(mine) is torch.Tensor:
+                pairs.append((new, key, mine, value))
+    both = {(id(mine), id(value)) for *_, mine, value in pairs}
+    one, other = Counter(mine for mine, _ in both), Counter(value for _, value in both)
+    for new, key, mine, value in pairs:
+        alike = mine.dtype == value.dtype and mine.shape == value.shape
+        if alike and one[id(mine)] == 1 and other[id(value)] == 1:
+            with torch.no_grad():
+                mine.copy_(value)
+            new[key] = mine
+
+
+def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
+    """``value`` with its own dtypes, where ``got`` is what ``load_state_dict`` made of it."""
+    if isinstance(value, torch.Tensor):
+        on = got.device if isinstance(got, torch.Tensor) else device
+        same = isinstance(got, torch.Tensor) and got.dtype == value.dtype
+        return got if same else value.to(on)
+    if type(value) in (dict, OrderedDict):
+        parts = got if isinstance(got, dict) else {}
+        return type(value)((k, _as_loaded(v, parts.get(k), device)) for k, v in value.items())
+    if type(value) in (list, tuple):
+        items = got if isinstance(got, (list, tuple)) and len(got) == len(value) else value
+        return type(value)(_as_loaded(v, g, device) for v, g in zip(value, items, strict=True))
+    return value
