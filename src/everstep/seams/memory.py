@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ except ImportError:  # not a POSIX system; the command line says so before anyth
 __all__ = [
     "PAGE_BYTES",
     "SharedMemory",
+    "WritableMemory",
     "copy_memory",
     "copy_view",
     "memory_at",
@@ -102,6 +103,31 @@ def sealed_bytes(fd: int) -> int | None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
     return os.fstat(fd).st_size if sealed else None
+
+
+class WritableMemory:
+    """Which memory of this process can be written to, as it was at the first question: of a file
+    that is mapped to be read, say, none can, and who tries is ended."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] | None = None
+
+    def has(self, address: int) -> bool:
+        """Whether ``address`` can be written to; everywhere, where nothing tells."""
+        if not _LINUX:
+            return True
+        if self._spans is None:
+            self._spans = list(_writable_spans())
+        return any(begin <= address < end for begin, end in self._spans)
+
+
+def _writable_spans() -> Iterator[tuple[int, int]]:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            span, rights = line.split(maxsplit=2)[:2]
+            begin, end = (int(number, 16) for number in span.split("-"))
+            if "w" in rights:
+                yield begin, end
 
 
 class SharedMemory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import is_
@@ -22,10 +23,10 @@ from everstep.state.entries import Entry
 from everstep.state.objects import TensorRef, join_path
 from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
 from everstep.state.owners import DeclaredUpdate, Memory, Told, memory_of
+from everstep.state.plain_provider import Places, PlainProvider
 from everstep.state.providers import (
     ModuleProvider,
     ParameterNames,
-    PlainProvider,
     Provider,
     Stateful,
     StatefulProvider,
@@ -137,7 +138,7 @@ class State:
                         "change that copy, and resume() could not give it back",
                         hint=f'the object itself, in a place of its own: {{"{name}": {name}}}',
                     )
-                provider = PlainProvider(key, values, self._held)
+                provider = PlainProvider(key, values, self._held, lambda: self._places)
             self.providers[key] = provider
         if any(isinstance(p, ZeroProvider) and len(p.ranks) > 1 for p in self.providers.values()):
             # A rank that replays has not yet what the others update: functions would read that.
@@ -146,7 +147,7 @@ class State:
         self._optimizer_providers = [one for one in found if isinstance(one, OptimizerProvider)]
         self._keys = frozenset(self.providers)
         self.providers[RNG_SECTION] = _RngProvider()
-        self._values = values
+        self._values, self._places = values, Places()
         self._objects = {
             key: value
             for key, value in values.items()
@@ -373,6 +374,10 @@ class State:
             left_out: sections that stay as the program made them.
         """
         plans: dict[str, RestorePlan] = {}
+        plain = (one for one in self.providers.values() if isinstance(one, PlainProvider))
+        self._places = Places([one.collect() for one in plain])
+        names = Counter(entry.name for entry in entries.values())
+        tied = frozenset(name for name, count in names.items() if count > 1)
         for section, provider in self.providers.items():
             if section in left_out:
                 plans[section] = RestorePlan.without()
@@ -389,7 +394,7 @@ class State:
             live: dict[str, torch.Tensor] = {}
             split(provider.collect(), section, live)
             used = {name: entries[name] for name in references(trees[section])}
-            plans[section] = provider.plan(Saved(trees[section], used), live)
+            plans[section] = provider.plan(Saved(trees[section], used, tied), live)
         for section in trees:
             if section not in self.providers:
                 unexpected = [(section, "in the checkpoint, not in the state")]

@@ -7,10 +7,9 @@ straight into live memory and what does not match, and takes the loaded tree bac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,13 +25,13 @@ from everstep.state.tensors import stored_form
 __all__ = [
     "ModuleProvider",
     "ParameterNames",
-    "PlainProvider",
     "Provider",
     "Stateful",
     "StatefulProvider",
     "Unproven",
     "describe",
     "difference",
+    "same_memory",
     "unwrap",
 ]
 
@@ -212,7 +211,7 @@ class ModuleProvider:
                 if problem and not self._grows(key, entry):
                     plan.mismatches.append((name, problem))
                     continue
-                if not problem and _same_memory(memory.get(key), tensor):
+                if not problem and same_memory(memory.get(key), tensor):
                     plan.in_place[value.name] = tensor
             plan.tree[key] = value
         return plan
@@ -258,7 +257,7 @@ class ModuleProvider:
     def _needs_load(self, tree: Mapping[str, Any]) -> bool:
         """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
         memory = dict(self.memory())
-        if any(not _same_memory(memory.get(key), value) for key, value in tree.items()):
+        if any(not same_memory(memory.get(key), value) for key, value in tree.items()):
             return True
         if not _from_torch(self._module.load_state_dict):
             return True
@@ -338,95 +337,6 @@ def _another_kind(value: Stateful, saved: Any) -> str | None:
     return None
 
 
-class PlainProvider(Unproven):
-    """Plain data: read from the user's mapping at each save, put back into it on resume.
-
-    Args:
-        held: gives what tells whether others of the state have the memory of a tensor, too.
-    """
-
-    def __init__(
-        self,
-        section: str,
-        state: MutableMapping[str, Any],
-        held: Callable[[], Callable[[torch.Tensor], bool]] = lambda: lambda tensor: False,
-    ) -> None:
-        self.section = section
-        self._state = state
-        self._held = held
-
-    def collect(self) -> Any:
-        return self._state[self.section]
-
-    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        """Tensors that somebody else trains are read into where they lie: a fresh one in their
-        place would leave the training with the values that it began with."""
-        value, held = self._state[self.section], self._held() if live else bool
-        plan = RestorePlan(saved.tree)
-        for name, trained in zip(live, _trained(value), strict=True):
-            if not (trained or isinstance(value, torch.Tensor) or held(live[name])):
-                continue  # one in a container is put there anew
-            problem: str | None = "no tensor in the checkpoint, one in the state"
-            if name in saved.entries:
-                problem = difference(saved.entries[name], live[name])
-            if problem:
-                plan.mismatches.append((name, problem))
-            plan.in_place[name] = live[name]
-        return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
-
-    def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        """Containers keep their identity, so other references to them see the restored data."""
-        value = self._state[self.section]
-        if isinstance(value, torch.Tensor):
-            return []  # was read in place
-        tree = _with_objects_of(value, tree)
-        if isinstance(value, dict) and isinstance(tree, dict):
-            value.clear()
-            value.update(tree)
-            return []
-        if isinstance(value, list) and isinstance(tree, list):
-            value[:] = tree
-            return []
-        if isinstance(value, np.ndarray) and isinstance(tree, np.ndarray):
-            same = (value.shape, value.dtype) == (tree.shape, tree.dtype)
-            if same and value.flags.writeable:
-                value[...] = tree
-                return []
-        self._state[self.section] = tree
-        return []
-
-
-def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:
-    """Of each tensor in plain data, in the order in which ``split`` finds them, whether a module
-    or an optimizer has it, too: parameters, and what a module's ``state_dict()`` gives."""
-    if isinstance(value, torch.Tensor):
-        yield of_module or (value.requires_grad and value.is_leaf)
-    elif type(value) in (dict, OrderedDict):
-        of_module = of_module or hasattr(value, "_metadata")
-        for item in value.values():
-            yield from _trained(item, of_module=of_module)
-    elif type(value) in (list, tuple):
-        for item in value:
-            yield from _trained(item, of_module=of_module)
-
-
-def _with_objects_of(value: Any, tree: Any) -> Any:
-    """The restored ``tree``; tensors that were read into where they lie are the objects that
-    ``value`` has in their place."""
-    if isinstance(tree, torch.Tensor):
-        return value if _same_memory(value, tree) else tree
-    if type(tree) in (dict, OrderedDict):
-        mine = value if isinstance(value, dict) else {}
-        return type(tree)((k, _with_objects_of(mine.get(k), item)) for k, item in tree.items())
-    if type(tree) in (list, tuple):
-        items = value if isinstance(value, (list, tuple)) else ()
-        return type(tree)(
-            _with_objects_of(items[n] if n < len(items) else None, item)
-            for n, item in enumerate(tree)
-        )
-    return tree
-
-
 def difference(entry: Entry, tensor: torch.Tensor, *, dtype: bool = True) -> str | None:
     """How the saved entry and the live tensor differ in dtype or shape; None if they do not.
 
@@ -462,7 +372,8 @@ def _is_of_fsdp2(hook: Any) -> bool:
     return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _FSDP2_HOOKS
 
 
-def _same_memory(owner: Any, tensor: Any) -> bool:
+def same_memory(owner: Any, tensor: Any) -> bool:
+    """Whether two tensors are one, as they lie: address, shape, strides, dtype."""
     if not isinstance(owner, torch.Tensor) or not isinstance(tensor, torch.Tensor):
         return False
     owner, tensor = local_of(owner), local_of(tensor)

@@ -15,10 +15,15 @@ __all__ = ["RestorePlan", "Saved"]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a base holds for one section: the object tree, and its tensors' entries by name."""
+    """What a base holds for one section: the object tree, and its tensors' entries by name.
+
+    Attributes:
+        tied: names of those, of all entries, that were at several places of the state.
+    """
 
     tree: Any
     entries: Mapping[str, Entry]
+    tied: Collection[str] = ()
 
 
 @dataclass(slots=True)

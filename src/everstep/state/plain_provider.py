@@ -1,0 +1,184 @@
+"""Plain data of the state: read from the user's mapping at each save, put back where it was.
+
+Whatever the loop holds besides (a running mean, a list of losses, somewhere in a dict of its own)
+is what it goes on with. So tensors are read into where they lie, arrays and containers are filled
+again, wherever nothing speaks against it: another form, or one object at several places, where
+several different ones may have been saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from everstep.seams.memory import WritableMemory
+from everstep.state.entries import Entry
+from everstep.state.objects import MAX_DEPTH
+from everstep.state.providers import Unproven, difference, same_memory
+from everstep.state.restoring import RestorePlan, Saved
+
+__all__ = ["Places", "PlainProvider"]
+
+_IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
+class Places:
+    """At how many places of some values each container, and each piece of memory, is.
+
+    Args:
+        values: all plain data of a state.
+    """
+
+    def __init__(self, values: Collection[object] = ()) -> None:
+        self._memory: Counter[int] = Counter()
+        self._objects: Counter[int] = Counter()
+        self._writable = WritableMemory()
+        for value in values:
+            self._walk(value, 0)
+
+    def is_alone(self, value: object) -> bool:
+        """Whether there is one place only where it, or any of its memory, is."""
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return self._memory[_memory_of(value)] == 1
+        return self._objects[id(value)] == 1
+
+    def can_be_filled(self, tensor: torch.Tensor) -> bool:
+        """Whether nobody but its holder could tell that other bytes are read into a tensor: it is
+        alone, a plain one, without a graph, each element in memory of its own that can be written
+        to."""
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_inference():
+            return False
+        if is_lazy(tensor) or tensor.layout is not torch.strided or not self.is_alone(tensor):
+            return False
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.is_conj() or tensor.is_neg() or any(n > 1 and not step for n, step in sizes):
+            return False
+        return tensor.device.type != "cpu" or self._writable.has(tensor.data_ptr())
+
+    def _walk(self, value: object, depth: int) -> None:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            self._memory[_memory_of(value)] += 1
+        elif isinstance(value, (dict, list, tuple)) and depth < MAX_DEPTH:
+            self._objects[id(value)] += 1
+            items = value.values() if isinstance(value, dict) else value
+            if not _IMMUTABLE.issuperset(map(type, items)):
+                for item in items:
+                    self._walk(item, depth + 1)
+
+
+def _memory_of(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
+    """The address of all memory that a tensor, or an array, is a part of; 0: it has none."""
+    if isinstance(value, np.ndarray):
+        while isinstance(value.base, np.ndarray):
+            value = value.base
+        return int(value.__array_interface__["data"][0])
+    if is_lazy(value) or value.layout is not torch.strided:
+        return 0
+    return value.untyped_storage().data_ptr()
+
+
+class PlainProvider(Unproven):
+    """Plain data: read from the user's mapping at each save, put back into it on resume.
+
+    Args:
+        held: gives what tells whether others of the state have the memory of a tensor, too.
+        places: gives where all plain data of the state is.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        state: MutableMapping[str, Any],
+        held: Callable[[], Callable[[torch.Tensor], bool]] = lambda: lambda tensor: False,
+        places: Callable[[], Places] = Places,
+    ) -> None:
+        self.section = section
+        self._state = state
+        self._held, self._places = held, places
+        self._there = Places()  # as it was planned
+
+    def collect(self) -> Any:
+        return self._state[self.section]
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        """Tensors that somebody else trains are read into where they lie: a fresh one in their
+        place would leave the training with the values that it began with."""
+        value, held = self._state[self.section], self._held() if live else bool
+        plan, self._there = RestorePlan(saved.tree), self._places()
+        for name, trained in zip(live, _trained(value), strict=True):
+            tensor = live[name]
+            if not (trained or isinstance(value, torch.Tensor) or held(tensor)):
+                if self._fits(saved, name, tensor):
+                    plan.in_place[name] = tensor
+                continue  # or one in a container is put there anew
+            problem: str | None = "no tensor in the checkpoint, one in the state"
+            if name in saved.entries:
+                problem = difference(saved.entries[name], tensor)
+            if problem:
+                plan.mismatches.append((name, problem))
+            plan.in_place[name] = tensor
+        return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
+
+    def _fits(self, saved: Saved, name: str, tensor: torch.Tensor) -> bool:
+        """Whether what was saved can be read into a tensor that is in a container."""
+        entry: Entry | None = saved.entries.get(name)
+        if entry is None or entry.name in saved.tied or not self._there.can_be_filled(tensor):
+            return False
+        return difference(entry, tensor) is None
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        """Containers keep their identity, so other references to them see the restored data."""
+        value = self._state[self.section]
+        if isinstance(value, torch.Tensor):
+            return []  # was read in place
+        found = self._put(value, tree, at_top=True)
+        if found is not value:
+            self._state[self.section] = found
+        return []
+
+    def _put(self, value: Any, tree: Any, *, at_top: bool = False) -> Any:
+        """What is to be where ``value`` was: that, with what was restored in it, if it can be."""
+        if isinstance(tree, torch.Tensor):
+            return value if same_memory(value, tree) else tree
+        fits = type(value) is type(tree) and self._there.is_alone(value)
+        if type(tree) in (dict, OrderedDict):
+            mine = value if isinstance(value, dict) else {}
+            items = {key: self._put(mine.get(key), item) for key, item in tree.items()}
+            if fits or (at_top and isinstance(value, dict)):
+                value.clear()
+                value.update(items)
+                return value
+            return type(tree)(items)
+        if type(tree) in (list, tuple):
+            there = value if isinstance(value, (list, tuple)) else ()
+            pairs = enumerate(tree)
+            found = [self._put(there[n] if n < len(there) else None, item) for n, item in pairs]
+            if type(tree) is list and (fits or (at_top and isinstance(value, list))):
+                value[:] = found
+                return value
+            return type(tree)(found)
+        if isinstance(tree, np.ndarray) and isinstance(value, np.ndarray):
+            same = (value.shape, value.dtype) == (tree.shape, tree.dtype)
+            if same and value.flags.writeable and (fits or at_top):
+                value[...] = tree
+                return value
+        return tree
+
+
+def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:
+    """Of each tensor in plain data, in the order in which ``split`` finds them, whether a module
+    or an optimizer has it, too: parameters, and what a module's ``state_dict()`` gives."""
+    if isinstance(value, torch.Tensor):
+        yield of_module or (value.requires_grad and value.is_leaf)
+    elif type(value) in (dict, OrderedDict):
+        of_module = of_module or hasattr(value, "_metadata")
+        for item in value.values():
+            yield from _trained(item, of_module=of_module)
+    elif type(value) in (list, tuple):
+        for item in value:
+            yield from _trained(item, of_module=of_module)
