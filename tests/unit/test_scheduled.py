@@ -4,6 +4,7 @@ the others the newest whole one is what a killed process comes back to."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ import everstep
 from everstep.capture.audit import SpotCheck
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import Lane
-from everstep.capture.scheduled import Dispatch
+from everstep.capture.scheduled import Dispatch, Unit
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.keeper import scheduled
+from everstep.keeper.program import lazily
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Budget, Method, presets
@@ -691,3 +693,38 @@ def test_a_base_of_a_step_that_is_in_memory_begins_behind_what_is_copied(run_fol
         ckpt.wait()
         assert not save.in_memory
     assert restored(run_folder, "inside", step) == saved
+
+
+@pytest.fixture
+def all_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that put every copy into the step that follows."""
+
+    def later(*about: Any) -> tuple[Unit, ...]:
+        return tuple(dataclasses.replace(unit, event=1) for unit in lazily(*about))
+
+    monkeypatch.setattr(scheduled, "lazily", later)
+
+
+@pytest.mark.usefixtures("all_later")
+@pytest.mark.parametrize("every", [None, 1])
+def test_who_waits_for_a_save_needs_no_next_step(every: int | None, run_folder: Path) -> None:
+    """Of a step that nothing was captured of, and of one whose base is under way."""
+    loop = Loop()
+    with checkpointer(run_folder, loop.state, every=every) as ckpt:
+        loop.train(1)
+        saved = loop.snapshot()
+        ckpt.step()
+        assert ckpt.save().durable.result(TIMEOUT_S) > 0
+    assert restored(run_folder, "plain") == saved
+
+
+@pytest.mark.usefixtures("all_later")
+def test_who_waits_for_a_save_of_what_was_parked_needs_no_next_step(
+    keeper: Bench, run_folder: Path
+) -> None:
+    ckpt, snapshots = trained(run_folder, Loop(), 1, every=None)
+    assert None in ckpt._saver.scheduler._open[-1].issued_s  # type: ignore[attr-defined]
+    assert ckpt.save().durable.result(TIMEOUT_S) > 0
+    assert stats_of(ckpt).captures == 1
+    ckpt.close()
+    assert restored(run_folder, "plain") == snapshots[1]

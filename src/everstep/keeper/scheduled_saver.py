@@ -109,6 +109,16 @@ class ScheduledSaver(Saver):
         survey: Survey | None = None,
         in_memory: bool = False,
     ) -> Save:
+        save = self._take_or_persist(identity, show=show, survey=survey, in_memory=in_memory)
+        if show:
+            # Somebody has asked, and may wait for it before the next step, whose events the copies
+            # that are left would go by: they would never come.
+            self.scheduler.flush()
+        return save
+
+    def _take_or_persist(
+        self, identity: ShardIdentity, *, show: bool, survey: Survey | None, in_memory: bool
+    ) -> Save:
         again = None
         with contextlib.suppress(KeeperError):  # it is gone: what follows says so, by the policy
             again = self._persist_newest(identity)
