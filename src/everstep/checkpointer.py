@@ -199,9 +199,8 @@ class Checkpointer:
             self._multistep.drop("training goes back")
         self._saver.finish_captures()
         if self._keeper is not None:
-            if step is not None:
-                self._channel.undone(step)
-            self._keeper.wait(None)
+            with self._channel.going_back(step):
+                self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
         own = self._timeline > 0
         how = {"strict": strict, "own": own, "trained": own and self._watched.has_moved(self._step)}

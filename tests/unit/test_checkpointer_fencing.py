@@ -13,7 +13,7 @@ import torch
 
 import everstep
 from everstep.commit.lineage import BaseId
-from everstep.errors import FencedError, RecoveryError
+from everstep.errors import FencedError, RecoveryError, StorageError
 from everstep.format.names import CONDEMNED, DELETING, MANIFEST
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.retain import delete_base
@@ -141,6 +141,41 @@ def test_the_older_one_may_take_the_run_over_again(run_folder: Path) -> None:
         newer.step()
         with pytest.raises(FencedError):
             newer.save()
+
+
+@pytest.mark.parametrize("method", ["async", "lazy"])
+def test_who_takes_the_run_over_again_hears_no_more_of_the_time_before(
+    method: str, run_folder: Path
+) -> None:
+    """What was reported of it, and not raised yet, neither stops the resume nor follows it."""
+    options: dict[str, Any] = {"on_failure": "raise", "method": method, "every": None}
+    with two(run_folder, {"n": 1}, {"n": 0}, **options) as (older, newer):
+        newer.resume()
+        older.step()
+        assert isinstance(older.save().durable.exception(20), FencedError)
+        older._channel.post(FencedError("another one"))
+        assert older.resume().timeline == 3
+        older.step()
+        assert older.save().durable.result(20) > 0
+        older.wait()
+        newer.step()
+        assert isinstance(newer.save().durable.exception(20), FencedError)
+        with pytest.raises(FencedError):
+            newer.wait()
+
+
+def test_who_does_not_take_it_over_again_hears_of_it(run_folder: Path) -> None:
+    """A resume that fails has changed nothing; what else is wrong is raised as ever."""
+    with two(run_folder, {"n": 1}, {"n": 0}, on_failure="raise") as (older, newer):
+        newer.resume()
+        older._channel.post(FencedError("fenced off"))
+        with pytest.raises(RecoveryError):
+            older.resume(77)
+        older._channel.post(StorageError("the disk is full"))
+        with pytest.raises(FencedError):
+            older.step()
+        with pytest.raises(StorageError):
+            older.resume()
 
 
 def test_both_resume_at_the_same_moment(run_folder: Path) -> None:

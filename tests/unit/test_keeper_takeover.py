@@ -15,15 +15,21 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.commit.lineage import BaseId
 from everstep.errors import (
     FencedError,
+    KeeperError,
     MismatchError,
     StateError,
+    StorageError,
 )
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.remote import RemoteKeeper
+from everstep.keeper.wire import error_to_wire
+from everstep.recover.resume import open_timeline
+from everstep.seams import Seams
 from tests.unit.serving import Bench, die, serving
-from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget
+from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, inventory_of
 
 RELOST = "now serves process|is gone"
 
@@ -334,6 +340,66 @@ def test_one_that_takes_over_fences_the_other_off(served: Bench, policy: Any) ->
     second.close()
     assert served.committed() == {(2, 2)}
     assert restored(served.run)[1] == wanted
+
+
+def test_one_that_takes_it_back_hears_no_more_of_the_time_before(served: Bench) -> None:
+    """Neither why it could not go on, when its keeper is lost once more."""
+    world = World()
+    first = opened(served.run, world)
+    first.resume()
+    stepped(first, world)
+    first.save().durable.result(TIMEOUT_S)
+    second = opened(served.run, World(seed=99))
+    second.resume()
+    until(lambda: first._keepers.lost is not None)
+    with pytest.raises(FencedError):
+        stepped(first, world)
+    assert first.resume().timeline == 3
+    stepped(first, world)
+    remote = first._keepers.current
+    assert isinstance(remote, RemoteKeeper)
+    remote._lose(KeeperError("planted"))
+    with pytest.warns(RuntimeWarning, match="planted"):
+        wanted = stepped(first, world)
+    first.save().durable.result(TIMEOUT_S)
+    first.close()
+    recovery, found = restored(served.run)
+    assert (recovery.step, recovery.timeline, found) == (3, 4, wanted)
+
+
+def test_what_a_keeper_says_of_a_timeline_that_is_over(
+    served: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fenced off by another machine: the keeper, which has served both timelines, says which one
+    it means; and what is late is no error of the present one."""
+    said = list[dict[str, Any]]()
+    hear = RemoteKeeper._on_message
+
+    def noted(self: RemoteKeeper, message: dict[str, Any], fds: list[int]) -> None:
+        said.extend([message] if message["kind"] == "error" else [])
+        hear(self, message, fds)
+
+    monkeypatch.setattr(RemoteKeeper, "_on_message", noted)
+    world = World()
+    first = opened(served.run, world)
+    first.resume()
+    stepped(first, world)
+    first.save().durable.result(TIMEOUT_S)
+    inventory = inventory_of(served.run)
+    open_timeline(Seams(), PurePath(served.run), inventory, parent=BaseId(1, 1), exact=True)
+    stepped(first, world)
+    assert isinstance(first.save().durable.exception(TIMEOUT_S), FencedError)
+    assert first.resume().timeline == 3
+    assert {message["of_timeline"] for message in said} == {1}
+    remote = first._keepers.current
+    assert isinstance(remote, RemoteKeeper)
+    hear(remote, said[0], [])
+    stepped(first, world)
+    for other in ({"of_timeline": 3}, {"error": error_to_wire(StorageError("full"))}):
+        hear(remote, said[0] | other, [])
+        with pytest.raises((FencedError, StorageError)):
+            stepped(first, world)
+    first.close()
 
 
 @pytest.mark.parametrize("at", ["settle", "recall", "serve"])

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from everstep import KeeperOptions
-from everstep.errors import FencedError
+from everstep.errors import FencedError, KeeperError
+from everstep.keeper.remote import RemoteKeeper
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_takeover import opened, until
 
@@ -162,3 +163,21 @@ def test_a_keeper_is_not_replaced_in_the_timeline_of_another(served: Bench, back
         ckpt._keepers._replace(ckpt._timeline, None)
     with contextlib.suppress(FencedError):
         ckpt.close()
+
+
+def test_who_resumes_what_was_put_back_is_not_fenced_off_by_itself(
+    served: Bench, backup: Path
+) -> None:
+    """It may open the number once more that it had."""
+    ckpt = opened(served.run, World(), every=4, method="lazy")  # type: ignore[arg-type]
+    numbers = [ckpt.resume().timeline]
+    ckpt.wait()
+    copied(backup, served.run)
+    numbers.append(ckpt.resume().timeline)
+    assert numbers[0] == numbers[1]
+    remote = ckpt._keepers.current
+    assert isinstance(remote, RemoteKeeper)
+    remote._lose(KeeperError("planted"))
+    with pytest.warns(RuntimeWarning, match="planted"):
+        ckpt.wait()
+    ckpt.close()

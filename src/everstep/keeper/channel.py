@@ -11,12 +11,18 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.errors import DeadlineError, EverstepError, NonFiniteError, StorageError
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    FencedError,
+    NonFiniteError,
+    StorageError,
+)
 from everstep.options import FailurePolicy
 from everstep.seams import Clock
 
@@ -53,6 +59,8 @@ class BackgroundChannel:
         self._errors: list[EverstepError] = []
         self._notices: list[EverstepError] = []
         self._under_way: list[Work] = []
+        self._timeline: int | None = None  # that this process has opened last
+        self._taking_over = False
 
     def begin(self, what: str, step: int) -> Work:
         """Registers a piece of work."""
@@ -79,14 +87,21 @@ class BackgroundChannel:
                 now_s - work.last_progress_s > self._progress_timeout_s for work in self._under_way
             )
 
-    def post(self, error: EverstepError, *, first: bool = False) -> None:
+    def post(
+        self, error: EverstepError, *, first: bool = False, timeline: int | None = None
+    ) -> None:
         """Reports an error from any thread; the training thread hears of it at its next call.
 
         Args:
             first: before what was reported already.
+            timeline: that was served when it came up; None: the one that is.
         """
         with self._lock:
-            self._errors.insert(0 if first else len(self._errors), error)
+            over = timeline is not None and timeline != self._timeline is not None
+            if not (over and isinstance(error, FencedError)):
+                self._errors.insert(0 if first else len(self._errors), error)
+                return
+        _log_over(error)
 
     def tell(self, notice: EverstepError) -> None:
         """Tells of what the user should know though nothing has failed: it is never raised. The
@@ -94,14 +109,36 @@ class BackgroundChannel:
         with self._lock:
             self._notices.append(notice)
 
-    def undone(self, step: int) -> None:
-        """Training goes back to ``step``: gradients that were not finite since are only logged,
-        for the steps that consumed them are undone."""
+    @contextlib.contextmanager
+    def going_back(self, step: int | None) -> Iterator[None]:
+        """Around what is waited for before a resume: that another process has taken the run over
+        does not keep this one from taking it back. If it does not, that is raised at its next call.
+
+        Args:
+            step: to which training goes back, if it is a step: gradients that were not finite since
+                are only logged, for the steps that consumed them are undone.
+        """
+        if step is not None:
+            for error in self._withdrawn(lambda error: _consumed_since(error, step)):
+                _log.warning("undone by going back to step %d: %s", step, error)
+        self._taking_over = True
+        try:
+            yield
+        finally:
+            self._taking_over = False
+
+    def took_over(self, timeline: int) -> None:
+        """This process has opened ``timeline``: that it was fenced off before is only logged."""
         with self._lock:
-            gone = [e for e in self._errors if _consumed_since(e, step)]
-            self._errors = [e for e in self._errors if e not in gone]
-        for error in gone:
-            _log.warning("undone by going back to step %d: %s", step, error)
+            self._timeline = timeline
+        for error in self._withdrawn(lambda error: isinstance(error, FencedError)):
+            _log_over(error)
+
+    def _withdrawn(self, which: Callable[[EverstepError], bool]) -> list[EverstepError]:
+        with self._lock:
+            gone = [error for error in self._errors if which(error)]
+            self._errors = [error for error in self._errors if error not in gone]
+        return gone
 
     @property
     def _has_news(self) -> bool:
@@ -180,8 +217,15 @@ class BackgroundChannel:
                             hint="look at the disk or network file system (dmesg, df, iostat)",
                         )
                     )
-            return self._errors.pop(0) if self._errors else None
+            for place, error in enumerate(self._errors):
+                if not (self._taking_over and isinstance(error, FencedError)):
+                    return self._errors.pop(place)
+            return None
 
 
 def _consumed_since(error: EverstepError, step: int) -> bool:
     return isinstance(error, NonFiniteError) and error.step is not None and error.step > step
+
+
+def _log_over(error: EverstepError) -> None:
+    _log.info("over, as this process has taken the run over since: %s", error)

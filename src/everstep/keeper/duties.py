@@ -99,8 +99,9 @@ class Duties:
             self.keeper.close()
         if (verified := message["verified"]) is not None:
             self.holding.passed_over()
+        timeline = message["timeline"]
         self.channel = channel = BackgroundChannel(
-            lambda error: _report(trainer, error),
+            lambda error: _report(trainer, error, of_timeline=timeline),
             self._seams.clock,
             progress_timeout_s=self.timeout_s,
         )
@@ -110,7 +111,7 @@ class Duties:
         self.keeper = LocalKeeper(
             self._seams,
             self._run,
-            message["timeline"],
+            timeline,
             channel,
             self._ring,
             trainer.arena,
@@ -122,7 +123,7 @@ class Duties:
             seat=seat,
             mailbox=mailbox,
         )
-        self.timeline, self._bases_durable, self._arena = message["timeline"], 0, trainer.arena
+        self.timeline, self._bases_durable, self._arena = timeline, 0, trainer.arena
         self.keeper.sweep_behind()
         if self.logs.serve(trainer, channel, message, self.timeout_s):
             self.holding.drop_from(self.timeline)
@@ -470,10 +471,10 @@ class Duties:
             trainer.tell({"kind": "peered", "base": base.step, "step": None, **self.stats()})
 
 
-def _report(trainer: Attached, error: EverstepError, kind: str = "error") -> None:
+def _report(trainer: Attached, error: EverstepError, kind: str = "error", **more: int) -> None:
     """What fails is told to the trainer whose it is, and to no other."""
     _log.error("%s", error)
-    trainer.tell({"kind": kind, "error": error_to_wire(error)})
+    trainer.tell({"kind": kind, "error": error_to_wire(error), **more})
 
 
 HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {

@@ -29,6 +29,7 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.saver import Keeper
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.starting import StartingKeeper
+from everstep.keeper.summed import summed
 from everstep.keeper.waiting import unless_gone
 from everstep.options import Options
 from everstep.recover.fence import Fence
@@ -44,8 +45,6 @@ __all__ = ["Keepers", "let_go"]
 
 _log = logging.getLogger("everstep")
 _TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
-_NEWEST = ("durable_step", "log_batch_steps")
-_COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not in _NEWEST]
 
 
 class Keepers:
@@ -176,7 +175,7 @@ class Keepers:
     @property
     def stats(self) -> KeeperStats:
         """Of all keepers together."""
-        return self._before if self.current is None else _sum(self._before, self.current.stats)
+        return self._before if self.current is None else summed(self._before, self.current.stats)
 
     def open(self, *, beside: bool = False) -> None:
         """Attaches to a keeper process, or makes the memory for one that is a thread.
@@ -291,17 +290,27 @@ class Keepers:
             before.close()
 
     def serve(
-        self, timeline: int, verified: BaseId | None = None, seat: Seat | None = None
+        self,
+        timeline: int,
+        verified: BaseId | None = None,
+        seat: Seat | None = None,
+        *,
+        opened: bool = True,
     ) -> Keeper:
         """From now on bases are of ``timeline``.
 
         Args:
             verified: a base on disk that has just been read and found whole.
             seat: of this rank among several.
+            opened: it is new, and not what another keeper has served that is gone.
         """
         self.ready()
-        if self._fence is None or self._fence.timeline != timeline:
+        if self._remote is None and self.current is not None:
+            self.current.close()
+        if opened:
             self._fence = Fence(self._seams.filesystem, self._run, timeline)
+            self._channel.took_over(timeline)
+            self._why_not = None
         self._seat, self.peer_log_step = seat, None
         self._before = self.stats
         self._before.durable_step = None
@@ -321,8 +330,6 @@ class Keepers:
             )
             self.current = self._remote
             return self._remote
-        if self.current is not None:
-            self.current.close()
         mailbox, self._mailbox = self._mailbox, None
         keeper = LocalKeeper(
             self._seams,
@@ -445,7 +452,8 @@ class Keepers:
             if seat is not None:  # where the other ranks look for it
                 self.listen(*seat.peers[seat.rank])
         self.restarts += 1
-        self.serve(timeline, seat=seat and dataclasses.replace(seat, again=True, lost=steps))
+        again_there = seat and dataclasses.replace(seat, again=True, lost=steps)
+        self.serve(timeline, seat=again_there, opened=False)
         _log.warning("%s", lost)
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=5)
         if callable(self._options.on_failure) and lost is not None:
@@ -490,10 +498,3 @@ def let_go(keeper: Keeper, *, stay: bool) -> None:
         keeper.close(stay=stay)
     else:
         keeper.close()
-
-
-def _sum(one: KeeperStats, other: KeeperStats) -> KeeperStats:
-    both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
-    both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
-    both.log_batch_steps = other.log_batch_steps or one.log_batch_steps
-    return both

@@ -434,8 +434,11 @@ class RemoteKeeper:
         elif kind == "progress":
             self._written_bytes, self._hung = message["written_bytes"], message["hung"]
         elif kind in ("error", "notice"):
-            hear = self._channel.post if kind == "error" else self._channel.tell
-            hear(error_from_wire(message["error"]))
+            error = error_from_wire(message["error"])
+            if kind == "error":
+                self._channel.post(error, timeline=message.get("of_timeline"))
+            else:
+                self._channel.tell(error)
         elif kind == "durable":
             self._end(message["number"], None, message["size_bytes"])
         elif kind == "failed":
