@@ -14,9 +14,12 @@ from everstep.errors import KeeperError, KeeperTimeoutError, OutOfSpaceError
 from everstep.keeper import keepers as keepers_module
 from everstep.keeper.attach import attach
 from everstep.keeper.keepers import Keepers
+from everstep.keeper.registry import keeper_files
+from everstep.keeper.spawn import SpawnOptions
 from everstep.options import KeeperOptions, validate_options
 from everstep.recover.held import Recalled
 from everstep.seams import Seams, SystemClock
+from tests.unit.fakekeeper import running, started
 from tests.unit.test_together import resume, train
 from tests.unit.together import on_all, trainings
 
@@ -155,6 +158,41 @@ def test_no_timeline_is_opened_on_a_rank_without_a_keeper_and_others_hear_why(
     assert not (runs[1] / "timeline-00002").exists()
     with trainings(*runs) as ranks:
         assert [one.step for one in resume(ranks)] == [2, 2]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_one_that_lives_and_does_not_answer_is_named(
+    gone: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stopped, say, as its training process was killed; or its socket was removed. Another one that
+    is started finds the key taken, and ends."""
+    monkeypatch.setattr("everstep.keeper.attach._START_S", 0.1)
+    monkeypatch.setattr("everstep.keeper.attach.spawn_keeper", lambda _: None)
+    options = SpawnOptions(str(tmp_path), "id", 3, detach=False)
+    about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
+    with started(options), running(options, deaf=True) as keeper:
+        if gone:
+            Path(keeper_files(options.key).socket).unlink()
+        with pytest.raises(KeeperTimeoutError) as caught:
+            attach(*about, timeout_s=0.1)
+        told, hint = caught.value, str(caught.value.hint)
+        assert f"process {keeper.pid}) does not answer" in told.message
+        assert (told.path, told.rank) == (str(tmp_path), 3)
+        assert "steps behind the newest base" in hint
+        assert "everstep stop --now ends it, and these steps are lost" in hint
+        assert (f"kill -CONT {keeper.pid}" in hint) == (not gone)
+        assert ("its socket is gone" in hint) == gone
+
+
+def test_one_that_never_came_is_nobody_to_be_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("everstep.keeper.attach._START_S", 0.1)
+    monkeypatch.setattr("everstep.keeper.attach.spawn_keeper", lambda _: None)
+    about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
+    with pytest.raises(KeeperTimeoutError, match="no keeper has answered") as caught:
+        attach(*about, timeout_s=0.1)
+    assert "does not answer" not in caught.value.message
 
 
 @pytest.mark.parametrize("lives", [False, True])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError, OutOfSpaceError
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.registry import find_keeper
+from everstep.keeper.registry import KeeperInfo, find_keeper, keeper_files
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.keeper.wire import Connection, error_from_wire
 from everstep.options import KeeperOptions
 from everstep.seams import Clock
+from everstep.seams.locks import file_identity
 from everstep.seams.sockets import close_descriptors
 
 __all__ = ["attach", "attach_to", "is_there"]
@@ -62,9 +65,11 @@ def attach(
             connection = connect(spawn.key, timeout_s=0.0)
         except KeeperTimeoutError:  # there is none
             spawn_keeper(spawn)
-            connection, found = connect(spawn.key, timeout_s=_START_S), False
+            with _naming(spawn.key):
+                connection, found = connect(spawn.key, timeout_s=_START_S), False
         try:
-            keeper = _met(connection, arena_bytes, channel, clock, timeout_s)
+            with _naming(spawn.key):
+                keeper = _met(connection, arena_bytes, channel, clock, timeout_s)
         except OutOfSpaceError as error:
             if found:
                 error.hint = f"{error.hint}; the keeper that lives has the limits of the process "
@@ -94,7 +99,38 @@ def attach_to(
         connection = connect(key, timeout_s=0.0)
     except KeeperTimeoutError:  # there is none
         return None
-    return _met(connection, arena_bytes, channel, clock, timeout_s, idle=True)
+    with _naming(key):
+        return _met(connection, arena_bytes, channel, clock, timeout_s, idle=True)
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """A keeper that lives and does not answer is named: no other takes its place, so somebody has
+    to see to it."""
+    try:
+        yield
+    except KeeperTimeoutError as error:
+        info = None
+        with contextlib.suppress(KeeperError):
+            info = find_keeper(key)
+        if info is None:
+            raise
+        raise _unanswered(info, error) from error
+
+
+def _unanswered(info: KeeperInfo, error: KeeperTimeoutError) -> KeeperTimeoutError:
+    pid = info.pid
+    if file_identity(keeper_files(info.key, create=False).socket) is not None:
+        why = f"is it stopped? kill -CONT {pid} lets it go on; everstep ps shows it"
+    else:
+        why = f"its socket is gone, so nobody reaches it; kill {pid} has it write its bases and end"
+    return KeeperTimeoutError(
+        f"the keeper of {info.run} (process {pid}) does not answer: {error.message}",
+        rank=info.rank,
+        path=info.run,
+        hint=f"it has the steps behind the newest base in memory: {why}. "
+        "everstep stop --now ends it, and these steps are lost",
+    )
 
 
 def _met(
