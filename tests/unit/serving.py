@@ -166,6 +166,7 @@ class Bench:
                 key.fileobj.close()
         self.server._selector.close()
         self.listener.close()
+        self.server._listener.close()  # it may be another one by now
         for connection in self.connections:
             connection.close()
         Path(self.files.socket).unlink(missing_ok=True)

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             linger_s=options.linger_s,
             writers=options.threads,
             found=lambda: registration.is_current,
+            again=registration.again,
             leave=registration.release,
             still_used=registration.still_used,
         )
@@ -58,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's
         logging.info("keeper of rank %d of %s", options.rank, options.run)
         server.run()
-        listener.close()
     finally:
         registration.release()
     return 0

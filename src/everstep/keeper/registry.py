@@ -166,6 +166,8 @@ class Registration:
         self.info = info
         self.files = files
         self._lock = lock
+        self._socket: tuple[int, int] | None = None  # none yet
+        self._prints = [fd for fd in (1, 2) if same_file(fd, files.log)]
 
     @classmethod
     def acquire(cls, key: str, info: KeeperInfo, *, timeout_s: float = 0.0) -> Registration | None:
@@ -203,7 +205,47 @@ class Registration:
             KeeperError: the system refuses.
         """
         with _in_words(self.files.socket):
-            return listen_at(self.files.socket)
+            listener = listen_at(self.files.socket)
+            self._socket = file_identity(self.files.socket)
+            return listener
+
+    def again(self) -> socket.socket | None:
+        """Makes the files anew by which others find this keeper, and listens there; None if another
+        keeper has the key.
+
+        Raises:
+            KeeperError: the runtime folder cannot be used; what there was stays as it is.
+        """
+        files = keeper_files(self.key)
+        with _gate(files.folder), _in_words(files.info):
+            before = self._lock
+            lock = before if before.is_current else lock_file(files.info, timeout_s=_DYING_S)
+            if lock is None:
+                return None
+            try:
+                _clear_socket(files)
+                if lock is not before:
+                    lock.replace(self.info.encode())
+                listener = self.listen()
+            except BaseException:
+                if lock is not before:
+                    lock.unlink()
+                    lock.release()
+                raise
+            self._lock = lock
+            if lock is not before:
+                before.release()
+            self._print_again()
+        return listener
+
+    def _print_again(self) -> None:
+        """What goes into a log that nobody finds goes into another."""
+        if all(same_file(fd, self.files.log) for fd in self._prints):
+            return
+        with contextlib.suppress(OSError):  # it is for people, and nothing depends on it
+            log = lock_file(self.files.log, shared=True)
+            if log is not None:
+                log.put_at(self._prints)
 
     def still_used(self) -> None:
         """Keeps the files of a keeper that lives for long from whoever cleans up."""
@@ -216,7 +258,10 @@ class Registration:
         False once somebody has deleted its files (the system does, at the end of a login,
         with what is in ``$XDG_RUNTIME_DIR``): nobody can attach to it any more.
         """
-        return self._lock.is_current
+        try:
+            return self._lock.is_current and file_identity(self.files.socket) == self._socket
+        except OSError:  # what is there now is no folder, or not ours
+            return False
 
     def release(self) -> None:
         """Gives the key up and removes its files; harmless when called again.

@@ -35,6 +35,8 @@ _TICK_S = 0.2
 _SETTLING_TICK_S = 0.02
 _TELL_EVERY_S = 0.05
 _USED_EVERY_S = 3600.0
+_LOOK_EVERY_S = 1.0
+_TRY_AGAIN_S = 10.0
 _TIMEOUT_S = 120.0
 _NONSENSE = (
     ArithmeticError,
@@ -57,7 +59,9 @@ class Server:
         listener: at which trainers, and ``everstep ps`` and ``stop``, call.
         run: the run folder.
         linger_s: it ends by itself after so long without a trainer.
-        found: whether others can still find this keeper; when not, it ends.
+        found: whether others can still find this keeper.
+        again: makes that so again, and returns where it listens from now on; None if another keeper
+            is found in its place.
         still_used: called now and then, that nobody removes the files by which others find it.
         leave: called at the end, before those who said goodbye are let go: what they find then
             is a run without a keeper.
@@ -72,12 +76,13 @@ class Server:
         linger_s: float,
         writers: int = WRITERS,
         found: Callable[[], bool] = lambda: True,
+        again: Callable[[], socket.socket | None] = lambda: None,
         leave: Callable[[], None] = lambda: None,
         still_used: Callable[[], None] = lambda: None,
         seams: Seams | None = None,
     ) -> None:
         self._listener = listener
-        self._found = found
+        self._found, self._again = found, again
         self._leave, self._still_used = leave, still_used
         self._run = run
         self._version = version
@@ -93,7 +98,8 @@ class Server:
         self._farewells: list[Connection] = []
         self._settling = False
         self._told_s = 0.0  # how far the writing is
-        self._used_s = self._clock.monotonic_s()
+        self._used_s = self._look_s = self._clock.monotonic_s()
+        self._hidden = self._replaced = False  # nobody finds it; they find another one
         self._ending = False
         self._stopping = False
         self._alone_since_s = self._clock.monotonic_s()
@@ -116,6 +122,7 @@ class Server:
             self._duties.close()
             self._ring.close()
             self._leave()
+            self._listener.close()
             self._hang_up_farewells()
 
     def _turn(self, timeout_s: float) -> None:
@@ -147,12 +154,13 @@ class Server:
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
             self._still_used()
-        if trainer is None:
-            if not self._found():  # its runtime folder was removed: nobody will come back
-                self.end()
-            return
-        if trainer.gone or (trainer.watch.pid and trainer.watch.gone()):
+        if trainer is not None and (trainer.gone or (trainer.watch.pid and trainer.watch.gone())):
             self._lose_trainer(trainer)
+            return
+        if now_s >= self._look_s and not self._ending:
+            self._look_s = now_s + _LOOK_EVERY_S
+            self._look(trainer)
+        if trainer is None:
             return
         # Not at every message that comes: each wakes the training process.
         if keeper is not None and now_s - self._told_s >= _TELL_EVERY_S:
@@ -164,14 +172,76 @@ class Server:
             self._settling = False
             trainer.tell({"kind": "settled"})
 
-    def _accept(self, _: Any) -> None:
-        connection = accept(self._listener, 0.0)
-        if connection is None:
+    def _look(self, trainer: Attached | None) -> None:
+        """Whoever removes the files by which others find this keeper takes away what it holds for
+        a training process that dies: it puts them there again."""
+        if self._found():
+            self._hidden = False
             return
+        if trainer is None and (self._replaced or not self._has_only_copy()):
+            self.end()  # nobody will come back
+            return
+        if self._replaced:
+            return
+        try:
+            listener = self._again()
+        except KeeperError as error:
+            self._look_s += _TRY_AGAIN_S - _LOOK_EVERY_S
+            self._tell_hidden(trainer, error, f"the keeper tries again every {_TRY_AGAIN_S:g} s")
+            return
+        if listener is None:
+            self._replaced = True  # for good: when that one ends, the run has gone on without us
+            why = KeeperError("another keeper of this run has its place", path=self._run)
+            self._tell_hidden(trainer, why, "everstep ps shows it")
+            return
+        self._hidden = False
+        while self._accept(self._listener):  # they have found it before
+            pass
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        _log.warning("its files in the runtime folder were gone: they are there again")
+
+    def _has_only_copy(self) -> bool:
+        """Whether somebody may come back for what is in memory."""
+        peers, logs = self._duties.peers, self._duties.logs
+        held = self._holding.is_only_copy or bool(peers.store.held or peers.logs.held)
+        if not held and logs.memory_step is None:
+            return False
+        try:
+            self._seams.filesystem.scan(self._run)
+        except (FileNotFoundError, NotADirectoryError):
+            return False  # the run was removed, too
+        except OSError:
+            pass
+        return True
+
+    def _tell_hidden(self, trainer: Attached | None, why: KeeperError, then: str) -> None:
+        """Once: nothing has failed, but what would be of use behind a kill is out of reach."""
+        if self._hidden:
+            return
+        self._hidden = True
+        told = KeeperError(
+            "the keeper of this process can be found by no other any more, since its files in the "
+            f"runtime folder were removed, and cannot be made anew: {why.message}",
+            path=why.path,
+            hint=f"{then}. Steps since the newest base on disk are lost if this process is killed: "
+            "ckpt.save() takes one",
+        )
+        _log.error("%s", told)
+        if trainer is not None:
+            trainer.tell({"kind": "notice", "error": error_to_wire(told)})
+
+    def _accept(self, listener: Any) -> bool:
+        connection = accept(listener, 0.0)
+        if connection is None:
+            return False
         if len(self._guests) >= _GUESTS_MAX:
             self._hang_up(min(self._guests, key=self._guests.__getitem__))
         self._guests[connection] = self._clock.monotonic_s()
         self._selector.register(connection, selectors.EVENT_READ, self._on_readable)
+        return True
 
     def _on_readable(self, connection: Connection) -> None:
         try:
@@ -289,7 +359,7 @@ class Server:
         self._trainer = None
         trainer.gone = True
         self._settling = False
-        self._alone_since_s = self._clock.monotonic_s()
+        self._alone_since_s = self._look_s = self._clock.monotonic_s()  # who is next comes soon
         if (death := trainer.watch.fileno()) is not None:
             self._selector.unregister(death)
         trainer.watch.close()

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterable
 from pathlib import PurePath
 
 try:
@@ -57,6 +58,12 @@ class LockedFile:
         The kernel gives the old lock up first: in between another process may come and go.
         """
         return _lock(self.fd, True, time.monotonic() + timeout_s) and self.is_current
+
+    def put_at(self, fds: Iterable[int]) -> None:
+        """From now on ``fds`` (1 and 2, say) lead here, and hold the lock; closes this object."""
+        for fd in fds:
+            os.dup2(self.fd, fd)
+        self.close()
 
     def unlink(self) -> None:
         """Removes the name, if it leads here."""
