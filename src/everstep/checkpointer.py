@@ -171,7 +171,7 @@ class Checkpointer:
         self._overwritten = Overwritten()
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
-        self._joint, self._at_exit = Joint(job, self._options, parts), AtExit()
+        self._joint, self._at_exit = Joint(job, self._options, parts), AtExit(self._calls)
         self._last: Save | None = None
         self._preempting.install()
         self._open = True
@@ -437,15 +437,15 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        own = self._open and os.getpid() == self._pid and not self._calls.over
         if error is None:
             self.close()
-            return
-        if self._open and os.getpid() == self._pid and self._keeper_stays:  # others may be gone
+        elif own and self._keeper_stays:  # others may be gone
             self._release(stay=True)
-            return
-        self._watched.leave()
-        with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
-            self.close()
+        else:
+            self._watched.leave()
+            with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
+                self.close()
 
     @property
     def _keeper_stays(self) -> bool:

@@ -101,6 +101,46 @@ def test_a_base_lost_at_exit_is_said_to_be(run_folder: Path) -> None:
     check_run(run_folder, 3)  # the one behind it is not abandoned
 
 
+@pytest.mark.parametrize("within", ["contextlib.nullcontext()", "ckpt"])
+def test_a_daemon_thread_that_trains_does_not_hold_up_the_exit(
+    within: str, run_folder: Path
+) -> None:
+    """What it had taken by then is durable; it takes no more, and is told why."""
+    body = f"""
+    import atexit, contextlib
+    from everstep.errors import StateError
+    ckpt = everstep.Checkpointer(run, state, method="async", every=1)
+    begun, refused = threading.Event(), threading.Event()
+    def work():
+        with contextlib.suppress(StateError), {within}:
+            while True:
+                done = state["n"][0]
+                advance(ckpt)
+                if done == 5:
+                    begun.set()
+        said = 0
+        for call in (ckpt.step, ckpt.save, ckpt.resume, ckpt.wait, ckpt.close):
+            try:
+                call()
+            except StateError as error:
+                said += "while the interpreter ends" in str(error)
+        print(done, said, flush=True)
+        refused.set()
+    # It is called last.
+    atexit.register(lambda: refused.wait({TIMEOUT_S}))
+    ckpt.resume()
+    threading.Thread(target=work, daemon=True).start()
+    assert begun.wait({TIMEOUT_S})
+    """
+    code, out, err = finish(start(run_folder, body))
+    assert code == 0, err
+    assert "lost at exit" not in err
+    done, said = map(int, out.split())
+    assert said == 5
+    assert done >= 5
+    check_run(run_folder, done)
+
+
 def test_a_forked_child_disturbs_nothing(run_folder: Path) -> None:
     body = """
     ckpt = everstep.Checkpointer(run, state, method="async", every=None)

@@ -17,6 +17,7 @@ from torch import nn
 from everstep import Checkpointer
 from everstep.capture.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
+from everstep.keeper import calls as calls_module
 from everstep.keeper import prepared
 from everstep.keeper.calls import Calls
 from everstep.state import optimizers
@@ -468,3 +469,37 @@ def test_what_is_not_contiguous_is_looked_at(held: Gate, run_folder: Path) -> No
             ckpt.wait()
         ckpt.step()
         ckpt.save().durable.result(TIMEOUT_S)
+
+
+def test_behind_the_last_call_no_other_thread_begins_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, gate, refused = Calls(TIMEOUT_S), Gate(), list[str]()
+
+    def train() -> None:
+        calls.begin("save", sys._getframe())
+        gate.wait_at()
+        calls.end()
+        for call in (
+            lambda: calls.begin("step", sys._getframe()),
+            lambda: calls.refuse_within("close"),
+        ):
+            with pytest.raises(StateError, match="while the interpreter ends") as error:
+                call()
+            refused.append(error.value.message.partition(" ")[0])
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert gate.reached.wait(TIMEOUT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls_module, "_LAST_CALL_S", 0.01)
+        calls.last()  # what never ends is not waited for
+    waited = threading.Timer(0.05, gate.open)
+    waited.start()
+    calls.last()
+    assert gate._opened.is_set(), "what is under way comes to its end"
+    thread.join(TIMEOUT_S)
+    waited.join(TIMEOUT_S)
+    assert refused == ["step()", "close()"]
+    calls.begin("save", sys._getframe())
+    calls.end()
+    calls.refuse_within("close")
+    assert not calls.over, "here it may still be closed"

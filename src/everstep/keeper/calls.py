@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -16,6 +17,7 @@ from everstep.errors import StateError
 __all__ = ["Calls", "not_within", "one_at_a_time"]
 
 _LOOK_AGAIN_S = 1e-3
+_LAST_CALL_S = 10.0
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -33,12 +35,14 @@ class Calls:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._now: tuple[str, int, FrameType] | None = None
+        self._ends_in: int | None = None
 
     def begin(self, name: str, frame: FrameType) -> None:
         """A call begins.
 
         Raises:
-            StateError: one is under way: in this thread, or for too long in another.
+            StateError: one is under way: in this thread, or for too long in another; or the
+                interpreter ends.
         """
         me, since_s = threading.get_ident(), time.monotonic()
         while (now := self._now) is not None and in_thread(now[2], now[1]):
@@ -48,13 +52,19 @@ class Calls:
                 raise self._waited(f"{name}()", now[0])
             time.sleep(_LOOK_AGAIN_S)
         self._now = (name, me, frame)
+        if self.over:  # looked at last: whoever ends looks whether a call is under way behind that
+            self._now = None
+            raise _over(name)
 
     def refuse_within(self, name: str) -> None:
         """What waits for what a call has begun is called in the middle of that.
 
         Raises:
-            StateError: it would wait for ever: the call is below it on the stack.
+            StateError: it would wait for ever: the call is below it on the stack. Or the
+                interpreter ends.
         """
+        if self.over:
+            raise _over(name)
         now = self._now
         if now is not None and now[1] == threading.get_ident() and in_thread(now[2], now[1]):
             raise _within(name, now[0])
@@ -63,17 +73,29 @@ class Calls:
         """The call that has begun is over."""
         self._now = None
 
-    def wait_for_others(self, who: str) -> None:
+    @property
+    def over(self) -> bool:
+        """Whether the interpreter ends, in another thread."""
+        return self._ends_in is not None and self._ends_in != threading.get_ident()
+
+    def last(self) -> None:
+        """The interpreter ends, in this thread: no other one begins a call any more. What is under
+        way comes to its end, or does not for long."""
+        self._ends_in = threading.get_ident()
+        with contextlib.suppress(StateError):
+            self.wait_for_others("the end of the interpreter", min(self._timeout_s, _LAST_CALL_S))
+
+    def wait_for_others(self, who: str, timeout_s: float | None = None) -> None:
         """Returns when no other thread is in a call; ``who``: waits for it, in words.
 
         Raises:
             StateError: it takes too long.
         """
-        since_s = time.monotonic()
+        timeout_s, since_s = timeout_s or self._timeout_s, time.monotonic()
         while (now := self._now) is not None and now[1] != threading.get_ident():
             if not in_thread(now[2], now[1]):
                 return
-            if time.monotonic() - since_s > self._timeout_s:
+            if time.monotonic() - since_s > timeout_s:
                 raise self._waited(who, now[0])
             time.sleep(_LOOK_AGAIN_S)
 
@@ -88,6 +110,13 @@ def _within(name: str, outer: str) -> StateError:
     return StateError(
         f"{name}() in the middle of {outer}(): in a signal handler, perhaps, or in on_failure=",
         hint="set a flag there, and call it from the training loop; or use preempt=",
+    )
+
+
+def _over(name: str) -> StateError:
+    return StateError(
+        f"{name}() while the interpreter ends: it waits for what was taken before, and for no more",
+        hint="let the main thread join() the one that trains, or not end before close()",
     )
 
 

@@ -20,6 +20,7 @@ from everstep.errors import (
     UnavailableError,
 )
 from everstep.given import is_int, is_number
+from everstep.keeper.calls import Calls
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import let_go
 from everstep.keeper.parts import Parts
@@ -133,9 +134,15 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 class AtExit:
-    """A script that ends without ``close()`` still gets its last base."""
+    """A script that ends without ``close()`` still gets its last base.
 
-    def __init__(self) -> None:
+    Args:
+        calls: of other threads are refused then: one that goes on training, as daemon threads do,
+            would take base after base, each of which is waited for.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self._job: Callable[[], None] | None = None
 
     def watch(self, parts: Parts, keeper: Keeper, leave: Callable[[], None], *, stay: bool) -> None:
@@ -146,7 +153,12 @@ class AtExit:
             stay: it is not finished, but holds what it has, as if this process had died.
         """
         self.forget()
-        about = parts.saver, keeper, leave, os.getpid(), sys.stderr
+
+        def last() -> None:
+            self._calls.last()
+            leave()
+
+        about = parts.saver, keeper, last, os.getpid(), sys.stderr
         # Without a replica nobody but the keeper has what is in its log.
         rooms = parts.recorder.rooms if parts.recorder and not parts.standby else None
         self._job = lambda: finish_at_exit(*about, rooms, stay=stay)
