@@ -35,7 +35,7 @@ from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, overlaps
 from everstep.state.log import GRADIENT, HYPER
-from everstep.state.tensors import byte_view
+from everstep.state.tensors import byte_view, dtype_code
 from everstep.state.tree import split
 from everstep.state.zero import acting
 
@@ -225,6 +225,7 @@ class Consumption:
             "optimizer": key,
             "kind": kind_name(kind),
             "groups": groups,
+            "default_dtype": dtype_code(torch.get_default_dtype()),
         }
         if compressed:
             about["compressed"] = compressed

@@ -27,6 +27,7 @@ from everstep.recover.unknown import UnknownClassError
 from everstep.recover.updates import class_for, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
+from everstep.replay.own import default_dtype
 from everstep.replay.updates import Update
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
@@ -190,14 +191,16 @@ class Redo:
         self._turn_over(mark, self._changes_class(step))
         self._classes |= classes
         self._kinds |= {one.optimizer: one.kind for _, one in step.updates if one is not None}
-        doubtful = self._find_doubtful(mark)
+        doubtful, dtype = self._find_doubtful(mark), None
         for record, update in step.updates:
             if update is not None:
+                dtype = update.default_dtype
                 self._pending.setdefault(update.optimizer, []).append(update)
             if doubtful or update is None:
                 self._apply()
             if update is None:
-                self._declared.run(record)
+                with default_dtype(dtype):  # a record of such an update does not say
+                    self._declared.run(record)
         self._last = mark
         self._waiting += 1
         self._waiting_bytes += step.read_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from everstep.errors import FormatError
@@ -15,9 +16,12 @@ from everstep.replay.exactness import kind_name, replay_kind
 from everstep.replay.updates import Update
 from everstep.state.log import HYPER, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.objects import decode
+from everstep.state.tensors import torch_dtype
 from everstep.state.tree import join
 
 __all__ = ["class_for", "update_of"]
+
+_DEFAULT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch's choice
 
 
 def update_of(record: LogRecord, *, own: bool = False) -> Update:
@@ -52,6 +56,7 @@ def update_of(record: LogRecord, *, own: bool = False) -> Update:
             found_inf=tensors.get("found_inf"),
             lossy=lossy,
             kind=str(about.get("kind") or ""),
+            default_dtype=_floating(about.get("default_dtype")),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
@@ -75,6 +80,15 @@ def class_for(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer] | 
     if not any(one.startswith("torch.optim.") for one in (theirs, name)):
         return mine, why
     return (None, why) if found is None else (found, "")
+
+
+def _floating(code: Any) -> torch.dtype | None:
+    if code is None:
+        return None
+    dtype = torch_dtype(code)
+    if dtype not in _DEFAULT_DTYPES:
+        raise ValueError(f"{dtype} is no default dtype")
+    return dtype
 
 
 def _mapping(value: Any) -> dict[str, Any]:

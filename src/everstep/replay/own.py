@@ -33,6 +33,7 @@ from everstep.replay.updates import Update
 
 __all__ = [
     "build",
+    "default_dtype",
     "makes_state_when_built",
     "own_step",
     "set_options",
@@ -52,6 +53,7 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch_hooks._global_optimizer_post_hooks,
 )
 _GLOBAL_HOOKS_LOCK = threading.Lock()
+_DEFAULT_DTYPE_LOCK = threading.RLock()
 
 
 def makes_state_when_built(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -160,7 +162,12 @@ def step_over(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], upda
         for name, parameter in parameters.items():
             logged = update.gradients.get(name)
             parameter.grad = None if logged is None else _as_consumed(logged, parameter, copies)
-        with _scaler(optimizer, update), _without_hooks(optimizer) as step, torch.no_grad():
+        with (
+            _scaler(optimizer, update),
+            default_dtype(update.default_dtype),
+            _without_hooks(optimizer) as step,
+            torch.no_grad(),
+        ):
             step(optimizer)
     finally:
         for parameter, gradient in before:
@@ -185,6 +192,25 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     while getattr(step, "__code__", None) is _HOOKED:
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Within it torch's default dtype is this one (None: whichever it is). It is one of the whole
+    process: one replay at a time, and whatever else runs here has it meanwhile, too."""
+    if dtype is None:
+        yield
+        return
+    with _DEFAULT_DTYPE_LOCK:
+        before = torch.get_default_dtype()
+        if dtype == before:
+            yield
+            return
+        try:
+            torch.set_default_dtype(dtype)
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -36,6 +36,8 @@ class Update:
         lossy: the gradients are not those that training consumed, but lossy copies: what this
             update gives is an approximation (I9).
         kind: name of the class whose ``step()`` it was; "" where the record does not say.
+        default_dtype: torch's, in training, which ASGD computes its factors in and all get their
+            step counters in; None where the record does not say: replay leaves it as it is.
     """
 
     lsn: int
@@ -46,6 +48,7 @@ class Update:
     found_inf: torch.Tensor | None = None
     lossy: bool = False
     kind: str = ""
+    default_dtype: torch.dtype | None = None
 
     @property
     def skipped(self) -> bool:
