@@ -21,11 +21,13 @@ from everstep.keeper.recordable import (
     Grouping,
     Layouts,
     compressors_of,
+    deciding,
     eager,
     exchanges_of,
     form_entries,
     groupings_of,
     lossy_entries,
+    refuse_options,
 )
 from everstep.replay.checks import widens
 from everstep.replay.cuts import has_gaps
@@ -125,13 +127,14 @@ class Consumption:
         self._exchanges = exchanges_of(state) if sparse else []
         self._told = False  # of a mean that was changed
         self._groupings: dict[str, Grouping] = {}
+        self._allowed: dict[str, Any] = {}  # what of their options was looked at
         self._last: dict[tuple[str, frozenset[str] | None], _Last] = {}
         self._layouts = Layouts()
 
     def regroup(self) -> Mapping[str, Grouping]:
         """How optimizers group their parameters now; from now on this is as it was before."""
         self._groupings = groupings_of(self._state)
-        self._last = {}
+        self._last, self._allowed = {}, {}
         return self._groupings
 
     def grouped_as_before(self, key: str | None = None) -> bool:
@@ -175,6 +178,7 @@ class Consumption:
         if not self._groupings:
             self.regroup()
         optimizer = eager(key, self._state.optimizers[key])
+        self._check_options(key, optimizer)
         last = self._last_of(key, only)
         there = [(name, p, _plain(p)) for name, p in last.members if p.grad is not None]
         compact = self._compact(key, there)
@@ -240,6 +244,14 @@ class Consumption:
             if in_host_memory and not others:
                 last.outline = _outlines(layout, batches)
         return Consumed(about, layout, batches, in_host_memory, written, named)
+
+    def _check_options(self, key: str, optimizer: Optimizer) -> None:
+        """Refuses what would have been refused at the start: a program may set options at any time,
+        and a base may have brought them."""
+        there = deciding(optimizer)
+        if there != self._allowed.get(key):
+            refuse_options(key, optimizer)
+            self._allowed[key] = there
 
     def _last_of(self, key: str, only: frozenset[str] | None) -> _Last:
         last = self._last.get((key, only))

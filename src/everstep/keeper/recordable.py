@@ -17,7 +17,7 @@ from everstep.compress.sparse import Sparse
 from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
-from everstep.replay.exactness import refusal
+from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
@@ -37,6 +37,7 @@ __all__ = [
     "LogKeeper",
     "Replaced",
     "compressors_of",
+    "deciding",
     "digest_of",
     "eager",
     "exchanges_of",
@@ -45,6 +46,7 @@ __all__ = [
     "lossy_entries",
     "record_layout",
     "refuse_optimizers",
+    "refuse_options",
     "why_not",
 ]
 
@@ -271,6 +273,37 @@ def why_not(optimizer: Optimizer, *, parts: bool = False) -> str | None:
     if type(optimizer) is torch.optim.SparseAdam:
         return _SPARSE
     return refusal(optimizer, parts=parts)
+
+
+def deciding(optimizer: Optimizer) -> list[tuple[bool, ...]]:
+    """What of the options of its groups :func:`refuse_options` goes by, to be compared: in each
+    step, so little more than look-ups."""
+    return [
+        (
+            bool(fused := group.get("fused")),
+            bool(fused and group.get("momentum")),
+            bool(group.get("capturable")),
+            bool(group.get("differentiable")),
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def refuse_options(key: str, optimizer: Optimizer) -> None:
+    """Not by all that :func:`why_not` goes by: within a step wrappers may have put another
+    ``step()`` on the optimizer for a moment (accelerate's).
+
+    Raises:
+        UnsupportedStateError: updates with the options that its groups have now cannot be replayed.
+    """
+    kind = type(acting(optimizer))  # which takes over the outer one's options as it updates
+    for number, group in enumerate(optimizer.param_groups):
+        if why := options_refusal(kind, group, group["params"]):
+            raise UnsupportedStateError(
+                f"group {number} of {key} has options now with which no log can be replayed: {why}",
+                leaves=((key, why),),
+                hint='set them back, or method="lazy", which needs no log',
+            )
 
 
 def refuse_optimizers(state: State, log: str) -> None:
