@@ -11,6 +11,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.records import AuditRecord
 from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.decide import Skipped
+from everstep.recover.inexact import why_not_exact
 from everstep.recover.load import LoadedBase
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.ranklog import Redone
@@ -20,6 +21,8 @@ from everstep.recover.sources import RankBack, RankRead
 from everstep.state.image import State
 
 __all__ = ["Outcome", "resumed_of", "told_back", "with_ranks"]
+
+_ELSEWHERE = "what another rank has restored is not exact"
 
 
 @dataclass(slots=True)
@@ -79,8 +82,11 @@ def resumed_of(
     inexact = redone.inexact
     if outcome.audit is not None and outcome.is_doubted:
         inexact = inexact or audit_in_words(outcome.audit)
+    if loaded is not None and choice.base is not None and choice.manifest is not None:
+        about = loaded, choice.base, choice.manifest.markers, choice.timelines
+        inexact = inexact or why_not_exact(*about)
     if outcome.exact and not go.exact:
-        inexact = "what another rank has restored is not exact"
+        inexact = _ELSEWHERE
     inventory = outcome.inventory
     assert inventory is not None
     problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
@@ -128,6 +134,11 @@ def told_back(resumed: Resumed) -> dict[str, Any]:
 
 def with_ranks(resumed: Resumed, said: Sequence[Mapping[str, Any]]) -> Resumed:
     """With what every rank has told of itself (:func:`told_back`), by rank."""
+    backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(said))
+    causes = ", ".join(str(one.rank) for one in backs if not one.exact)
+    if resumed.inexact == _ELSEWHERE and causes:
+        why = f"what rank(s) {causes} restored is not exact: their evidence says why"
+        resumed = replace(resumed, inexact=why)
     return replace(
         resumed,
         reads=tuple(
@@ -135,5 +146,5 @@ def with_ranks(resumed: Resumed, said: Sequence[Mapping[str, Any]]) -> Resumed:
             for rank, one in enumerate(said)
             for source, size_bytes in one["reads"]
         ),
-        ranks=tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(said)),
+        ranks=backs,
     )

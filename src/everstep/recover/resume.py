@@ -34,6 +34,7 @@ from everstep.recover.copies import has_copy, looks_at_a_time
 from everstep.recover.decide import Skipped, begins_with_several, candidates
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
+from everstep.recover.inexact import why_not_exact
 from everstep.recover.lift import lift_mark
 from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
@@ -75,6 +76,7 @@ class Resumed:
         forks: steps at which earlier processes took the run over.
         reads: of several ranks: what each has read, and from where.
         ranks: of several: how each has come back.
+        inexact: why it is not exact; "" if it is.
         own_exact: of several: what this one has restored by itself is exact.
         lent: of the steps that were replayed, those from the memory of other nodes.
     """
@@ -162,12 +164,10 @@ def resume(
             audit = None if restored.end is None else audit_of(inventory, restored.end)
             if audit is not None and audit.verdict == "different":
                 restored.inexact = restored.inexact or audit_in_words(audit)
-            exact = loaded is None or (
-                loaded.marker.exact
-                and not loaded.mismatches
-                and not loaded.notes
-                and not restored.inexact
-            )
+            if found is not None and loaded is not None and not restored.inexact:
+                timelines = inventory.timelines.values()
+                restored.inexact = why_not_exact(loaded, found.id, (loaded.marker,), timelines)
+            exact = not restored.inexact
             failpoint("resume.before_timeline")
             timeline = open_timeline(
                 seams,
