@@ -129,7 +129,8 @@ class LogOptions:
             other at the end of each step, and all report what one has seen.
         lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each
             step is on disk before the next begins, so that a lost machine costs no more than
-            the step in flight (once the first base is durable: a log begins at a base). None: it
+            the step in flight. Where the log begins (the first step of a run; behind a change
+            that it cannot repeat) that takes a whole base, which is waited for, too. None: it
             does not wait; what is in memory survives anything but the keeper's death.
         audit: the keeper compares each new base, bit for bit, with what the base before it and
             the log give (I9), in a process that yields to everything else and takes a twentieth

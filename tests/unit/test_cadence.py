@@ -109,7 +109,7 @@ class Run:
         self.cadence.asked(self.step)
         self.cadence.taken(save)
         if self.recorder is not None:
-            self.recorder.disk.base_taken(self.step)
+            self.recorder.disk.base_taken(save, self.step, leads=True)
         self.stats.committed += 1
         self.stats.persist_s += persist_s
         self.stats.written_bytes += base_bytes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import wait
 
 from everstep.errors import DeadlineError
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.log_batch import ENDED
 from everstep.keeper.recordable import LogKeeper
+from everstep.keeper.save import Save
 from everstep.options import Options
 from everstep.seams.conditions import Condition
 
@@ -32,6 +34,7 @@ class DiskLog:
         self._changed = Condition()
         self._reached = 0
         self._marks: deque[int] = deque()  # the last ones
+        self._bases: deque[Save] = deque()  # that the log begins at, and that may not be durable
         self._again = False
         self._ended = False  # by a failure
         self.steps_in_memory = 0
@@ -42,6 +45,7 @@ class DiskLog:
         with self._changed:
             self._reached, self._ended = 0, False
             self._marks.clear()
+        self._bases.clear()
         if keeper is not None and self._wanted and not self.on:
             keeper.log_to_disk(False)
 
@@ -91,6 +95,34 @@ class DiskLog:
                 )
             )
 
+    def over(self, step: int) -> None:
+        """A step is over, and its base is being captured, if it takes one: waits for bases that
+        the log begins at, which are to be no further behind than the log itself."""
+        if self._lag is None or not self.on:
+            self._bases.clear()
+        while self._bases and self._bases[0].step <= step - (self._lag or 0):
+            base = self._bases.popleft()
+            if not self._is_durable(base):
+                self._channel.post(
+                    DeadlineError(
+                        f"the base of step {base.step}, at which the log on disk begins, is not "
+                        f"durable, and nothing was written for {self._timeout_s:g} s: the storage "
+                        "hangs, or the keeper of another rank",
+                        step=step,
+                        hint="look at the disk or the network file system (dmesg, df, iostat)",
+                    )
+                )
+
+    def _is_durable(self, base: Save) -> bool:
+        """Waits for that, as long as something is being written; also whether it has failed, of
+        which whoever writes it tells, as of a keeper that is gone: then another base is due."""
+        while self._keeper is not None and not base.durable.done():
+            written_bytes = self._keeper.written_bytes
+            wait([base.durable], self._timeout_s)
+            if not base.durable.done() and self._keeper.written_bytes == written_bytes:
+                return False
+        return True
+
     def stop(self) -> None:
         """No more records go to disk; at the end of a step. What was made before, does."""
         self.on = self._again = False
@@ -103,14 +135,18 @@ class DiskLog:
         asked, self._again = self._again, not self.on
         return self._again and not asked
 
-    def base_taken(self, number: int) -> None:
+    def base_taken(self, save: Save, number: int, *, leads: bool) -> None:
         """A base of the step that is just over: behind it the log has no hole.
 
         Args:
             number: of the newest record. What is not on disk by now never will be.
+            leads: the log in memory leads to this step.
         """
         if self._again and self._keeper is not None:
-            self._again, self.on = False, True
+            self._again, self.on, leads = False, True, False
             with self._changed:
                 self._reached, self._ended = number, False
             self._keeper.log_to_disk(True)
+        # What was recorded before it ends in a hole, or went to no disk.
+        if not leads and self.on and self._lag is not None:
+            self._bases.append(save)

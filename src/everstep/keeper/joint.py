@@ -44,7 +44,9 @@ class Joint:
         over_steps = parts.multistep
         self._multistep = over_steps if isinstance(over_steps, RankMultistep) else None
         self._timed = options.every.auto or options.every.seconds is not None
-        self._watches = self._recorder is not None and options.log.watch
+        # A hole in the log of one rank needs a base of all, and of no step much later than that.
+        each = options.log.watch or options.log.lag_steps is not None
+        self._asks_each_step = self._recorder is not None and each
         self._next_step: int | None = None  # None: the ranks have not begun together yet
         self._found: deque[NonFiniteError] = deque()
         if job is not None and self._recorder is not None:
@@ -119,7 +121,7 @@ class Joint:
         }
         said = self._job.exchange(f"end step {step}", mine)
         due, again = self._cadence.agreed([one["cadence"] for one in said], step)
-        self._next_step = step + (1 if self._watches else again)
+        self._next_step = step + (1 if self._asks_each_step else again)
         self._report(said)
         return any(one["needed"] for one in said), due
 

@@ -60,6 +60,11 @@ class LogKeeper(Protocol):
 
     lost: EverstepError | None
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes handed to the disk so far; moves while a base is being written."""
+        ...
+
     def log(
         self,
         number: int,

@@ -260,6 +260,7 @@ class Recorder:
             self._hole(f"step {followed + 1} ended in an error")
         with self._recording(step):
             self._mark(into, survey, lsn, step)
+            self.disk.over(step)
 
     def base_taken(self, save: Save) -> None:
         """A base of this very step is being captured.
@@ -268,17 +269,16 @@ class Recorder:
         the keeper has all of it, or more than the step in flight could be lost.
         """
         why, self.base_due = self.base_due, None
-        if not self._leads_here and self.rooms.into is not None:
+        staged, led = save.staged, self._leads_here
+        if not led and self.rooms.into is not None:
             with self._timed():  # whatever fails, or hangs, is told by whoever copies
-                wait([save.staged], self._options.progress_timeout_s)
-            staged = save.staged
+                wait([staged], self._options.progress_timeout_s)
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
         self.untold.follows_base = True
         before, self.base_step = self.base_step, save.step
-        self.rooms.half_full = False
-        self.disk.base_taken(self.rooms.number)
-        into = self.rooms.into
+        into, self.rooms.half_full = self.rooms.into, False
+        self.disk.base_taken(save, self.rooms.number, leads=led)
 
         def durable(_: Any) -> None:
             fine = not save.durable.cancelled() and save.durable.exception() is None
@@ -292,6 +292,8 @@ class Recorder:
             self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)
+        with self._timed():
+            self.disk.over(save.step)
 
     def restored(self, base_step: int | None, survey: Survey | None) -> None:
         """The state was restored, from a base of this step (None: there was nothing), and surveyed
@@ -329,9 +331,8 @@ class Recorder:
             return
         named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
-        samples |= self.untold.samples(step)
-        head = self._head("mark", step, lsn)
-        told = self._copy_now(head, named | samples, survey.objects, ran)
+        named |= samples | self.untold.samples(step)
+        told = self._copy_now(self._head("mark", step, lsn), named, survey.objects, ran)
         if told is None:
             return
         # Or more than the step in flight could be lost. Behind it on the lane is nothing but the

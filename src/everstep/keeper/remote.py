@@ -86,7 +86,7 @@ class RemoteKeeper:
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
         self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
-        self._timeline, self._heard_s, self._written_bytes = 0, clock.monotonic_s(), 0
+        self._timeline, self._heard_s, self.written_bytes = 0, clock.monotonic_s(), 0
         self._hung = self._closing = self._recalled = False
         self.lost_steps = set[int]()  # of bases lost with it, or due when it was gone
         self._reader = threading.Thread(
@@ -334,7 +334,7 @@ class RemoteKeeper:
         start_s = self._clock.monotonic_s()
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
-        seen = self._written_bytes
+        seen = self.written_bytes
         what = "save" if total else "save by the keeper's replica (which loads torch first)"
         with progress(what, total) as bar:
             while True:
@@ -343,8 +343,8 @@ class RemoteKeeper:
                         break
                     self._changed.wait(_LOOK_AGAIN_S)
                 if show:
-                    bar.advance(self._written_bytes - seen)
-                    seen = self._written_bytes
+                    bar.advance(self.written_bytes - seen)
+                    seen = self.written_bytes
                 self._channel.check()
                 self._check_alive()
                 if self._hung:  # reported already; waiting on would be for ever
@@ -377,7 +377,7 @@ class RemoteKeeper:
         self, message: dict[str, Any], reply: str, timeout_s: float
     ) -> tuple[dict[str, Any], list[int]]:
         self._send(message)
-        written_bytes, start_s = self._written_bytes, self._clock.monotonic_s()
+        written_bytes, start_s = self.written_bytes, self._clock.monotonic_s()
         while self._clock.monotonic_s() - start_s <= timeout_s:
             with self._changed:
                 self._changed.wait_for(
@@ -388,8 +388,8 @@ class RemoteKeeper:
                     return self._replies.pop(reply)
             if self.lost is not None:
                 raise self.lost
-            if self._written_bytes != written_bytes:  # it gets somewhere
-                written_bytes, start_s = self._written_bytes, self._clock.monotonic_s()
+            if self.written_bytes != written_bytes:  # it gets somewhere
+                written_bytes, start_s = self.written_bytes, self._clock.monotonic_s()
         raise DeadlineError(
             f"the keeper (process {self.pid}) has not answered {message['kind']!r} within "
             f"{timeout_s:g} s",
@@ -432,7 +432,7 @@ class RemoteKeeper:
                 self._replies[kind] = (message, fds)
                 self._changed.notify_all()
         elif kind == "progress":
-            self._written_bytes, self._hung = message["written_bytes"], message["hung"]
+            self.written_bytes, self._hung = message["written_bytes"], message["hung"]
         elif kind in ("error", "notice"):
             error = error_from_wire(message["error"])
             if kind == "error":
