@@ -167,7 +167,12 @@ def resume(
             if found is not None and loaded is not None and not restored.inexact:
                 timelines = inventory.timelines.values()
                 restored.inexact = why_not_exact(loaded, found.id, (loaded.marker,), timelines)
-            exact = not restored.inexact
+            exact = loaded is None or (
+                loaded.marker.exact
+                and not loaded.mismatches
+                and not loaded.notes
+                and not restored.inexact
+            )
             failpoint("resume.before_timeline")
             timeline = open_timeline(
                 seams,
