@@ -276,6 +276,41 @@ def test_an_interrupt_ends_the_capture_and_goes_on_to_the_user() -> None:
         capture.dispatch.wait(1.0)
 
 
+def test_a_signal_handler_that_flushes_as_a_unit_is_issued_does_not_end_it() -> None:
+    """Whoever waits for what has ended would not wait for that unit: it would be zeros."""
+    capture = Capture([0, 1, 2])
+    submit, ended = capture.lane.submit, []
+
+    def handler(*about: Any) -> Any:
+        capture.lane.submit = submit  # type: ignore[method-assign]
+        capture.dispatch.flush()
+        ended.append(capture.over)
+        return submit(*about)
+
+    capture.lane.submit = handler  # type: ignore[method-assign]
+    capture.dispatch.reach(0)
+    assert ended == [0]
+    assert capture.over == 1
+    assert capture.right
+
+
+def test_an_interrupt_before_a_unit_was_handed_over() -> None:
+    """It is not taken for one that was."""
+
+    class Interrupted(dict[int, Any]):
+        def get(self, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    capture = Capture([0, 1])
+    with pytest.raises(KeyboardInterrupt):
+        capture.dispatch._copies = Interrupted()
+        capture.dispatch.reach(0)
+    capture.dispatch._copies = {}
+    capture.dispatch.flush()
+    with pytest.raises(StateError, match="interrupted"):
+        capture.dispatch.wait(1.0)
+
+
 def test_one_that_has_failed_issues_nothing_more() -> None:
     capture = Capture([0, 3])
     capture.dispatch.fail(DeadlineError("never begun"))

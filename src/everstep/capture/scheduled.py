@@ -99,6 +99,7 @@ class Dispatch:
         self._now_s = now_s
         self._lock = threading.RLock()  # of what is issued; hooks run in threads of autograd, too
         self._next = 0  # all units before it were issued
+        self._issuing = 0  # units that are being issued, of one thread
         self._of: dict[str | None, list[int]] = {None: list(range(len(units)))}
         for number, unit in enumerate(units):
             self._of.setdefault(unit.owner, []).append(number)
@@ -119,7 +120,8 @@ class Dispatch:
                 if self.units[self._next].event > event:
                     return
                 self._issue(self._next)
-            self._end()
+            if not self._issuing:
+                self._end()
 
     def admit(self, owner: str | None, timeout_s: float) -> bool:
         """Holds an update back until it can tear nothing.
@@ -190,30 +192,30 @@ class Dispatch:
 
     def _issue(self, number: int) -> None:
         if self._ended or self.issued_s[number] is not None:
-            self._advance(number)
+            self._advance()
             return
-        self.issued_s[number] = self._now_s()
-        unit = self.units[number]
-        batches = self._copies.get(number, unit.batches)
+        self._issuing += 1  # a signal handler may flush meanwhile: that is not to end it
         try:
-            transfer = self._lane.submit(
-                batches, self._block, functools.partial(self._arrived, number)
-            )
+            self.issued_s[number] = self._now_s()
+            batches = self._copies.get(number, self.units[number].batches)
+            arrived = functools.partial(self._arrived, number)
+            self._transfers[number] = transfer = self._lane.submit(batches, self._block, arrived)
+            if number in self._copies:
+                self._duplicates.readers[number] = transfer
         except Exception as error:  # in a hook of training, which it must not break
             self.fail(error)
             return
         except BaseException:  # interrupted: nobody could wait for what was begun
             self.fail(StateError("a capture was interrupted"))
             raise
-        self._transfers[number] = transfer
-        if number in self._copies:
-            self._duplicates.readers[number] = transfer
-        self._advance(number)
+        finally:
+            self._issuing -= 1
+        self._advance()
 
-    def _advance(self, number: int) -> None:
+    def _advance(self) -> None:
         while self._next < len(self.units) and self.issued_s[self._next] is not None:
             self._next += 1
-        if self._next == len(self.units):
+        if self._next == len(self.units) and not self._issuing:
             self._end()
 
     def _duplicate(self, number: int, timeout_s: float) -> None:
