@@ -269,15 +269,12 @@ def lossy_entries(
     return {**about, "dtype": copy.dtype, "lossy": True, "exponent": copy.exponent}
 
 
-def why_not(optimizer: Optimizer, *, parts: bool = False) -> str | None:
-    """Why no record of this optimizer's updates could be replayed; None if one can.
-
-    Args:
-        parts: of parameters that are spread over ranks, each rank replays its own part.
-    """
+def why_not(optimizer: Optimizer) -> str | None:
+    """Why no record of this optimizer's updates could be replayed; None if one can. Of parameters
+    that are spread over ranks, be it over one, each replays its own part."""
     if type(optimizer) is torch.optim.SparseAdam:
         return _SPARSE
-    return refusal(optimizer, parts=parts)
+    return refusal(optimizer, parts=True)
 
 
 def deciding(optimizer: Optimizer) -> list[tuple[bool, ...]]:
@@ -317,10 +314,8 @@ def refuse_optimizers(state: State, log: str) -> None:
     OptionError: ``log="topk"``, and one has no Compressor, nor a parameter of which compressed
         gradients are exchanged.
     """
-    optimizers, parts = state.optimizers, state.ranks.world > 1
-    found = [
-        (key, why) for key, o in optimizers.items() if (why := why_not(acting(o), parts=parts))
-    ]
+    optimizers = state.optimizers
+    found = [(key, why) for key, o in optimizers.items() if (why := why_not(acting(o)))]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(

@@ -222,9 +222,8 @@ def refuse_unrepeatable(state: State) -> None:
     UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
         captured over several steps takes it.
     """
-    parts = state.ranks.world > 1
     optimizers = state.optimizers.items()
-    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o), parts=parts))]
+    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o)))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
