@@ -193,3 +193,28 @@ def test_a_base_over_several_steps_is_void(served: Bench) -> None:
     ckpt.wait(TIMEOUT_S)
     assert "group 0 of optimizer has options now" in str(said[0])  # not the keeper, later
     die(ckpt)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_gradients_in_common_that_are_written_to(nesterov: bool, run_folder: Path) -> None:
+    """What torch makes of them, one after the other, no copies of each give again."""
+    world = World("plain")
+    world.set(nesterov=nesterov, foreach=True)
+    heard: list[EverstepError] = []
+    with opened(run_folder, world, every=100, on_failure=heard.append) as ckpt:
+        ckpt.resume()
+        for step in range(1, 7):
+            one, two, three = world.model.parameters()
+            for parameter in (one, three):
+                parameter.grad = torch.full_like(parameter, 0.1 * step)
+            two.grad = one.grad if step > 2 else torch.full_like(two, 0.3)
+            world.optimizer.step()
+            world.optimizer.zero_grad()
+            ckpt.step()
+    assert bool(heard) == nesterov
+    assert all("one memory" in str(error) for error in heard)
+    again = World("plain", seed=9)
+    with opened(run_folder, again, every=100) as ckpt:
+        found = ckpt.resume()
+    assert (found.step, found.exact) == (6, True)
+    assert again.snapshot() == world.snapshot()

@@ -45,6 +45,7 @@ __all__ = ["Consumed", "Consumption"]
 
 _log = logging.getLogger("everstep")
 
+_address_of = torch.Tensor.data_ptr
 _SCALER = ("grad_scale", "found_inf")
 _LAST_MAX = 256  # optimizers, and choices of their parameters
 
@@ -214,6 +215,8 @@ class Consumption:
             if isinstance(value, torch.Tensor):
                 others[name] = value.detach()
                 written = True  # a fused kernel divides them in place
+        if written and len(set(map(_address_of, named.values()))) < len(named):
+            _refuse_in_common(named)
         for name, tensor in others.items():
             forms += name, tensor.dtype, tensor.shape, tensor.stride()
         named |= others
@@ -346,6 +349,23 @@ def _refuse_gaps(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Non
                 "too; it cannot be logged",
                 leaves=((name.removeprefix(GRADIENT), "a gradient with gaps"),),
                 hint="gradient.contiguous(), or fused=False",
+            )
+
+
+def _refuse_in_common(gradients: Mapping[str, torch.Tensor]) -> None:
+    """Of an optimizer that writes to them: torch adds what belongs to each parameter to the one
+    memory that some of them have in common, and replay has as many as there are parameters."""
+    first: dict[int, str] = {}
+    for name, gradient in gradients.items():
+        bare = name.removeprefix(GRADIENT)
+        other = first.setdefault(gradient.data_ptr(), bare)
+        if other != bare and gradient.numel():
+            raise UnsupportedStateError(
+                f"the gradients of {other} and {bare} are one memory, which this optimizer writes "
+                "to as it updates (foreach SGD with nesterov, a scaler's fused kernel): it cannot "
+                "be logged",
+                leaves=((bare, "a gradient that is another one's, too"),),
+                hint="gradient.clone(), or foreach=False",
             )
 
 
