@@ -246,7 +246,7 @@ def finish_at_exit(
             break
         except EverstepError as error:
             if not saver.is_loss(error):
-                print(f"everstep: a base was lost at exit: {error}", file=shown)
+                _say(f"a base was lost at exit: {error}", shown)
             if isinstance(error, DeadlineError):
                 break
     _tell_if_gone(keeper, shown)
@@ -260,10 +260,10 @@ def _tell_who_has_the_log(keeper: Keeper | None, why: str, shown: Any) -> bool:
     """Says who has what the log in memory has behind the newest base; whether anyone has it."""
     if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
         return False
-    print(
-        f"everstep: {why}: the steps behind its newest base are in the memory of the keeper "
+    _say(
+        f"{why}: the steps behind its newest base are in the memory of the keeper "
         f"(process {keeper.pid}) for a while; resume() has them",
-        file=shown,
+        shown,
     )
     return True
 
@@ -274,7 +274,14 @@ def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
         steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
         why = f"{keeper.lost.message}; resume() goes on from the newest base that is durable"
-        print(f"everstep: what was not durable{bases} was lost at exit: {why}", file=shown)
+        _say(f"what was not durable{bases} was lost at exit: {why}", shown)
+
+
+def _say(what: str, shown: Any) -> None:
+    """At the end of a process, whose output may be closed by then: its keeper is let go of all the
+    same."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"everstep: {what}", file=shown)
 
 
 def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
