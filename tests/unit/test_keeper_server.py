@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
+from everstep.keeper.capture import Incoming
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.seat import Seat
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
@@ -828,6 +829,58 @@ def test_a_bug_in_the_writer_ends_one_base_only(b: Bench, monkeypatch: pytest.Mo
     one.take(2, 6)
     b.until(lambda: len(one.hear("done")) == 2)
     assert b.committed() == {(1, 6)}
+
+
+def test_a_base_that_is_there_already_ends_when_its_capture_is_whole(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that was killed behind its commit, say: whoever goes on from the capture, as a
+    replica does, would begin with half of it, and wait for what nobody brings any more."""
+    waits, whole = threading.Event(), list[bool]()
+
+    def objects(incoming: Incoming) -> Any:
+        waits.set()
+        return asked(incoming)
+
+    asked = Incoming.objects
+    one = b.trainer()
+    one.serve()
+    one.take(1, 5)
+    one.await_("done")
+    replicas = b.server._duties.replicas
+    monkeypatch.setattr(
+        replicas, "base_durable", lambda base, arena: whole.append(base.incoming.complete)
+    )
+    monkeypatch.setattr(Incoming, "objects", objects)
+    one.begin(2, 5, offset=BASE, word=1)
+    b.until(lambda: waits.is_set() or len(one.hear("durable")) == 2)
+    assert not whole
+    one.fill(2)
+    one.captured(2)
+    b.until(lambda: len(one.hear("done")) == 2)
+    assert whole == [True]
+
+
+def test_a_bug_behind_a_save_does_not_end_the_writer(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would write the next base, and who waits for it would wait for ever."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    one = b.trainer()
+    one.serve()
+    with monkeypatch.context() as patched:
+        patched.setattr(b.server._duties.replicas, "base_durable", fails)
+        one.take(1, 5)
+        one.await_("done")
+    assert len(one.hear("durable")) == 1
+    b.until(lambda: bool(one.hear("error")))
+    assert "internal error behind a save" in one.hear("error")[0]["error"]["message"]
+    one.take(2, 6)
+    b.until(lambda: len(one.hear("done")) == 2)
+    assert b.committed() == {(1, 5), (1, 6)}
 
 
 # --- Resources --------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from everstep.errors import (
 )
 from everstep.options import FailurePolicy
 from everstep.seams import Clock
+from everstep.seams.progress import ProgressSink
 
-__all__ = ["BackgroundChannel", "Work"]
+__all__ = ["BackgroundChannel", "WatchedProgress", "Work"]
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
@@ -221,6 +222,17 @@ class BackgroundChannel:
                 if not (self._taking_over and isinstance(error, FencedError)):
                     return self._errors.pop(place)
             return None
+
+
+class WatchedProgress:
+    """Progress of one base: feeds the deadline of the work and whatever is shown."""
+
+    def __init__(self, channel: BackgroundChannel, work: Work, shown: ProgressSink) -> None:
+        self._channel, self._work, self._shown = channel, work, shown
+
+    def advance(self, amount: int) -> None:
+        self._channel.progressed(self._work)
+        self._shown.advance(amount)
 
 
 def _consumed_since(error: EverstepError, step: int) -> bool:

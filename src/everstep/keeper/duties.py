@@ -440,21 +440,21 @@ class Duties:
     def _on_end(self, trainer: Attached, capture: Capture) -> None:
         """In the writing thread: a base is durable or has failed."""
         trainer.captures.pop(capture.number, None)
-        error = capture.save.durable.exception()
+        error, about = capture.save.durable.exception(), {"number": capture.number}
         if error is None:
             self._drop_older(capture.save.timeline)
             if self.mirrors is not None:
                 self.mirrors.base_known(BaseId(capture.timeline, capture.step))
-            self.replicas.base_durable(capture, trainer.arena)
-        message: dict[str, Any] = {"number": capture.number, **self.stats()}
-        if error is None:
-            size_bytes = capture.plan.size_bytes
-            trainer.tell({"kind": "durable", "size_bytes": size_bytes, **message})
+            about["size_bytes"] = capture.plan.size_bytes
+            try:
+                self.replicas.base_durable(capture, trainer.arena)
+            finally:  # whatever happens there, it is durable
+                trainer.tell({"kind": "durable", **about, **self.stats()})
             return
         self.holding.failed(capture, error, reused=not trainer.gone)
         ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
         self.replicas.base_failed(capture, ours)
-        trainer.tell({"kind": "failed", "error": error_to_wire(ours), **message})
+        trainer.tell({"kind": "failed", "error": error_to_wire(ours), **about, **self.stats()})
 
     def _drop_older(self, timeline: int) -> None:
         """A base of this timeline is durable on all ranks. Where peers hold the log, too, a node

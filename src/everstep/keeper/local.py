@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.audit import DigestAudit
 from everstep.keeper.capture import Capture
-from everstep.keeper.channel import BackgroundChannel, Work
+from everstep.keeper.channel import BackgroundChannel, WatchedProgress
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.promised import PromisedSteps
@@ -92,17 +92,6 @@ class KeeperStats:
     peered_steps: int = 0
     peer_missed: int = 0
     durable_step: int | None = None
-
-
-class _Watched:
-    """Progress of one base: feeds the deadline of the work and whatever is shown."""
-
-    def __init__(self, channel: BackgroundChannel, work: Work, shown: ProgressSink) -> None:
-        self._channel, self._work, self._shown = channel, work, shown
-
-    def advance(self, amount: int) -> None:
-        self._channel.progressed(self._work)
-        self._shown.advance(amount)
 
 
 class _Counter:
@@ -386,10 +375,8 @@ class LocalKeeper:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if not isinstance(job, Capture):
-                try:
+                with self._reporting("in cleaning up", None):
                     job()
-                except BaseException as error:  # would end this thread, and all saves to come
-                    self._post_internal("in cleaning up", error, None)
                 continue
             if job not in self.waiting:
                 continue
@@ -416,9 +403,8 @@ class LocalKeeper:
             assert arena is not None
             failpoint("keeper.before_persist")
             audit = self._audit.of(capture.plan)
-            capture.written = self._persist(
-                capture.files, capture.bodies(arena), save, self._written, audit
-            )
+            about = capture.files, capture.bodies(arena), save, self._written, audit
+            capture.written = self._persist(*about, whole=capture.incoming.objects)
         except EverstepError as error:
             if not capture.withdrawn:
                 self._channel.post(error)
@@ -427,13 +413,20 @@ class LocalKeeper:
             failed(save.durable, self._post_internal("in a save", error, save))
             return
         finally:
-            capture.on_end(capture)
+            with self._reporting("behind a save", save):
+                capture.on_end(capture)
         if save.in_memory:
             return
-        try:
+        with self._reporting("in retention", save):
             self._retain(save)
-        except BaseException as error:  # would end this thread, and with it all saves to come
-            self._post_internal("in retention", error, save)
+
+    @contextlib.contextmanager
+    def _reporting(self, where: str, save: Save | None) -> Iterator[None]:
+        """What goes wrong would end this thread, and with it all saves to come."""
+        try:
+            yield
+        except BaseException as error:
+            self._post_internal(where, error, save)
 
     def _post_internal(self, where: str, error: BaseException, save: Save | None) -> EverstepError:
         step = None if save is None else save.step
@@ -449,10 +442,11 @@ class LocalKeeper:
         save: Save,
         shown: ProgressSink,
         audit: Audit,
+        whole: Callable[[], object] = lambda: None,
     ) -> tuple[Written, ...]:
         start_s = self._clock.monotonic_s()
         work = self._channel.begin(f"writing the base of step {save.step}", save.step)
-        watched = _Watched(self._channel, work, shown)
+        watched = WatchedProgress(self._channel, work, shown)
         try:
             if save.in_memory:
                 assert self.bases is not None
@@ -461,6 +455,8 @@ class LocalKeeper:
                 self._promised.before_base(save.step, self.log_of_run, self._timeout_s)
                 keeps = self._commits or self._persister
                 written = keeps.persist(plan, bodies, watched, audit)
+                if not written:  # it was there already, but this capture may still be under way
+                    whole()
         except BaseException as error:
             self.stats.failed += 1
             failed(save.durable, error)
