@@ -155,7 +155,7 @@ def test_the_same_function_called_from_the_loop(run_folder: Path) -> None:
     assert restored(run_folder, batch_norm=False) == (1, True, at_one)
 
 
-@pytest.mark.parametrize("asks", ["hook", "backward", "interrupt", "error", "unrelated"])
+@pytest.mark.parametrize("asks", ["hook", "backward", "interrupt", "error", "unrelated", "goes on"])
 def test_elsewhere(asks: str, run_folder: Path) -> None:
     world = World()
     with opened(run_folder, world.state) as ckpt:
@@ -181,13 +181,23 @@ def test_elsewhere(asks: str, run_folder: Path) -> None:
                 world.forward()
             except KeyError:
                 ckpt.save()
+        elif asks == "goes on":
+            world.model.then = lambda: {}["no"]
+            try:
+                world.forward()
+            except KeyError:  # with smaller batches, say
+                world.model.then = lambda: None
+                world.update()
+                ckpt.step()
+                at_one = world.snapshot()
+                ckpt.save()
         else:
             try:
                 next(iter(()))
             except StopIteration:  # an epoch is over
                 ckpt.save()
     step, exact, found = restored(run_folder, batch_norm=False)
-    assert (step, exact) == (1, asks == "unrelated")
+    assert (step, exact) == (1 + (asks == "goes on"), asks in ("unrelated", "goes on"))
     assert (found == at_one) == exact
 
 

@@ -26,14 +26,17 @@ _FORWARD = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_imp
 _BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__code__))
 
 
-def where_in_a_step(trains_in: int | None) -> str:
+def where_in_a_step(trains_in: int | None, handled: int = id(None)) -> str:
     """Where the caller is, in words, if that is, or may be, in the middle of a step; else "".
 
     Args:
         trains_in: the thread that has ended the last step; None: this one.
+        handled: id of the error that was being dealt with at the end of that step: a loop may go on
+            within an ``except``.
     """
-    handlers, me = _handlers(), threading.get_ident()
-    if where := _where(sys._getframe(1), handlers) or _where_left(sys.exc_info()[1]):
+    handlers, me, error = _handlers(), threading.get_ident(), sys.exc_info()[1]
+    left = "" if id(error) == handled else _where_left(error)
+    if where := _where(sys._getframe(1), handlers) or left:
         return where
     if trains_in in (None, me):
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
@@ -50,6 +51,7 @@ class Watched:
         self._random: tuple[str, ...] = ()
         self._tensors: object = None
         self._fresh: FreshStart | None = None
+        self._handled = id(None)  # an error that a loop goes on in spite of
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
 
     def leave(self) -> None:
@@ -103,7 +105,7 @@ class Watched:
             StateError: the state is no longer what it was at the last step mark.
         """
         self.refuse_between(step)
-        where = where_in_a_step(self._state.trains_in)
+        where = where_in_a_step(self._state.trains_in, self._handled)
         if not where:
             return None, True
         survey = None if where.startswith(OTHER_THREAD) else self.whole_at_mark
@@ -201,6 +203,7 @@ class Watched:
             survey: of it, where one is made at each step.
         """
         self.lsn_at_mark, self._fresh = self._updates.lsn, None
+        self._handled = id(sys.exc_info()[1])
         self._updates.failed = self.changing = False
         self.at_mark = None
         if survey is None:
