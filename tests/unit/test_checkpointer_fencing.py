@@ -152,15 +152,16 @@ def test_who_takes_the_run_over_again_hears_no_more_of_the_time_before(
     with two(run_folder, {"n": 1}, {"n": 0}, **options) as (older, newer):
         newer.resume()
         older.step()
-        assert isinstance(older.save().durable.exception(20), FencedError)
+        with pytest.raises(FencedError):  # of save(), if that has heard of it before it returns
+            older.save().durable.result(20)
         older._channel.post(FencedError("another one"))
         assert older.resume().timeline == 3
         older.step()
         assert older.save().durable.result(20) > 0
         older.wait()
         newer.step()
-        assert isinstance(newer.save().durable.exception(20), FencedError)
         with pytest.raises(FencedError):
+            newer.save()
             newer.wait()
 
 
