@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from everstep.keeper.midstep import where_in_a_step
 from tests.unit.following import base_of
 from tests.unit.following import opened as following
 from tests.unit.serving import serving
-from tests.unit.world import TIMEOUT_S, Gate, freeze, opened
+from tests.unit.world import freeze, opened
 
 NUMBER = signal.SIGUSR1
 
@@ -265,46 +264,9 @@ def test_training_goes_on_exactly(run_folder: Path) -> None:
     assert restored(run_folder, batch_norm=False) == (2, True, at_two)
 
 
-@pytest.mark.parametrize("method", ["sync", "logged"])
-def test_while_another_thread_is_in_a_forward(method: str, run_folder: Path) -> None:
-    """The thread that has ended the last step; what it is in may write as the base is taken."""
-    world, gate = World(), Gate()
-    with opened(run_folder, world.state, method=method) as ckpt:
-        caught: list[StateError] = []
-
-        def save() -> None:
-            try:
-                ckpt.save()
-            except StateError as error:
-                caught.append(error)
-
-        def train() -> None:
-            world.update()
-            ckpt.step()
-            world.model.then = gate.wait_at
-            world.forward()
-
-        training = threading.Thread(target=train)
-        training.start()
-        assert gate.reached.wait(TIMEOUT_S)
-        save()
-        gate.open()
-        training.join(TIMEOUT_S)
-        assert not training.is_alive()
-        world.model.then = lambda: None
-        if method == "logged":
-            assert "while another thread is in a module's forward" in str(caught[0])
-        assert len(caught) == (method == "logged")
-        save()  # it is over: nothing is under way
-        assert len(caught) == (method == "logged")
-    if method == "sync":
-        assert restored(run_folder, batch_norm=False)[:2] == (1, False)
-
-
 def test_no_call_of_a_handler() -> None:
     """Handlers without code of Python's, and classes, are none that could be on a stack."""
-    assert where_in_a_step(None) == ""
+    assert where_in_a_step() == ""
     for handler in (signal.SIG_IGN, signal.default_int_handler, Checkpointer, print):
         signal.signal(NUMBER, handler)  # type: ignore[arg-type]
-        assert where_in_a_step(threading.get_ident()) == ""
-    assert where_in_a_step(-1) == ""  # a thread that has ended
+        assert where_in_a_step() == ""

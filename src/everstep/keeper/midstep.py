@@ -2,7 +2,7 @@
 
 A forward draws random numbers and counts batches, and a loader fetches data, long before an
 optimizer updates anything: nothing in the state itself says that a step is under way. Where the
-call comes from says it: what is below it on its stack, or on that of the thread that trains.
+call comes from says it: what is below it on its stack.
 """
 
 from __future__ import annotations
@@ -10,38 +10,29 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-import threading
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["OTHER_THREAD", "where_in_a_step"]
-
-OTHER_THREAD = "while another thread is"
-"""How the words begin, where it is not the caller that is in the middle of one."""
+__all__ = ["where_in_a_step"]
 
 _FORWARD = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__))
 _BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__code__))
 
 
-def where_in_a_step(trains_in: int | None, handled: int = id(None)) -> str:
-    """Where the caller is, in words, if that is, or may be, in the middle of a step; else "".
+def where_in_a_step(handled: int = id(None)) -> str:
+    """Where the caller is, in words, if that is, or may be, in the middle of a step; else "". By
+    its own stack: that of another thread cannot be walked while it runs.
 
     Args:
-        trains_in: the thread that has ended the last step; None: this one.
-        handled: id of the error that was being dealt with at the end of that step: a loop may go on
-            within an ``except``.
+        handled: id of the error that was being dealt with at the end of the last step: a loop may
+            go on within an ``except``.
     """
-    handlers, me, error = _handlers(), threading.get_ident(), sys.exc_info()[1]
+    error = sys.exc_info()[1]
     left = "" if id(error) == handled else _where_left(error)
-    if where := _where(sys._getframe(1), handlers) or left:
-        return where
-    if trains_in in (None, me):
-        return ""
-    where = _where(sys._current_frames().get(trains_in), handlers)
-    return f"{OTHER_THREAD} {where}" if where else ""
+    return _where(sys._getframe(1), _handlers()) or left
 
 
 def _where(frame: FrameType | None, handlers: frozenset[CodeType]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.keeper.last_mark import FreshStart, LastMark
-from everstep.keeper.midstep import OTHER_THREAD, where_in_a_step
+from everstep.keeper.midstep import where_in_a_step
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
@@ -105,11 +105,10 @@ class Watched:
             StateError: the state is no longer what it was at the last step mark.
         """
         self.refuse_between(step)
-        where = where_in_a_step(self._state.trains_in, self._handled)
+        where = where_in_a_step(self._handled)
         if not where:
             return None, True
-        survey = None if where.startswith(OTHER_THREAD) else self.whole_at_mark
-        if survey is not None:
+        if (survey := self.whole_at_mark) is not None:
             return survey, True
         what = f"save() {where}: random numbers, batches counted or data fetched may be those of "
         how = "in a signal handler, set a flag, and call save() behind ckpt.step(); or use preempt="
