@@ -183,9 +183,16 @@ class UpdateHooks:
 
 
 def in_thread(wanted: FrameType | None, thread: int) -> bool:
-    """Whether a call is on the stack of a thread, which may have ended."""
-    frame = sys._current_frames().get(thread)
-    return wanted is not None and _on_stack(wanted, frame)
+    """Whether a call is under way in a thread, which may have ended. The stack of a thread that
+    runs cannot be walked (``f_back`` may give what is no frame any more); that a frame is being
+    executed Python says where it is asked to clear it, and one that is over has nothing to keep."""
+    if wanted is None or thread not in sys._current_frames():  # as behind a fork
+        return False
+    try:
+        wanted.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _is_last(hooks: Any, number: int) -> bool:
