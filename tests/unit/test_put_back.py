@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from everstep import KeeperOptions
+from everstep import Checkpointer, KeeperOptions
 from everstep.errors import FencedError, KeeperError
+from everstep.keeper.local import LocalKeeper
 from everstep.keeper.remote import RemoteKeeper
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_takeover import opened, until
@@ -44,6 +46,19 @@ def served(run_folder: Path) -> Iterator[Bench]:
         yield made
 
 
+def settle(ckpt: Checkpointer, served: Bench) -> None:
+    """The keeper's thread has done what it was told so far: it does not clean up in a folder that
+    is put back, which it would report, and rightly."""
+    keeper, done = ckpt._keepers.current, threading.Event()
+    if not isinstance(keeper, LocalKeeper):
+        server: Any = served.server
+        keeper = server._duties.keeper
+        assert isinstance(keeper, LocalKeeper)
+    keeper._start()
+    keeper._jobs.put(done.set)
+    assert done.wait(60)
+
+
 def trained(
     served: Bench, steps: int, at: float, *, dies: bool, **options: Any
 ) -> tuple[int, dict[int, bytes]]:
@@ -59,6 +74,7 @@ def trained(
         ckpt.step()
         states[step] = world.snapshot()
     ckpt._saver.finish_captures()
+    settle(ckpt, served)
     if not dies:
         ckpt.close()
         return recovery.step, states
@@ -135,6 +151,7 @@ def test_a_process_that_lives_is_fenced_off(
     world, alone = World(), KeeperOptions(process=False)
     ckpt = opened(served.run, world, every=4, method=method, keeper=alone)  # type: ignore[arg-type]
     assert ckpt.resume().step == 4
+    settle(ckpt, served)
     copied(backup, served.run)
     if another:
         began, states = trained(served, 4, 3.0, dies=False, method="lazy", keeper=alone)
@@ -157,6 +174,7 @@ def test_a_keeper_is_not_replaced_in_the_timeline_of_another(served: Bench, back
     """What the timeline was is known since it was opened, not since its keeper was lost."""
     ckpt = opened(served.run, World(), every=4, method="lazy")  # type: ignore[arg-type]
     assert ckpt.resume().step == 4
+    settle(ckpt, served)
     copied(backup, served.run)
     trained(served, 4, 3.0, dies=False, method="lazy", keeper=KeeperOptions(process=False))
     with pytest.raises(FencedError, match="was opened by another one"):
@@ -172,6 +190,7 @@ def test_who_resumes_what_was_put_back_is_not_fenced_off_by_itself(
     ckpt = opened(served.run, World(), every=4, method="lazy")  # type: ignore[arg-type]
     numbers = [ckpt.resume().timeline]
     ckpt.wait()
+    settle(ckpt, served)
     copied(backup, served.run)
     numbers.append(ckpt.resume().timeline)
     assert numbers[0] == numbers[1]
