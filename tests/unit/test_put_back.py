@@ -49,11 +49,12 @@ def served(run_folder: Path) -> Iterator[Bench]:
 def settle(ckpt: Checkpointer, served: Bench) -> None:
     """The keeper's thread has done what it was told so far: it does not clean up in a folder that
     is put back, which it would report, and rightly."""
-    keeper, done = ckpt._keepers.current, threading.Event()
+    keeper: Any = ckpt._keepers.current
+    done = threading.Event()
     if not isinstance(keeper, LocalKeeper):
         server: Any = served.server
+        until(lambda: server._duties.keeper is not None)
         keeper = server._duties.keeper
-        assert isinstance(keeper, LocalKeeper)
     keeper._start()
     keeper._jobs.put(done.set)
     assert done.wait(60)
