@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +430,41 @@ def test_a_stopped_keeper_stops_nothing_but_itself(run_folder: Path) -> None:
         assert ckpt.stats().committed == 4
     for step, wanted in snapshots.items():
         assert restored(run_folder, step) == wanted
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_what_becomes_durable_as_the_time_ends_is_waited_for(
+    process: bool, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that "0 base(s) are not durable"."""
+    world = World()
+    snapshots: dict[int, Any] = {}
+    gate = Gate()
+    with opened(run_folder, world, keeper=everstep.KeeperOptions(process=process)) as ckpt:
+        saved(ckpt, world, snapshots)
+        ckpt.wait()
+        keeper: Any = ckpt._keepers.current
+        if process:
+            holding, go_on = stopped(keeper.pid), lambda: os.kill(keeper.pid, signal.SIGCONT)
+        else:
+            keeper._jobs.put(gate.wait_at)
+            holding, go_on = nullcontext(), gate.open
+        with holding:
+            save = saved(ckpt, world, snapshots)
+            ckpt._saver.finish_captures()
+            with pytest.raises(DeadlineError, match=r"1 base\(s\) are not durable after 0 s"):
+                keeper.wait(0.0)
+            check = ckpt._channel.check
+
+            def late() -> None:
+                go_on()
+                save.durable.result(TIMEOUT_S)
+                until(lambda: not keeper._waiting, "it is still waited for")
+                check()
+
+            monkeypatch.setattr(ckpt._channel, "check", late)
+            keeper.wait(0.0)
+            monkeypatch.undo()
 
 
 def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folder: Path) -> None:

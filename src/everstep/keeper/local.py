@@ -30,7 +30,7 @@ from everstep.keeper.promised import PromisedSteps
 from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
 from everstep.keeper.seat import Seat
-from everstep.keeper.waiting import not_durable_yet, storage_hangs
+from everstep.keeper.waiting import Patience, storage_hangs
 from everstep.recover.fence import Fence
 from everstep.recover.scan import scan_run
 from everstep.seams import Seams
@@ -318,7 +318,7 @@ class LocalKeeper:
             DeadlineError: after ``timeout_s``, or when the work makes no progress.
             EverstepError: what failed meanwhile, by the policy.
         """
-        start_s = self._clock.monotonic_s()
+        patience = Patience(self._clock, timeout_s)
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting)
         seen = self._written.count
@@ -327,16 +327,15 @@ class LocalKeeper:
                 with self._changed:
                     if not self._waiting:
                         break
-                    self._changed.wait(_LOOK_AGAIN_S)
+                    self._changed.wait(patience.look_again_s)
                 if show:
                     bar.advance(self._written.count - seen)
                     seen = self._written.count
                 self._channel.check()
                 if self._channel.hung():  # reported already; waiting on would be for ever
                     raise storage_hangs(len(self._waiting))
-                waited_s = self._clock.monotonic_s() - start_s
-                if timeout_s is not None and waited_s > timeout_s:
-                    raise not_durable_yet(len(self._waiting), waited_s)
+                if patience.is_over(len(self.waiting)):
+                    break
         self._channel.check()
 
     def leave(self, port: int) -> None:

@@ -25,7 +25,7 @@ from everstep.keeper.local import KeeperStats
 from everstep.keeper.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done, failed
-from everstep.keeper.waiting import keeper_gone, keeper_silent, not_durable_yet, storage_hangs
+from everstep.keeper.waiting import Patience, keeper_gone, keeper_silent, storage_hangs
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.held import Recalled
 from everstep.seams import Clock
@@ -331,7 +331,7 @@ class RemoteKeeper:
             DeadlineError: after ``timeout_s``, or when the keeper says nothing.
             EverstepError: what failed meanwhile, by the policy.
         """
-        start_s = self._clock.monotonic_s()
+        patience = Patience(self._clock, timeout_s)
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
         seen = self.written_bytes
@@ -341,7 +341,7 @@ class RemoteKeeper:
                 with self._changed:
                     if self.lost is not None or not (self._waiting or self._asked.pending):
                         break
-                    self._changed.wait(_LOOK_AGAIN_S)
+                    self._changed.wait(patience.look_again_s)
                 if show:
                     bar.advance(self.written_bytes - seen)
                     seen = self.written_bytes
@@ -349,9 +349,10 @@ class RemoteKeeper:
                 self._check_alive()
                 if self._hung:  # reported already; waiting on would be for ever
                     raise storage_hangs(len(self._waiting))
-                waited_s = self._clock.monotonic_s() - start_s
-                if timeout_s is not None and waited_s > timeout_s:
-                    raise not_durable_yet(len(self._waiting) + len(self._asked.steps), waited_s)
+                with self._changed:
+                    left = 0 if self.lost else len(self._waiting) + len(self._asked.steps)
+                if patience.is_over(left):
+                    break
         self._channel.check()
 
     def close(self, *, stay: bool = False) -> None:

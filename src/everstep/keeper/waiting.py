@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError
+from everstep.seams import Clock
 
-__all__ = ["keeper_gone", "keeper_silent", "not_durable_yet", "storage_hangs", "unless_gone"]
+__all__ = ["Patience", "keeper_gone", "keeper_silent", "storage_hangs", "unless_gone"]
+
+_LOOK_AGAIN_S = 0.2
+"""How often who waits looks whether the storage hangs, and shows how far it is."""
 
 
 class _MayBeLost(Protocol):
@@ -34,12 +38,46 @@ def storage_hangs(count: int) -> DeadlineError:
     )
 
 
-def not_durable_yet(count: int, waited_s: float) -> DeadlineError:
-    """``count`` bases have not become durable in the time that was given."""
-    return DeadlineError(
-        f"{count} base(s) are not durable after {waited_s:.0f} s",
-        hint="wait longer, or look at the disk",
-    )
+class Patience:
+    """The time that whoever waits for bases has given.
+
+    Args:
+        timeout_s: None: as long as it takes.
+    """
+
+    def __init__(self, clock: Clock, timeout_s: float | None) -> None:
+        self._clock, self._timeout_s = clock, timeout_s
+        self._start_s = clock.monotonic_s()
+
+    @property
+    def look_again_s(self) -> float:
+        """How long to wait at most before the next look."""
+        if self._timeout_s is None:
+            return _LOOK_AGAIN_S
+        return min(_LOOK_AGAIN_S, max(0.0, self._timeout_s - self._waited_s))
+
+    def is_over(self, count: int) -> bool:
+        """Whether no time is left.
+
+        Args:
+            count: bases that are not durable now.
+
+        Raises:
+            DeadlineError: none is, and there are some.
+        """
+        waited_s = self._waited_s
+        if self._timeout_s is None or waited_s < self._timeout_s:
+            return False
+        if count:
+            raise DeadlineError(
+                f"{count} base(s) are not durable after {waited_s:.0f} s",
+                hint="wait longer, or look at the disk",
+            )
+        return True
+
+    @property
+    def _waited_s(self) -> float:
+        return self._clock.monotonic_s() - self._start_s
 
 
 def keeper_silent(pid: int, silent_s: float) -> DeadlineError:
