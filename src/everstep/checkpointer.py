@@ -218,7 +218,7 @@ class Checkpointer:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due
         return describe(resumed, self._seams.clock.monotonic_s() - start_s)
 
-    @named("rewind")
+    @named("rewind", step=int)
     def rewind(self, step: int) -> Recovery:
         """Goes back to an earlier step, in this very process: after a NaN, or a loss spike.
 
@@ -246,7 +246,7 @@ class Checkpointer:
         self._preempting.ask(self._step)
         with self._joint.answering(self._step):
             self._updates.settle()
-            self._watched.marked()
+            self._watched.ended(self._step)
             with self._channel.told_last():
                 self._end_step()
 

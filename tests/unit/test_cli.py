@@ -44,6 +44,7 @@ from everstep.format.names import base_dir, timeline_dir
 from everstep.format.records import RunRecord
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm, disarm_all
+from everstep.tiers.memory import MemoryTier
 
 HOSTILE = "[bold red]x[/] :skull: \x1b[2J\x1b]0;title\x07\u202eevil\n\rline"
 """Markup, an emoji code, escapes, a mark that turns the direction of writing, line ends."""
@@ -875,6 +876,33 @@ def test_folders_that_are_no_runs(run: Path, tmp_path: Path, verb: str) -> None:
         assert result.stdout == ""
         assert result.stderr.replace("\n", "").isprintable()
         assert document(verb, path, *step, status=2)["exit_code"] == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "hint"),
+    [
+        (PermissionDeniedError("no credentials were found", hint="set them"), "hint: set them"),
+        (StorageError("no connection", hint="look at the network"), "hint: look at the network"),
+    ],
+)
+def test_what_an_object_store_says_is_shown_and_what_to_do_about_it(
+    failure: EverstepError, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They got the advice for a folder on a disk."""
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    tier = MemoryTier()
+    monkeypatch.setattr(MemoryTier, "url", "s3://bucket/run")
+    monkeypatch.setattr(tier, "scan", fail)
+    monkeypatch.setattr(tier, "open", fail)
+    monkeypatch.setattr("everstep.tiers.urls.open_tier", lambda *_: tier)
+    for verb in ("ls", "verify"):
+        result = invoke(verb, "s3://bucket/run")
+        assert result.exit_code == ExitCode.ENVIRONMENT
+        assert failure.message in result.stderr
+        assert hint in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "du"])

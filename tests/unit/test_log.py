@@ -208,9 +208,10 @@ def test_training_goes_on_from_there_as_it_did(run_folder: Path) -> None:
         assert last.snapshot() == then[10]
     with (
         opened(run_folder, World(seed=10), log=ON_DISK) as ckpt,
-        pytest.raises(RecoveryError, match="neither a base nor the log has step 50"),
+        pytest.raises(RecoveryError, match="neither a base nor the log has step 50") as caught,
     ):
         ckpt.resume(step=50)
+    assert caught.value.hint == "steps there are: 4 to 10", "each once, whatever leads to it"
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

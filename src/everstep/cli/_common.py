@@ -279,13 +279,15 @@ def reading(path: PurePath) -> Iterator[None]:
     """Turns an ``OSError`` while reading below ``path`` into an error in words."""
     try:
         yield
-    except PermissionError as error:
-        raise PermissionDeniedError(
-            f"may not read {error.filename or path}",
-            path=path,
-            hint="run folders are private: read them as the user who trained",
-        ) from error
     except OSError as error:
+        if isinstance(error.__cause__, EverstepError):  # an object store says what is wrong itself
+            raise error.__cause__ from None
+        if isinstance(error, PermissionError):
+            raise PermissionDeniedError(
+                f"may not read {error.filename or path}",
+                path=path,
+                hint="run folders are private: read them as the user who trained",
+            ) from error
         raise StorageError(
             f"could not read {error.filename or path}: {error.strerror or error}",
             path=path,

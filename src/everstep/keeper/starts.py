@@ -10,6 +10,7 @@ from typing import Any
 from everstep.format.writer import ChunkRing
 from everstep.keeper.alone import resume_behind_several
 from everstep.keeper.copies import with_source
+from everstep.keeper.frozen import Frozen
 from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.overwritten import Overwritten
@@ -53,6 +54,7 @@ class Starts:
         self._run_id, self._state, self._ring = run_id, state, ring
         self._overwritten = overwritten
         self._timeout_s = timeout_s
+        self._frozen = Frozen(state.values)
 
     @property
     def seat(self) -> Seat | None:
@@ -77,9 +79,13 @@ class Starts:
         with self._telling():
             self._keepers.open(beside=self._job is not None)
             recalled = self._left_behind(own=own)
+        changed = self._frozen.changed()
         with self._overwritten.resuming(), self._computed():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
+        self._frozen.began(resumed.step)
+        if changed:
+            resumed = replace(resumed, problems=(*resumed.problems, changed))
         return resumed, in_memory
 
     def _resume(
@@ -123,6 +129,7 @@ class Starts:
         Raises:
             StateError: there is something to resume.
         """
+        self._frozen.began(0)
         with self._computed():
             return self._fresh()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
+from everstep.keeper.accumulated import Accumulated
 from everstep.keeper.last_mark import FreshStart, LastMark
 from everstep.keeper.midstep import where_in_a_step
 from everstep.keeper.multistep_ranks import RankMultistep
@@ -52,6 +53,7 @@ class Watched:
         self._tensors: object = None
         self._fresh: FreshStart | None = None
         self._handled = id(None)  # an error that a loop goes on in spite of
+        self._accumulated = Accumulated(state.optimizers, parts.updates, parts.channel.tell)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
 
     def leave(self) -> None:
@@ -194,6 +196,12 @@ class Watched:
         if step > 0 or updates.lsn > 0 or updates.failed or self.changing:
             return True
         return self._fresh is not None and not self._fresh.is_that_of(self._state.survey())
+
+    def ended(self, step: int) -> None:
+        """Step ``step`` is over: :meth:`marked`, and a look whether its gradients are spent."""
+        if self._updates.lsn == self.lsn_at_mark:
+            self._accumulated.marked(step)
+        self.marked()
 
     def marked(self, survey: Survey | None = None) -> None:
         """The state is that of a step that is over.

@@ -107,6 +107,11 @@ def _listed(
     spans = set()
     for timeline in inventory.branches:
         for chain in chains(lsns, index, path_of(timeline, inventory.timelines)):
-            first, last = chain.base.step, chain.end[1]
-            spans.add((first, last))
-    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in sorted(spans)[:20])
+            spans.add((chain.base.step, chain.end[1]))
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in found[-20:])

@@ -1,0 +1,133 @@
+"""A step mark while gradients are accumulated: a resume there would go on without them, unsaid."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.errors import EverstepError, StateError
+from tests.unit.world import forget
+
+
+class World:
+    """A linear layer, and what was told of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(4, 3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.told: list[EverstepError] = []
+
+    def backward(self) -> None:
+        self.model(torch.randn(2, 4)).sum().backward()
+
+    def update(self, *, to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+
+@pytest.fixture(params=["lazy", "logged"])
+def opened(
+    request: pytest.FixtureRequest, run_folder: Path
+) -> Iterator[tuple[World, everstep.Checkpointer]]:
+    world = World()
+    forget(run_folder)
+    alone: dict[str, Any] = {"keeper": everstep.KeeperOptions(process=False)}
+    state = {"model": world.model, "optimizer": world.optimizer}
+    with everstep.Checkpointer(
+        run_folder, state, method=request.param, every=4, on_failure=world.told.append, **alone
+    ) as ckpt:
+        ckpt.resume()
+        yield world, ckpt
+
+
+Loop = Callable[[World, everstep.Checkpointer], None]
+
+
+def each_micro_batch(world: World, ckpt: everstep.Checkpointer) -> None:
+    for _ in range(2):
+        world.backward()
+        ckpt.step()
+    world.update()
+
+
+def before_the_update(world: World, ckpt: everstep.Checkpointer) -> None:
+    world.backward()
+    ckpt.step()
+    world.update()
+
+
+def behind_the_update(world: World, ckpt: everstep.Checkpointer) -> None:
+    for _ in range(2):
+        world.backward()
+    world.update()
+    ckpt.step()
+
+
+def zeroed_first(world: World, ckpt: everstep.Checkpointer) -> None:
+    world.optimizer.zero_grad()
+    world.backward()
+    world.optimizer.step()
+    ckpt.step()
+
+
+def skipped_now_and_then(world: World, ckpt: everstep.Checkpointer) -> None:
+    """As a GradScaler does where a gradient is not finite."""
+    world.backward()
+    if ckpt.stats().step % 2:
+        world.optimizer.step()
+    world.optimizer.zero_grad()
+    ckpt.step()
+
+
+def skipped_and_zeroed_late(world: World, ckpt: everstep.Checkpointer) -> None:
+    world.optimizer.zero_grad()
+    world.backward()
+    if ckpt.stats().step % 2:
+        world.optimizer.step()
+    ckpt.step()
+
+
+@pytest.mark.parametrize("loop", [each_micro_batch, before_the_update])
+def test_who_marks_a_step_in_the_middle_of_it_is_told_once(
+    loop: Loop, opened: tuple[World, everstep.Checkpointer]
+) -> None:
+    world, ckpt = opened
+    for _ in range(4):
+        loop(world, ckpt)
+    ckpt.wait()
+    (told,) = world.told
+    assert isinstance(told, StateError)
+    assert "gradients of 'optimizer' waited for an update" in str(told)
+    assert "behind optimizer.step()" in str(told)
+    assert told.step == (2 if loop is each_micro_batch else 1)
+    assert ckpt.stats().log_holes == 0
+
+
+@pytest.mark.parametrize(
+    "loop", [behind_the_update, zeroed_first, skipped_now_and_then, skipped_and_zeroed_late]
+)
+def test_others_are_not(loop: Loop, opened: tuple[World, everstep.Checkpointer]) -> None:
+    world, ckpt = opened
+    for _ in range(6):
+        loop(world, ckpt)
+    ckpt.wait()
+    assert not world.told
+    assert ckpt.stats().log_holes == 0
+
+
+def test_hooks_go_with_the_checkpointer(opened: tuple[World, everstep.Checkpointer]) -> None:
+    world, ckpt = opened
+    each_micro_batch(world, ckpt)
+    hooks: Any = world.optimizer
+    assert hooks._optimizer_step_pre_hooks
+    with warnings.catch_warnings(record=True):
+        ckpt.close()
+    assert not hooks._optimizer_step_pre_hooks
