@@ -259,6 +259,19 @@ def test_lbfgs_is_refused(run_folder: Path) -> None:
         opened(run_folder, World(lambda p: torch.optim.LBFGS(p)))
 
 
+def test_what_no_base_has_is_trained_with_no_log(run_folder: Path) -> None:
+    """Replay would read another weight where the update reads it, as weight decay does. It blamed
+    the loop, and all steps since the base were lost."""
+    model, head = nn.Linear(3, 2), nn.Linear(2, 1)
+    parameters = [*model.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    forget(run_folder)
+    with pytest.raises(UnsupportedStateError, match=r"2 parameter\(s\) that it trains are in no"):
+        everstep.Checkpointer(run_folder, state, method="logged")
+    everstep.Checkpointer(run_folder, {**state, "head": head}, method="logged").close()
+
+
 # --- In this very process ---------------------------------------------------------------
 
 

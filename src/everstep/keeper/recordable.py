@@ -310,7 +310,8 @@ def refuse_options(key: str, optimizer: Optimizer) -> None:
 
 def refuse_optimizers(state: State, log: str) -> None:
     """Raises:
-    UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason.
+    UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason; or one
+        that trains what no base has: weight decay, say, reads that.
     OptionError: ``log="topk"``, and one has no Compressor, nor a parameter of which compressed
         gradients are exchanged.
     """
@@ -322,6 +323,14 @@ def refuse_optimizers(state: State, log: str) -> None:
             f"the updates of {len(found)} optimizer(s) cannot be replayed from a log:\n{listed}",
             leaves=tuple(found),
             hint='method="lazy" needs no log',
+        )
+    if state.unsaved:
+        key, names = next(iter(state.unsaved.items()))
+        raise UnsupportedStateError(
+            f"the updates of {key!r} cannot be replayed from a log: {len(names)} parameter(s) that "
+            f"it trains are in no part of the state ({', '.join(names[:3])})",
+            leaves=tuple((key, name) for name in names),
+            hint='add the module or the tensors to the state; method="lazy" needs no log',
         )
     if log != "topk":
         return

@@ -82,6 +82,7 @@ class State:
         replays_fast: replay may use kernels whose last bits are not those of training.
         descends_exactly: what was restored is exact; nothing was, so far.
         trains_in: the thread that has ended the last step; None: there was none.
+        unsaved: by optimizer: what it trains, and no part of the state has.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class State:
         self.replays_fast = False
         self.trains_in: int | None = None
         self.descends_exactly = True
+        self.unsaved: dict[str, list[str]] = {}
         modules: dict[str, ModuleProvider] = {}
         names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -229,6 +231,7 @@ class State:
                 named = provider.named()
                 lost = [name for name, tensor in named if _where(tensor) not in saved]
                 if lost:
+                    self.unsaved[section] = lost
                     names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
                     _log.warning(
                         "everstep: %r trains %d parameter(s) that are in no part of the state "
