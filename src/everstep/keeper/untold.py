@@ -352,8 +352,9 @@ def _notice(what: str, step: int) -> AuditError:
     return AuditError(
         f"{what}, in step {step}: no log can repeat that, so a base is taken at the end of this "
         "step, and of each other step in which anything like it happens. Recovery stays right, but "
-        "each such step costs a whole copy of the state. This is said once; stats().log_holes "
-        "counts on",
+        "each such step costs a whole copy of the state, and can be gone back to while that is "
+        "among the newest keep= bases, whatever history= is. This is said once; "
+        "stats().log_holes counts on",
         step=step,
         hint="now and then (a state that is loaded, averaged weights swapped in): put it between "
         "ckpt.before_update() and ckpt.after_update(). In every step (clamped weights): do it "
