@@ -11,7 +11,7 @@ import pytest
 
 import everstep
 from everstep import KeeperOptions
-from everstep.keeper import left_keepers
+from everstep.keeper import left_keepers, registry
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.registry import KeeperInfo
 from everstep.recover.old_logs import InMemory
@@ -28,7 +28,7 @@ RANK, ABSENT = 7, 0
 def served(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with serving(run_folder) as made:
         info = KeeperInfo(1, str(made.run), made.run_id, ABSENT, "test", PROTOCOL, 0.0)
-        monkeypatch.setattr(left_keepers, "list_keepers", lambda: [info])
+        monkeypatch.setattr(registry, "list_keepers", lambda: [info])
         yield made
 
 

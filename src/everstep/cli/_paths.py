@@ -31,7 +31,9 @@ def absolute(text: PurePath | str, *, real: bool = False) -> PurePath:
         OptionError: it is relative to a directory that is gone.
     """
     try:
-        return PurePath(os.path.realpath(text) if real else os.path.abspath(text))
+        led, named = os.path.realpath(text), os.path.abspath(text)
+        # Behind a link ".." is what the system takes it for, and not the name before.
+        return PurePath(led if real or os.path.realpath(named) != led else named)
     except OSError as error:
         raise OptionError(
             f"{text} is relative to a working directory that is gone: {error.strerror}",

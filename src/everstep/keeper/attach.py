@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -11,7 +12,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError, OutOfSpaceError
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.registry import KeeperInfo, find_keeper, keeper_files
+from everstep.keeper.registry import KeeperInfo, find_keeper, keeper_files, keepers_of
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.keeper.wire import Connection, error_from_wire
@@ -22,6 +23,7 @@ from everstep.seams.sockets import close_descriptors
 
 __all__ = ["attach", "attach_to", "is_there"]
 
+_log = logging.getLogger("everstep")
 _START_S = 30.0
 _LOOK_AGAIN_S = 0.05
 
@@ -32,7 +34,18 @@ def is_there(run: PurePath, run_id: str, rank: int) -> bool:
     Raises:
         KeeperError: the runtime folder cannot be used.
     """
-    return find_keeper(SpawnOptions(str(run), run_id, rank).key) is not None
+    if find_keeper(SpawnOptions(str(run), run_id, rank).key) is not None:
+        return True
+    return _under_another_name(run, run_id, rank) is not None
+
+
+def _under_another_name(run: PurePath, run_id: str, rank: int) -> KeeperInfo | None:
+    """The keeper of this rank that knows the same folder under another name, if none knows it under
+    this one: what the process before has left in its memory is lost unless it is asked."""
+    for info in keepers_of(run, run_id):
+        if info.rank == rank and info.run != str(run):
+            return info
+    return None
 
 
 def attach(
@@ -60,16 +73,11 @@ def attach(
     )
     deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
     while clock.monotonic_s() < deadline_s:
-        found = True
+        connection, key, found = _reached(spawn)
         try:
-            connection = connect(spawn.key, timeout_s=0.0)
-        except KeeperTimeoutError:  # there is none
-            spawn_keeper(spawn)
-            with _naming(spawn.key):
-                connection, found = connect(spawn.key, timeout_s=_START_S), False
-        try:
-            with _naming(spawn.key):
-                keeper = _met(connection, arena_bytes, channel, clock, timeout_s)
+            with _naming(key):
+                about = arena_bytes, channel, clock, timeout_s
+                keeper = None if connection is None else _met(connection, *about)
         except OutOfSpaceError as error:
             if found:
                 error.hint = f"{error.hint}; the keeper that lives has the limits of the process "
@@ -78,11 +86,31 @@ def attach(
         if keeper is not None:
             return keeper
         time.sleep(_LOOK_AGAIN_S)  # it is ending, and still has something to write
+    other = _under_another_name(run, run_id, rank)
     raise KeeperError(
-        f"the keeper of {run} does not let this process attach",
+        f"the keeper of {run if other is None else other.run} does not let this process attach",
         path=run,
         hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
     )
+
+
+def _reached(spawn: SpawnOptions) -> tuple[Connection | None, str, bool]:
+    """A connection to the keeper, its key, and whether it was there; else it is started.
+
+    None: it knows the folder under another name, and is ending, or is not listening.
+    """
+    with contextlib.suppress(KeeperTimeoutError):  # there is none
+        return connect(spawn.key, timeout_s=0.0), spawn.key, True
+    other = _under_another_name(PurePath(spawn.run), spawn.run_id, spawn.rank)
+    if other is None:
+        spawn_keeper(spawn)
+        with _naming(spawn.key):
+            return connect(spawn.key, timeout_s=_START_S), spawn.key, False
+    with contextlib.suppress(KeeperTimeoutError):
+        connection = connect(other.key, timeout_s=0.0)
+        _log.info("the keeper of %s is process %d, started in %s", spawn.run, other.pid, other.run)
+        return connection, other.key, True
+    return None, other.key, True
 
 
 def attach_to(

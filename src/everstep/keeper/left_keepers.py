@@ -13,7 +13,7 @@ from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
 from everstep.keeper.attach import attach_to
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.registry import KeeperInfo, list_keepers
+from everstep.keeper.registry import KeeperInfo, keepers_of
 from everstep.recover.held import Recalled
 from everstep.recover.old_logs import InMemory
 from everstep.recover.peer_log import PeerLog
@@ -35,8 +35,8 @@ def left_logs(
         near: the ranks of this job on this machine, this one among them.
     """
     served, found, held = sorted(near), dict[int, Sequence[LogRecord]](), list[PeerLog]()
-    for info in list_keepers():
-        if (info.run, info.run_id) != (str(run), run_id) or info.rank in served:
+    for info in keepers_of(run, run_id):
+        if info.rank in served:
             continue
         if served[info.rank % len(served)] != rank:
             continue
@@ -51,8 +51,8 @@ def left_with_keeper(
 ) -> Recalled:
     """What the keeper of a process that trained before has of this very rank, for one that makes
     do without a keeper process."""
-    for info in list_keepers():
-        if (info.run, info.run_id, info.rank) == (str(run), run_id, rank):
+    for info in keepers_of(run, run_id):
+        if info.rank == rank:
             return _recalled(info, run, seams, timeout_s) or Recalled()
     return Recalled()
 

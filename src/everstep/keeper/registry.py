@@ -29,6 +29,7 @@ import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.seams.locks import LockedFile, file_identity, held_alone, lock_file, same_file
+from everstep.seams.machine import leads_to
 from everstep.seams.posix import PosixFileSystem
 from everstep.seams.processes import PidWatch, has_open
 from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder, still_used
@@ -41,6 +42,7 @@ __all__ = [
     "find_keeper",
     "keeper_files",
     "keeper_key",
+    "keepers_of",
     "kill_keeper",
     "list_keepers",
     "read_tail",
@@ -60,7 +62,8 @@ def keeper_key(run: str, run_id: str, rank: int) -> str:
     """What tells a keeper from all others of this user: 16 hexadecimal digits.
 
     Args:
-        run: resolved path of the run folder: the same run copied elsewhere is another one.
+        run: real path of the run folder (:func:`~everstep.recover.folder.run_path`): the same run
+            copied elsewhere is another one.
         run_id: from ``run.json``: another run at the same place is another one, too.
     """
     text = json.dumps([run, run_id, rank], ensure_ascii=True)
@@ -107,7 +110,7 @@ class KeeperInfo:
     """Who a keeper is.
 
     Attributes:
-        run: resolved path of the run folder.
+        run: real path of the run folder.
         version: of its everstep.
         protocol: of its messages.
         started_unix_s: for people.
@@ -315,6 +318,32 @@ def list_keepers() -> list[KeeperInfo]:
                 elif now_s - entry.mtime_s > _LOG_KEPT_S:
                     _clear_log(files)
     return sorted(found, key=lambda info: (info.run, info.rank, info.pid))
+
+
+def keepers_of(run: PurePath, run_id: str) -> list[KeeperInfo]:
+    """The living keepers of a run, one of each rank.
+
+    Those, too, that know its folder under another name (a bind mount; a symbolic link, with an
+    everstep that did not follow it), of ranks that none knows under this one.
+
+    Raises:
+        KeeperError: the runtime folder cannot be used.
+    """
+    found = dict[int, KeeperInfo]()
+    for info in list_keepers():
+        if info.run_id != run_id:
+            continue
+        if info.run == str(run) or (info.rank not in found and _same_folder(info.run, run)):
+            found[info.rank] = info
+    return [found[rank] for rank in sorted(found)]
+
+
+def _same_folder(run: str, other: PurePath) -> bool:
+    try:
+        there = file_identity(leads_to(PurePath(run)))
+        return there is not None and there == file_identity(leads_to(other))
+    except OSError:  # closed to this user, or its disk is gone: then nobody can tell
+        return False
 
 
 def find_keeper(key: str) -> KeeperInfo | None:

@@ -56,7 +56,7 @@ class SpawnOptions:
     """What a keeper process is told at its start.
 
     Attributes:
-        run: resolved path of the run folder.
+        run: real path of the run folder.
         run_id: from ``run.json``.
         linger_s: without a trainer for so long, it persists what it has and ends.
         cores: where it may run; None for wherever the trainer may.

@@ -14,7 +14,7 @@ from everstep.format.records import RunRecord
 from everstep.recover.held import HeldBase
 from everstep.recover.scan import Inventory, scan_run
 from everstep.seams.filesystem import FileSystem
-from everstep.seams.machine import with_home
+from everstep.seams.machine import real_path, with_home
 from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
 
 __all__ = ["open_run_folder", "refuse_unresumed", "run_path"]
@@ -81,7 +81,10 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
 
 
 def run_path(path: str | os.PathLike[str]) -> PurePath:
-    """The absolute path of a run folder as the user gave it; ``~`` is a home, as in a shell.
+    """The real path of the run folder that the user gave; ``~`` is a home, as in a shell.
+
+    The keeper of a run is found by it, whatever links lead there, and training stays in this folder
+    where one of them is made to lead to another.
 
     Raises:
         OptionError: for what is no path, or a URL.
@@ -97,7 +100,7 @@ def run_path(path: str | os.PathLike[str]) -> PurePath:
             hint=f"a directory on this machine, and tiers=[{text!r}] for copies there",
         )
     try:
-        return PurePath(os.path.abspath(with_home(text)))
+        return real_path(with_home(text))
     except FileNotFoundError:
         raise OptionError(
             f"{text}: a relative path leads nowhere, since the working directory was removed",

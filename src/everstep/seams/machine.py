@@ -14,6 +14,7 @@ __all__ = [
     "memory_available_bytes",
     "on_own_device",
     "processor_model",
+    "real_path",
     "with_home",
 ]
 
@@ -73,6 +74,24 @@ def processor_model() -> str:
 def leads_to(path: PurePath) -> PurePath:
     """Where a path leads here, links followed, whether anything is there or not."""
     return PurePath(os.path.realpath(path))
+
+
+def real_path(path: str) -> PurePath:
+    """Where a path that a user has given leads, from the root on: all names of a directory are one.
+
+    Links that lead nowhere are left as they are: what they mean may be a disk that is not mounted,
+    and nothing is to be made in its place.
+
+    Raises:
+        FileNotFoundError: it is relative to a working directory that was removed.
+    """
+    whole = PurePath(os.getcwd(), path)
+    for at in (whole, *whole.parents):
+        if os.path.lexists(at):
+            return PurePath(
+                os.path.realpath(whole) if os.path.exists(at) else os.path.abspath(whole)
+            )
+    return PurePath(os.path.abspath(whole))
 
 
 def on_own_device(path: PurePath) -> bool:
