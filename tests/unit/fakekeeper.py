@@ -119,6 +119,8 @@ def _answer(selector: selectors.BaseSelector, connection: Any, plan: Mapping[str
     kind = received[0]["kind"]
     if kind == "status":
         connection.send({**STATUS, **plan.get("status", {})})
+    elif kind == "attach" and "attach" in plan:
+        connection.send({"kind": "refused", "error": plan["attach"]})
     elif kind == "stop" and "stop" in plan:
         connection.send(plan["stop"])
     elif kind == "stop":

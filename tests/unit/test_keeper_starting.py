@@ -4,18 +4,26 @@ timeline is opened, and missed by nobody if it cannot be started."""
 from __future__ import annotations
 
 import threading
+from errno import EMFILE
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import everstep
-from everstep.errors import KeeperError, KeeperTimeoutError, OutOfSpaceError
+from everstep.errors import (
+    EverstepError,
+    KeeperError,
+    KeeperTimeoutError,
+    OutOfSpaceError,
+    UnavailableError,
+)
 from everstep.keeper import keepers as keepers_module
 from everstep.keeper.attach import attach
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.registry import keeper_files
 from everstep.keeper.spawn import SpawnOptions
+from everstep.keeper.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
 from everstep.recover.held import Recalled
 from everstep.seams import Seams, SystemClock
@@ -196,8 +204,9 @@ def test_one_that_never_came_is_nobody_to_be_named(
 
 
 @pytest.mark.parametrize("lives", [False, True])
-def test_memory_that_a_keeper_of_before_cannot_have(
-    lives: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kind", [OutOfSpaceError, UnavailableError])
+def test_what_a_keeper_of_before_has_no_room_for(
+    kind: type[EverstepError], lives: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It has the limits of the process that started it, and not those of this one."""
     calls: list[float] = []
@@ -206,17 +215,49 @@ def test_memory_that_a_keeper_of_before_cannot_have(
         calls.append(timeout_s)
         if not lives and len(calls) == 1:
             raise KeeperTimeoutError("none")
+        return object()
 
     def met(*args: Any) -> Any:
-        raise OutOfSpaceError("no memory", hint="a smaller budget")
+        raise error_from_wire(error_to_wire(kind("no room", hint="a smaller budget")))
 
     where = "everstep.keeper.attach"
     monkeypatch.setattr(f"{where}.connect", connect)
     monkeypatch.setattr(f"{where}.spawn_keeper", lambda _: None)
     monkeypatch.setattr(f"{where}._met", met)
     about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
-    with pytest.raises(OutOfSpaceError) as caught:
+    with pytest.raises(kind) as caught:
         attach(*about, timeout_s=1.0)
     hint = str(caught.value.hint)
     assert hint.startswith("a smaller budget")
     assert ("everstep stop" in hint) == lives
+
+
+def test_a_keeper_without_descriptors_is_named(tmp_path: Path) -> None:
+    """This process's own limit, which its user may raise, is not the one that was met."""
+    options = SpawnOptions(str(tmp_path), "id", 0, detach=False)
+    refusal = UnavailableError("no file descriptor for an arena", hint="raise ulimit -n")
+    about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
+    with (
+        running(options, attach={**error_to_wire(refusal)}) as process,
+        pytest.raises(UnavailableError) as caught,
+    ):
+        attach(*about, timeout_s=DEADLINE_S)
+    assert caught.value.hint == (
+        "raise ulimit -n; the keeper that lives has the limits of the process that started it: "
+        f"prlimit --pid {process.pid} raises them, everstep stop ends it"
+    )
+
+
+def test_a_limit_of_this_process_is_not_put_on_the_keeper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def met(*args: Any) -> Any:
+        raise UnavailableError("no descriptor", hint="raise ulimit -n") from OSError(EMFILE, "")
+
+    where = "everstep.keeper.attach"
+    monkeypatch.setattr(f"{where}._reached", lambda spawn: (object(), spawn.key, True))
+    monkeypatch.setattr(f"{where}._met", met)
+    about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
+    with pytest.raises(UnavailableError) as caught:
+        attach(*about, timeout_s=1.0)
+    assert caught.value.hint == "raise ulimit -n"

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from everstep.arena.memory import Arena
-from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError, OutOfSpaceError
+from everstep.errors import (
+    EverstepError,
+    KeeperError,
+    KeeperTimeoutError,
+    OutOfSpaceError,
+    UnavailableError,
+)
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.registry import KeeperInfo, find_keeper, keeper_files, keepers_of
@@ -67,6 +73,7 @@ def attach(
     Raises:
         KeeperError: none could be started, or it is not ours.
         OutOfSpaceError: it has not that much memory.
+        UnavailableError: it, or this process, has no descriptor left.
     """
     spawn = SpawnOptions(
         str(run), run_id, rank, options.linger_s, cores=options.cores, threads=options.threads
@@ -78,10 +85,9 @@ def attach(
             with _naming(key):
                 about = arena_bytes, channel, clock, timeout_s
                 keeper = None if connection is None else _met(connection, *about)
-        except OutOfSpaceError as error:
-            if found:
-                error.hint = f"{error.hint}; the keeper that lives has the limits of the process "
-                error.hint += "that started it: everstep stop ends it"
+        except (OutOfSpaceError, UnavailableError) as error:
+            if found and error.__cause__ is None:  # else it is a limit of this process
+                error.hint = _of_its_own(key, error.hint)
             raise
         if keeper is not None:
             return keeper
@@ -91,6 +97,17 @@ def attach(
         f"the keeper of {run if other is None else other.run} does not let this process attach",
         path=run,
         hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
+    )
+
+
+def _of_its_own(key: str, hint: str | None) -> str:
+    info = None
+    with contextlib.suppress(KeeperError):
+        info = find_keeper(key)
+    raised = "" if info is None else f"prlimit --pid {info.pid} raises them, "
+    return (
+        f"{hint}; the keeper that lives has the limits of the process that started it: {raised}"
+        "everstep stop ends it"
     )
 
 
