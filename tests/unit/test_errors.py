@@ -55,7 +55,55 @@ def test_a_run_that_is_deleted_under_a_training(run_folder: Path) -> None:
         ckpt.step()
         ckpt.wait()
     assert "deleted or moved" in str(caught.value.hint)
+    reason = "could not write the base: No such file or directory"
+    assert caught.value.message == f"{reason}: the run folder {run_folder} is gone"
     ckpt.close()
+
+
+def test_bases_go_on_where_a_run_folder_is_put_back(run_folder: Path) -> None:
+    away = run_folder.with_name("away")
+    ckpt = Checkpointer(run_folder, {"n": 1}, keeper=THREAD, every=1)
+    ckpt.resume()
+    run_folder.rename(away)
+    with pytest.raises(StorageError, match=f"the run folder {run_folder} is gone"):
+        ckpt.step()
+        ckpt.wait()
+    away.rename(run_folder)
+    ckpt.step()
+    ckpt.close()
+    assert ckpt.stats().durable_step == 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("base", ""),
+        ("timeline-00001", ": {}/run/timeline-00001 leads nowhere"),
+        ("run", ": the run folder {}/run is gone"),
+        ("", ": {} leads nowhere"),
+    ],
+)
+def test_what_is_gone_of_the_way_to_a_file_is_named(
+    missing: str, said: str, tmp_path: Path
+) -> None:
+    """A run folder that was renamed is not looked for in the base that could not be written."""
+    disk = tmp_path / "disk"
+    path = disk / "run" / "timeline-00001" / "base"
+    kept = {"base": path.parent, "timeline-00001": path.parents[1], "run": disk, "": tmp_path}
+    kept[missing].mkdir(parents=True, exist_ok=True)
+    with pytest.raises(StorageError) as caught, storage_errors("write the base", path):
+        path.open()
+    reason = "could not write the base: No such file or directory"
+    assert caught.value.message == reason + said.format(disk)
+
+
+def test_a_run_folder_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    for run in (link, link / "run"):
+        with pytest.raises(StorageError, match=f": {link} leads nowhere") as caught:
+            Checkpointer(run, {"n": 1}, keeper=THREAD)
+        assert "or unmounted" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("name", "hint"), [("a" * 300, "a shorter path"), ("loop/x", "circle")])

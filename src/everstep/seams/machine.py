@@ -8,6 +8,7 @@ import platform
 from pathlib import Path, PurePath
 
 __all__ = [
+    "first_missing",
     "launcher",
     "leads_to",
     "machine_name",
@@ -92,6 +93,17 @@ def real_path(path: str) -> PurePath:
                 os.path.realpath(whole) if os.path.exists(at) else os.path.abspath(whole)
             )
     return PurePath(os.path.abspath(whole))
+
+
+def first_missing(path: PurePath) -> PurePath | None:
+    """The first directory on the way to ``path`` that is not there, or the link that leads nowhere;
+    None: all are there. It says nothing of ``path`` itself, unless that is such a link."""
+    found = path if os.path.islink(path) and not os.path.exists(path) else None
+    for at in path.parents:
+        if os.path.exists(at):
+            break
+        found = at
+    return found
 
 
 def on_own_device(path: PurePath) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from everstep.errors import OutOfSpaceError, PermissionDeniedError, StorageError
-from everstep.format.names import TEMPORARY_SUFFIX
+from everstep.format.names import TEMPORARY_SUFFIX, parse_timeline
 from everstep.seams.filesystem import FileSystem, WriteFile
+from everstep.seams.machine import first_missing
 
 __all__ = [
     "create_exclusive",
@@ -32,8 +33,8 @@ _ATTEMPTS = 8
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _HINTS = {
     errno.ENOTDIR: "a file is where a directory should be: choose another path, or move the file",
-    errno.ENOENT: "it was deleted or moved while it was in use, or nothing can be made here: "
-    "put it back, or choose another path",
+    errno.ENOENT: "it was deleted or moved while it was in use, or unmounted, or nothing can be "
+    "made here: put it back, or choose another path",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.ELOOP: "symbolic links on the way lead in a circle: choose another path",
 }
@@ -76,9 +77,22 @@ def storage_errors(
         elif error.errno in _HINTS:
             hint = _HINTS[error.errno]
         reason = error.strerror or str(error)
+        if error.errno == errno.ENOENT:
+            reason += _what_is_missing(path)
         raise kind(
             f"could not {what}: {reason}", step=step, rank=rank, tier="disk", path=path, hint=hint
         ) from error
+
+
+def _what_is_missing(path: PurePath) -> str:
+    """What on the way to ``path`` is gone, that of which somebody has to see to it."""
+    gone = first_missing(path)
+    if gone is None:
+        return ""
+    inside = path.relative_to(gone).parts
+    if inside and parse_timeline(inside[0]) is not None:
+        return f": the run folder {gone} is gone"
+    return f": {gone} leads nowhere"
 
 
 def write_durably(
