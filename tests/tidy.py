@@ -22,11 +22,11 @@ __all__ = [
     "check_imports",
     "check_io",
     "check_pickle",
+    "check_prints",
     "check_public_names",
     "check_shape",
     "check_sleeps",
     "check_waits",
-    "check_words",
     "modules_under",
 ]
 
@@ -247,7 +247,7 @@ def _maps_of_files(module: Module) -> list[str]:
     return complaints
 
 
-# --- Pickle, sleep ----------------------------------------------------------------------
+# --- Prints, pickle, sleep --------------------------------------------------------------
 
 _PICKLES = (
     "_pickle cPickle cloudpickle copyreg dill joblib marshal pickle pickletools shelve "
@@ -273,6 +273,21 @@ def check_sleeps(module: Module) -> list[str]:
         for name, line in _names_used(module)
         if name in ("time.sleep", "asyncio.sleep")
     ]
+
+
+def check_prints(module: Module) -> list[str]:
+    """Outside of commands all lines go where one that cannot be printed ends no training."""
+    if module.part in ("bench", "drill", "cli", "testing") or module.name == _MESSAGES:
+        return []
+    printed = {node for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    return [
+        f"{module.name}:{node.lineno}: print: say it with {_MESSAGES}"
+        for node in sorted(printed, key=lambda name: name.lineno)
+        if node.id == "print"
+    ]
+
+
+_MESSAGES = "everstep.seams.messages"
 
 
 def check_waits(module: Module) -> list[str]:
@@ -365,26 +380,6 @@ def _known_failpoints(modules: Iterable[Module]) -> set[str]:
                 assert node.value is not None
                 return set(ast.literal_eval(node.value))
     raise AssertionError("everstep.seams.failpoints.FAILPOINTS is not where it was")
-
-
-# --- Words ------------------------------------------------------------------------------
-
-_MACHINE = ("work", "root", "farm", "tmp/lab")
-_WORDS = (
-    # Put together here, so that this file has none of them.
-    re.compile(r"(?<![\w.$}/-])/(?:" + "|".join(_MACHINE) + r")/"),
-    re.compile(r"\bissue[ ]#?[0-9]+", re.IGNORECASE),
-)
-
-
-def check_words(path: str, text: str) -> list[str]:
-    """No text names a path of the machine that it was written on, or a number of an issue."""
-    return [
-        f"{path}:{number}: {match.group()!r}"
-        for number, line in enumerate(text.splitlines(), start=1)
-        for pattern in _WORDS
-        for match in pattern.finditer(line)
-    ]
 
 
 # --- Reading syntax trees ---------------------------------------------------------------

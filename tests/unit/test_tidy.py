@@ -10,6 +10,7 @@ import pytest
 
 from tests import tidy
 from tests.tidy import Module
+from tests.words import check_words
 
 ROOT = Path(__file__).parents[2]
 SOURCES = tidy.modules_under(ROOT / "src" / "everstep", "everstep")
@@ -40,6 +41,7 @@ def test_sources_were_found() -> None:
         tidy.check_docstrings,
         tidy.check_io,
         tidy.check_pickle,
+        tidy.check_prints,
     ],
 )
 def test_sources(rule: Rule) -> None:
@@ -74,7 +76,7 @@ def test_texts_name_no_machine() -> None:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        found += tidy.check_words(str(path.relative_to(ROOT)), text)
+        found += check_words(str(path.relative_to(ROOT)), text)
     assert not found
 
 
@@ -333,15 +335,43 @@ def test_failpoints_that_are_right(source: str) -> None:
     assert not tidy.check_failpoints([KNOWN, module("everstep.format.writer", source)])
 
 
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("everstep.keeper.parts", 'print("text", file=sys.stderr)'),
+        ("everstep.checkpointer", "def f(say=print):\n    say(1)"),
+        ("everstep.seams.progress", 'print("text", flush=True)'),
+        ("everstep.keeper.__main__", "print()"),
+    ],
+)
+def test_print_that_may_fail(name: str, source: str) -> None:
+    assert len(tidy.check_prints(module(name, source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("everstep.keeper.parts", "from everstep.seams.messages import say\nsay('print')"),
+        ("everstep.seams.messages", "print(text, file=stream)"),
+        ("everstep.cli.ls", "print(1)"),
+        ("everstep.bench.demo.show", "print(1)"),
+        ("everstep.drill.show", "print(1)"),
+        ("everstep.testing.training", "print(1)"),
+    ],
+)
+def test_prints_that_are_right(name: str, source: str) -> None:
+    assert not tidy.check_prints(module(name, source))
+
+
 @pytest.mark.parametrize("folder", ["work", "root", "farm", "tmp/lab"])
 def test_path_of_this_machine(folder: str) -> None:
     path = f"/{folder}/" + "main"
-    assert tidy.check_words("a.md", f"one\nsee {path}\n") == [f"a.md:2: {f'/{folder}/'!r}"]
-    assert tidy.check_words("a.md", f'"{path}"')
-    assert not tidy.check_words("a.md", f"runs{path}, $HOME{path}, {folder}/main")
+    assert check_words("a.md", f"one\nsee {path}\n") == [f"a.md:2: {f'/{folder}/'!r}"]
+    assert check_words("a.md", f'"{path}"')
+    assert not check_words("a.md", f"runs{path}, $HOME{path}, {folder}/main")
 
 
 def test_number_of_an_issue() -> None:
-    assert tidy.check_words("a.md", "see " + "issue" + " #12")
-    assert tidy.check_words("a.md", "Issue" + " 12")
-    assert not tidy.check_words("a.md", "an issue with 12 steps")
+    assert check_words("a.md", "see " + "issue" + " #12")
+    assert check_words("a.md", "Issue" + " 12")
+    assert not check_words("a.md", "an issue with 12 steps")

@@ -8,7 +8,6 @@ All of it happens in the training thread, at the end of a step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import PurePath
@@ -28,6 +27,7 @@ from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.recover.resume import Resumed
 from everstep.seams import Clock
+from everstep.seams.messages import say
 
 __all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "WASTE_OF_NO_ACCOUNT", "Cadence", "seldom"]
 
@@ -467,7 +467,7 @@ class Cadence:
         self._say(f"the log goes to disk every {took}")
 
     def _say(self, text: str) -> None:
-        print(f"everstep: {self._run}: {text}", file=sys.stderr)
+        say(f"everstep: {self._run}: {text}")
 
 
 def seldom(costs: Costs, best: Choice | Recommendation, *, log: bool) -> tuple[int, float]:

@@ -34,6 +34,7 @@ from everstep.keeper.standby import Standby
 from everstep.keeper.watched import Watched
 from everstep.options import Options
 from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.seams.messages import say, say_to
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
@@ -246,7 +247,7 @@ def finish_at_exit(
             break
         except EverstepError as error:
             if not saver.is_loss(error):
-                _say(f"a base was lost at exit: {error}", shown)
+                say_to(shown, f"everstep: a base was lost at exit: {error}")
             if isinstance(error, DeadlineError):
                 break
     _tell_if_gone(keeper, shown)
@@ -260,10 +261,10 @@ def _tell_who_has_the_log(keeper: Keeper | None, why: str, shown: Any) -> bool:
     """Says who has what the log in memory has behind the newest base; whether anyone has it."""
     if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
         return False
-    _say(
-        f"{why}: the steps behind its newest base are in the memory of the keeper "
-        f"(process {keeper.pid}) for a while; resume() has them",
+    say_to(
         shown,
+        f"everstep: {why}: the steps behind its newest base are in the memory of the keeper "
+        f"(process {keeper.pid}) for a while; resume() has them",
     )
     return True
 
@@ -274,14 +275,7 @@ def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
         steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
         why = f"{keeper.lost.message}; resume() goes on from the newest base that is durable"
-        _say(f"what was not durable{bases} was lost at exit: {why}", shown)
-
-
-def _say(what: str, shown: Any) -> None:
-    """At the end of a process, whose output may be closed by then: its keeper is let go of all the
-    same."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"everstep: {what}", file=shown)
+        say_to(shown, f"everstep: what was not durable{bases} was lost at exit: {why}")
 
 
 def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
@@ -292,10 +286,9 @@ def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: Sta
         return False
     recorder.nonfinite.given_up = True
     before = "" if bad.step is None else f"; ckpt.rewind({bad.step - 1}) before it keeps what was"
-    print(
+    say(
         f"everstep: {run}: no last base is taken of step {step}, whose parameters are not finite "
-        f"({bad.message}); ckpt.save() before it would{before}",
-        file=sys.stderr,
+        f"({bad.message}); ckpt.save() before it would{before}"
     )
     return True
 
@@ -367,10 +360,9 @@ def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper
     if not stays:
         whose = "this process only" if remote is None else "a keeper that is gone"
         where = f"was in the memory of {whose}, and is lost with it"
-    print(
+    say(
         f"everstep: {run}: no last base is taken of step {step}: the state has been changed "
-        f"since (close() before that takes one). What the log has since the newest base {where}",
-        file=sys.stderr,
+        f"since (close() before that takes one). What the log has since the newest base {where}"
     )
     return stays
 
@@ -467,11 +459,10 @@ def stays_with_bases(
     """
     if survey is not None:
         return not take_at_end(survey, take, failed) or bool(failed)
-    print(
+    say(
         f"everstep: {run}: no last base is taken: the state has been changed since the last step "
         "(close() before that takes one). The newest one stays in the keeper's memory for a while: "
-        "resume within that time",
-        file=sys.stderr,
+        "resume within that time"
     )
     return True
 
@@ -483,4 +474,4 @@ def close_earlier(earlier: Closing | None, run: PurePath) -> None:
     try:
         earlier.close()
     except EverstepError as error:
-        print(f"everstep: the earlier Checkpointer of {run}: {error}", file=sys.stderr)
+        say(f"everstep: the earlier Checkpointer of {run}: {error}")

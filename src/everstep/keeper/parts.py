@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -53,6 +52,7 @@ from everstep.keeper.standby import (
 )
 from everstep.options import Options
 from everstep.seams import Seams
+from everstep.seams.messages import say
 from everstep.state.drift import before_update
 from everstep.state.image import State
 from everstep.state.log_parts import left_to_others_bytes, recorded_by_several
@@ -224,27 +224,27 @@ def assemble(
         is_all=is_all,
         parks=alone and not in_memory,
     )
-    print(told, file=sys.stderr)
+    say(told)
     recorded_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
     if options.logs and (marked := marks_announcement(shape, recorded_bytes)):
-        print(f"everstep: {whose}: {marked}", file=sys.stderr)
+        say(f"everstep: {whose}: {marked}")
     if places:
         copied = copies_announcement(bounds, places, state.ranks.world, recorded_bytes)
-        print(f"everstep: {whose}: {copied}", file=sys.stderr)
+        say(f"everstep: {whose}: {copied}")
     if in_memory:
         said = memory_announcement(state.ranks, options.method.disk_every, own_bytes)
-        print(f"everstep: {whose}: {said}", file=sys.stderr)
+        say(f"everstep: {whose}: {said}")
     if peers is not None and state.ranks.nodes:
         about = peers, state.ranks, held_bytes, peer_log
         announced = peer_announcement(*about, at_once=in_memory)
-        print(f"everstep: {whose}: {announced}", file=sys.stderr)
+        say(f"everstep: {whose}: {announced}")
     if options.is_scheduled and not in_memory and (not alone or not keepers.in_process):
         where = "without a keeper process" if alone else "of several ranks"
         why = f"{where} nobody holds captures between bases: none is taken"
-        print(f"everstep: {whose}: {why}", file=sys.stderr)
+        say(f"everstep: {whose}: {why}")
     computes = multistep is not None and not options.leaves_bases_fuzzy
     if (standby is not None or computes) and (why := why_inexact(state)):
-        print(f"everstep: {whose}: {why}", file=sys.stderr)
+        say(f"everstep: {whose}: {why}")
     return Parts(
         run_id,
         channel,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from everstep.keeper.prepared import Prepared
 from everstep.keeper.program import Program, Source, lazily, memory_of, sources_of, units_of
 from everstep.keeper.schedule_stats import Executed, ScheduleStats, link_of, tensor_times
 from everstep.plan.timeline import Leaving, StepPlan, plan_departures
+from everstep.seams.messages import say
 from everstep.state.image import State
 
 __all__ = ["Scheduler"]
@@ -276,11 +276,10 @@ class Scheduler:
                 f"each step waits {plan.wait_s * 1e3:.1f} ms for them; a link of "
                 f"{decimal(round(min(plan.needed_bytes_per_s, 1e18)))}/s would do"
             )
-        print(
+        say(
             f"everstep: {self._run}: plan {self._plans} of captures{because}: a step of "
             f"{plan.step_s * 1e3:.1f} ms, copies at {decimal(round(plan.link_bytes_per_s))}/s, "
-            f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}",
-            file=sys.stderr,
+            f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}"
         )
 
     # --- Binding plans to tensors -------------------------------------------------------

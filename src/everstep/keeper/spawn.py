@@ -28,6 +28,7 @@ from everstep.keeper.registry import (
 )
 from everstep.keeper.wire import SEND_TIMEOUT_S, Connection
 from everstep.seams.locks import LockedFile, lock_file
+from everstep.seams.messages import say
 from everstep.seams.processes import (
     detach_from_parent,
     portable_environment,
@@ -290,5 +291,5 @@ def begin(arguments: Sequence[str]) -> SpawnOptions:
         try:
             set_affinity(options.cores)
         except (OSError, ValueError) as error:  # slower, but of use all the same
-            print(f"everstep keeper: {error}", file=sys.stderr, flush=True)
+            say(f"everstep keeper: {error}")
     return options

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from everstep.seams.children import yield_to_all
+from everstep.seams.messages import say
 
 __all__ = ["main"]
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     except (EverstepError, OSError) as error:
         found = str(error)
     if isinstance(found, str):
-        print(found, file=sys.stderr)
+        say(found)
     else:
         sys.stdout.buffer.write(found.encode())
     return 0

@@ -8,7 +8,6 @@ error.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +34,7 @@ from everstep.recover.opened import OpenBase
 from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.unknown import UnknownClassError
 from everstep.seams import Seams
+from everstep.seams.messages import say
 from everstep.seams.progress import progress
 from everstep.state.image import State
 
@@ -207,7 +207,7 @@ def bring_forward(
             timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
             why = f"log: it cannot be replayed: {error.message}"
             skipped.append(Skipped(timeline, at, why))
-            print(f"everstep: {inventory.path}: step {at} of the {why}", file=sys.stderr)
+            say(f"everstep: {inventory.path}: step {at} of the {why}")
             steps = () if together else chain.steps[: restored.replayed]
             chain = replace(chain, steps=steps)
     restored = _load(inventory, base, loader)

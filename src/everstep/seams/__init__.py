@@ -12,7 +12,7 @@
 ``signals``     those that announce the end of the process
 ``threads``     threads for I/O
 ``failpoints``  named places at which tests and the demo kill the process
-``progress``    progress bars on a terminal, plain lines elsewhere
+``messages``, ``progress``   lines on standard error; progress bars on a terminal, lines elsewhere
 
 Nothing outside this package opens, renames, syncs or deletes a file; a test reads the
 sources for it, another watches a save at run time. That is what makes crashes

@@ -1,16 +1,17 @@
 """Progress for everything that may take more than a second.
 
 On a terminal a bar (rich), elsewhere a plain line after a second and then every few; both on
-standard error.
+standard error. What cannot be shown is not: the work goes on.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Literal, Protocol, cast
+
+from everstep.seams.messages import Unfailing, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -65,7 +66,9 @@ class _Bar:
         else:
             columns += [bars.MofNCompleteColumn()]
         columns += [bars.TimeRemainingColumn()]
-        drawn = bars.Progress(*columns, console=Console(stderr=True), transient=True)
+        # On a pipe without a reader a console of its own would end the process.
+        shown = Console(file=cast("IO[str]", Unfailing()))
+        drawn = bars.Progress(*columns, console=shown, transient=True)
         drawn.start()
         return drawn
 
@@ -89,12 +92,12 @@ class _Lines:
             far = f"{now_s - self._start_s:.0f} s"
             if self._total:  # there may be more behind it, of which nobody knew
                 far = f"{min(100, 100 * self._done // self._total)} %"
-            print(f"{self._label}: {far}", file=sys.stderr, flush=True)
+            say(f"{self._label}: {far}")
 
     def close(self) -> None:
         if self._spoke:
             took_s = time.monotonic() - self._start_s
-            print(f"{self._label}: ended after {took_s:.1f} s", file=sys.stderr, flush=True)
+            say(f"{self._label}: ended after {took_s:.1f} s")
 
 
 @contextmanager
@@ -107,7 +110,7 @@ def progress(
         label: what is going on, e.g. ``"resume"``.
         total: units to come; bytes or items. 0: nobody knows how many.
     """
-    shown = _Bar(label, total, unit) if sys.stderr.isatty() else _Lines(label, total, unit)
+    shown = _Bar(label, total, unit) if Unfailing().isatty() else _Lines(label, total, unit)
     try:
         yield shown
     finally:
