@@ -4,6 +4,7 @@ out, within its bounds."""
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -815,7 +816,24 @@ def test_the_start_says_what_each_base_and_step_writes(
     for words in (
         "bytes per parameter)",
         "for two bases and 4.0 MB of gradients for each step since",
+        " MB and the log, written ",
     ):
         assert words in said
     segments = "per base, 4.0 MB of gradients per step, in segments of batch_steps=auto"
     assert said.endswith(f"{segments} (budget of 1.0 TB a day)")
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (LogOptions(to="disk", history="50GB"), "log with its bases (history='50GB'), written"),
+        (LogOptions(to="memory"), " MB, written"),
+    ],
+)
+def test_the_start_says_what_else_is_on_the_disk(
+    log: LogOptions, said: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with opened(run_folder, state, method="logged", log=log):
+        assert re.search(f"disk up to [^,;]*{re.escape(said)}", capsys.readouterr().err)

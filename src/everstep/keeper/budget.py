@@ -12,7 +12,7 @@ import torch
 from rich.filesize import decimal
 
 from everstep.errors import OutOfSpaceError
-from everstep.options import Options
+from everstep.options import History, Options
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import local_of
 from everstep.state.survey import Shape, is_reserved
@@ -303,9 +303,14 @@ def announcement(
     if options.log_on_disk:
         batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
         written += f", {log} per step, in segments of {batch}"
+    disk = decimal(disk_bytes)
+    if options.log_on_disk:
+        disk += " and the log"
+        if History.parse(options.log.history).is_more:
+            disk += f" with its bases (history={options.log.history!r})"
     return (
         f"everstep: {whose}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
-        f"host memory {host}; disk up to {decimal(disk_bytes)}, written "
+        f"host memory {host}; disk up to {disk}, written "
         f"{written} ({budget_in_words(options)})"
     )
 
