@@ -213,9 +213,18 @@ class Preemption:
 
     def __post_init__(self) -> None:
         if not isinstance(self.signals, (tuple, list)) or not self.signals:
-            raise OptionError(f"Preemption.signals must be names of signals, not {self.signals!r}")
+            one = isinstance(self.signals, str) and self.signals
+            raise OptionError(
+                f"Preemption.signals must be names of signals, not {self.signals!r}",
+                hint=f"signals=({one!r},)" if one else None,
+            )
         object.__setattr__(self, "signals", tuple(self.signals))
         for name in self.signals:
+            if name in ("SIGKILL", "SIGSTOP"):
+                raise OptionError(
+                    f"Preemption.signals: {name!r} cannot be caught: a process hears nothing of it",
+                    hint="name the one that comes before it, SIGTERM mostly",
+                )
             if name not in _SIGNALS:
                 guess = nearest(str(name).upper(), _SIGNALS)
                 raise OptionError(
@@ -367,7 +376,7 @@ def validate_options(
     else:
         raise OptionError(f"method must be a preset's name or a Method, not {method!r}")
     if not is_int(keep) or keep < 1:
-        raise OptionError(f"keep={keep!r}: at least one base must be kept")
+        raise OptionError(f"keep must be a whole number of bases, from 1, not {keep!r}")
     if keep > _KEEP_MAX:
         raise OptionError(f"keep={keep!r}: at most {_KEEP_MAX} bases can be kept")
     if not callable(on_failure):
@@ -388,8 +397,8 @@ def validate_options(
         )
     if not is_number(progress_timeout_s) or not 0 < progress_timeout_s <= _TIMEOUT_S_MAX:
         raise OptionError(
-            f"progress_timeout_s={progress_timeout_s!r} must be a number of seconds, at most "
-            f"{_TIMEOUT_S_MAX:g}"
+            f"progress_timeout_s={progress_timeout_s!r} must be a number of seconds, more than 0 "
+            "and at most a year"
         )
     return Options(
         method,

@@ -175,7 +175,7 @@ class TestPlan:
             ({"every": 0}, "at least one step apart"),
             ({"method": "asink"}, "no method 'asink'"),
             ({"seed": -1}, "seed must be"),
-            ({"keep": 0}, "at least one base"),
+            ({"keep": 0}, "a whole number of bases, from 1"),
         ],
     )
     def test_what_cannot_work_is_refused(self, options: dict[str, int], words: str) -> None:
