@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path, PurePath
@@ -15,6 +16,7 @@ from everstep.testing import SimFileSystem
 from everstep.testing import conformance as checks
 from everstep.testing.conformance import CHECKS, Check, Place, conformance
 from everstep.testing.faultytier import SURVIVED, FaultKind, FaultyTier
+from everstep.testing.peer_conformance import CHECKS as PEER_CHECKS
 from everstep.tiers.contract import Item, Tier, Traits, check_name
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
@@ -369,3 +371,12 @@ def test_every_check_is_shown_to_be_able_to_fail() -> None:
         for number in range(len(mark.args[1]))
     }
     assert shown | {checks.other_handles_see_it} == set(CHECKS)
+
+
+def test_the_document_counts_the_checks() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "TIERS.md").read_text(encoding="utf-8")
+    assert f"Each of the {len(CHECKS)} checks" in text
+    peers = f"its own suite | {len(PEER_CHECKS)} of {len(PEER_CHECKS)} |"
+    assert peers in text
+    passed = set(re.findall(r"\| (\d+ of \d+)", text.replace(peers, "")))
+    assert passed == {f"{len(CHECKS)} of {len(CHECKS)}"}
