@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_are_blocks() -> None:
-    assert len(blocks("python")) == 2
+    assert len(blocks("python")) == 3
     assert len(blocks("console")) == 3
 
 
@@ -95,6 +95,19 @@ def test_reading_without_everstep(folder: Path) -> None:
 def test_running_again_resumes(folder: Path) -> None:
     again = blocks("python")[0] + "\nprint(recovery.step, recovery.exact)"
     assert run([sys.executable, "-c", again], folder) == "100 True\n"
+
+
+def test_plain_data_comes_back(folder: Path) -> None:
+    """Changed in place, it is what the step to come begins with; half-way in an epoch, too."""
+    code = blocks("python")[0] + "\n" + blocks("python")[2]
+    shown = '\nprint(state["epoch"], state["batch"], ckpt.stats().step)'
+    mark = " " * 12 + "ckpt.step()\n"
+    stop = f"{mark}{' ' * 12}if ckpt.stats().step == 30: raise SystemExit\n"
+    half_way = code.replace(mark, stop)
+    assert half_way != code
+    assert run([sys.executable, "-c", half_way], folder) == ""
+    again = code.replace("for epoch in", 'print(state["epoch"], state["batch"])\n    for epoch in')
+    assert run([sys.executable, "-c", again + shown], folder) == "1 10\n2 0 40\n"
 
 
 def test_names_are_there_after_importing_everstep_alone() -> None:

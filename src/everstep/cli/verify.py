@@ -101,7 +101,8 @@ def verify(
 
     With --replay the log between two consecutive bases is replayed on the first, and every
     entry compared with the second, bit for bit: that finds what was wrong already when it was
-    digested. Exit status 1 also if any differs.
+    digested. Exit status 1 also if any differs. A base that could not be compared (the log does
+    not lead to it, say) is "not checked", which is no failure: status 0.
     """
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
