@@ -90,11 +90,10 @@ class Checkpointer:
         progress_timeout_s: a transfer or base that gets nowhere for so long is reported as hung.
         keeper: the process that makes bases durable: where it runs, and how long it stays.
         log: where the gradient log is kept, if the method has one.
-        declared: patterns (``"ema/*"``) of entries that change only between
-            :meth:`before_update` and :meth:`after_update`; perhaps, as a dict, with the
-            function that makes the change: a log then leaves these entries out, and replay
-            runs it. It takes no arguments, reads nothing but parameters, buffers and what it
-            covers, and gives the same each time.
+        declared: patterns (``"ema/*"``) of entries that change only between :meth:`before_update`
+            and :meth:`after_update`; perhaps, as a dict, with the function that makes the change: a
+            log then leaves these entries out, and replay runs it. It takes no arguments, reads
+            nothing but parameters, buffers and what it covers, and gives the same each time.
         static: patterns of entries that never change; a change is an error.
         tiers: places that keep copies of the bases: URLs (``"s3://bucket/prefix"``), directories
             on other disks, or :class:`~everstep.tiers.options.TierOptions`; of several ranks,
@@ -110,6 +109,7 @@ class Checkpointer:
         OptionError: for an argument that cannot work.
         UnsupportedStateError: listing all parts of the state that cannot be stored.
         StorageError: when the folder cannot be used.
+        StateError, DeadlineError: other ranks of the job cannot be known, or do not come.
     """
 
     @named("Checkpointer")
@@ -192,6 +192,7 @@ class Checkpointer:
         Raises:
             RecoveryError: no base can be used, and it is no fresh start; or none of ``step``.
             MismatchError: the base is of another model; nothing has been touched.
+            StateError, KeeperError, DeadlineError, StorageError
         """
         self._check_open()
         check_resume(step)
@@ -296,7 +297,7 @@ class Checkpointer:
         the last step mark if that is known, else not called exact, which is said.
 
         Raises:
-            StateError: between ``optimizer.step()`` and :meth:`step`: it would repeat an update.
+            StateError: between ``optimizer.step()`` and :meth:`step`, or before :meth:`resume`.
         """
         self._ready()
         self._updates.settle()
