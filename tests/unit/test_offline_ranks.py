@@ -32,7 +32,7 @@ from everstep.format.plan import BasePlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log import SegmentWriter
+from everstep.keeper.log_writer import SegmentWriter
 from everstep.keeper.persist import Persister
 from everstep.recover.audit_newest import audit_newest
 from everstep.recover.opened import OpenBase
