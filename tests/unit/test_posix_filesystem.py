@@ -440,3 +440,24 @@ def test_without_leases_nothing_is_reused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_free_bytes(tmp_path: Path) -> None:
     assert FS.free_bytes(tmp_path) > 0
+
+
+def test_what_was_reserved_in_vain_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 keeps what it found before the disk was full."""
+
+    def half(fd: int, size_bytes: int) -> int:
+        os.posix_fallocate(fd, 0, size_bytes // 2)
+        return errno.ENOSPC
+
+    file = FS.create(tmp_path / "a")
+    file.write(memoryview(b"there"), 0)
+    monkeypatch.setattr("everstep.seams.posix.allocate", half)
+    with pytest.raises(OSError, match="No space left") as caught:
+        file.reserve(1 << 20)
+    file.close()
+    assert caught.value.errno == errno.ENOSPC
+    assert (tmp_path / "a").read_bytes() == b"there"
+    (entry,) = FS.scan(tmp_path)
+    assert entry.allocated_bytes <= 64 << 10

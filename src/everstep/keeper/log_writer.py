@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from everstep.errors import DeadlineError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, plan_segment
 from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_dir
+from everstep.format.plan import ShardPlan
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
 from everstep.keeper.log_batch import SegmentTimes
@@ -17,9 +20,11 @@ from everstep.recover.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.progress import silent
+from everstep.state.body import Body
 from everstep.tiers.disk import (
     create_in,
     ensure_dir,
+    remove_if_there,
     storage_errors,
     temporary,
     write_durably,
@@ -65,7 +70,8 @@ class SegmentWriter:
 
         Raises:
             FencedError: a newer timeline has begun.
-            StorageError, DeadlineError: nothing half-made is left that anyone would read.
+            StorageError: nothing of it is left, as far as the disk lets it go.
+            DeadlineError: nothing half-made is left that anyone would read; retention removes it.
         """
         began_s = self.now_s()
         last = records[-1].head
@@ -73,17 +79,37 @@ class SegmentWriter:
             self._identity, step=last.step, lsn=last.lsn, exact=last.exact
         )
         directory = segment_dir(self._run, identity.timeline, after, last.step)
+        plan, body = plan_segment(identity, records)
         with storage_errors("write the log", directory, step=last.step, rank=identity.rank):
             self._fence.check()
-            work_s = self._write(directory, identity, records)
+            self._check_space(identity, plan)
+            try:
+                work_s = self._write(directory, identity, plan, body)
+            except DeadlineError:
+                raise  # where the disk hangs, removing files may, too, and nobody would be told
+            except BaseException:
+                self._clean_up(directory, plan.name)
+                raise
         return SegmentTimes(max(0.0, self.now_s() - began_s - work_s), work_s)
 
+    def _check_space(self, identity: ShardIdentity, plan: ShardPlan) -> None:
+        """Refuses before writing what cannot fit: bases may find room in what is left."""
+        room = self._filesystem.free_bytes(self._run)
+        if room < plan.size_bytes:
+            raise OutOfSpaceError(
+                f"a segment of the log takes {plan.size_bytes} bytes, {room} are free",
+                step=identity.step,
+                rank=identity.rank,
+                tier="disk",
+                path=self._run,
+                hint="free some space, or keep fewer bases (keep=, everstep rm)",
+            )
+
     def _write(
-        self, directory: PurePath, identity: ShardIdentity, records: Sequence[LogRecord]
+        self, directory: PurePath, identity: ShardIdentity, plan: ShardPlan, body: Body
     ) -> float:
         """Returns seconds until the bytes of its body were durable."""
         filesystem = self._filesystem
-        plan, body = plan_segment(identity, records)
         if not self._has_dir:
             ensure_dir(filesystem, timeline_dir(self._run, identity.timeline) / LOG_DIR)
             self._has_dir = True
@@ -107,3 +133,17 @@ class SegmentWriter:
         write_durably(filesystem, path, marker, may_go=True)
         self.written_bytes += plan.size_bytes
         return at_s[1] - at_s[0]
+
+    def _clean_up(self, directory: PurePath, name: str) -> None:
+        """Leaves nothing of a segment that failed: its room may be the last of the disk. One with
+        its marker is whole, and stays: somebody may have read it. What was taken over is the new
+        timeline's to judge and to delete."""
+        filesystem, marker = self._filesystem, directory / marker_name(self._identity.rank)
+        with contextlib.suppress(OSError):  # the disk that failed the segment may fail this, too
+            names = {entry.name for entry in filesystem.scan(directory)}
+            if marker.name in names or self._fence.seen() != self._identity.timeline:
+                return
+            shard = directory / name
+            for path in (temporary(shard), shard, temporary(marker)):
+                remove_if_there(filesystem, path)
+            filesystem.remove_dir(directory)  # unless another rank has its part there

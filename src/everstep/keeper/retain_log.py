@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import PurePath
 
 from everstep.format.names import (
@@ -37,7 +37,8 @@ def delete_segments(
     Args:
         timelines: whose segments are looked at.
         unneeded: which of them go.
-        own: timeline of this process: there, what has no marker is being written.
+        own: timeline of this process: there, what has no marker may be being written, unless
+            there is a later one that has: they are written one after the other.
         rank: only the files of this one; the others' are theirs.
 
     Returns:
@@ -53,16 +54,35 @@ def delete_segments(
             entries = filesystem.scan(directory)
         except FileNotFoundError:
             continue
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            steps = parse_segment(entry.name)
-            if steps is None or entry.kind != "dir" or not unneeded((timeline, *steps)):
+        names = sorted(entry.name for entry in entries if entry.kind == "dir")
+        written: int | None = None
+        for name in names:
+            steps = parse_segment(name)
+            if steps is None or not unneeded((timeline, *steps)):
                 continue
             check_fence()
             failpoint("retain.before_segment")
+            if timeline == own and written is None:  # before it is seen what the first one lacks
+                written = _last_written(filesystem, directory, names, rank)
+            whole = timeline == own and steps[1] >= (written or 0)
             with contextlib.suppress(FileNotFoundError):  # somebody else does the same
-                path = directory / entry.name
-                deleted += _delete(filesystem, path, whole=timeline == own, rank=rank)
+                deleted += _delete(filesystem, directory / name, whole=whole, rank=rank)
     return deleted
+
+
+def _last_written(
+    filesystem: FileSystem, directory: PurePath, names: Sequence[str], rank: int | None
+) -> int:
+    """The last step of the newest segment that has its marker, of this rank; 0: there is none."""
+    for name in reversed(names):
+        steps = parse_segment(name)
+        if steps is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            ranks = {parse_marker(entry.name) for entry in filesystem.scan(directory / name)}
+            if ranks - {None} if rank is None else rank in ranks:
+                return steps[1]
+    return 0
 
 
 def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool, rank: int | None) -> bool:
@@ -70,6 +90,10 @@ def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool, rank: int | 
     if rank is not None:
         names = [name for name in names if parse_rank(name.removesuffix(TEMPORARY_SUFFIX)) == rank]
     if whole and not any(parse_marker(name) is not None for name in names):
+        return False
+    if not names:  # of this rank
+        with contextlib.suppress(OSError):
+            filesystem.remove_dir(path)
         return False
     for name in names:
         if parse_marker(name.removesuffix(TEMPORARY_SUFFIX)) is not None:

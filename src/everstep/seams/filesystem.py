@@ -64,7 +64,7 @@ class WriteFile(Protocol):
         and a full disk is noticed before. The file may be longer afterwards.
 
         Raises:
-            OSError: ENOSPC or EDQUOT: there is no such room.
+            OSError: ENOSPC or EDQUOT: there is no such room; nothing of it is taken.
         """
         ...
 

@@ -82,8 +82,12 @@ class _PosixWriteFile:
 
     def reserve(self, size_bytes: int) -> None:
         # Not os.posix_fallocate, which writes zeros where the file system cannot.
+        before_bytes = os.fstat(self._fds.plain).st_size
         error = allocate(self._fds.plain, size_bytes)
         if error in (errno.ENOSPC, errno.EDQUOT):
+            # ext4 keeps the blocks that it found, which would be the last room of the disk.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fds.plain, before_bytes)
             raise OSError(error, os.strerror(error))
 
     def truncate(self, size_bytes: int) -> None:
