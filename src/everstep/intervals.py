@@ -114,6 +114,11 @@ class History:
         """Whether anything stays for the sake of the log alone."""
         return self.age_s > 0 or self.size_bytes > 0
 
+    @property
+    def is_by_age(self) -> bool:
+        """Whether it depends on how old a segment is."""
+        return 0 < self.age_s < math.inf
+
     @classmethod
     def parse(cls, text: str) -> History:
         """What ``"last"``, ``"all"``, ``"2h"``, ``"50GB"`` mean.

@@ -23,10 +23,11 @@ from everstep.keeper import job, keepers
 from everstep.keeper.joint import ASK_EVERY
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
+from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
 from everstep.recover.audits import audit_in_words
 from everstep.recover.scan import scan_run
-from everstep.seams import PosixFileSystem
+from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
@@ -403,7 +404,7 @@ def test_the_log_of_any_rank_needs_its_bases(tmp_path: Path, rank: int) -> None:
     for marker in path.glob(f"timeline-00001/log/*/{marker_name(1 - rank)}"):
         marker.unlink()
     inventory = scan_run(FS, path)
-    promise = Promise.of(FS, inventory, History.parse("all"), now_s=0.0)
+    promise = Promise.of(FS, inventory, History.parse("all"), ages=SegmentAges(FS, ManualClock()))
     lsns = {base.id: base.id.step for base in inventory.bases}
     assert promise.needed(lsns, sorted(lsns)[:-1]) == {BaseId(1, 1)}
 

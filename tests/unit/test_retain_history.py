@@ -18,10 +18,11 @@ from everstep.errors import OptionError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.retain_history import Promise
+from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
 from everstep.recover.chain import LogIndex
 from everstep.recover.scan import scan_run
-from everstep.seams import PosixFileSystem
+from everstep.seams import ManualClock, PosixFileSystem
 from tests.unit.test_log import World, opened, run_steps
 
 FILES = PosixFileSystem()
@@ -239,18 +240,18 @@ def test_only_so_much_of_it(run_folder: Path) -> None:
         run_steps(ckpt, world, 12)
     inventory = scan_run(FILES, PurePath(run_folder))
     segments = sorted((run_folder / "timeline-00001" / "log").iterdir())
-    for segment in segments[:6]:
-        os.utime(segment, (0.0, 1_000.0))
-    for segment in segments[6:]:
-        os.utime(segment, (0.0, 9_000.0))
+    for number, segment in enumerate(segments):
+        os.utime(segment, (0.0, 1_000.0 * number))
+    ages = SegmentAges(FILES, ManualClock())
+    ages.look(inventory)
     lsns = {b.id: b.manifest.markers[0].lsn for b in inventory.bases if b.manifest is not None}
     going = sorted(lsns)[:-1]
 
     def needed(history: str) -> list[int]:
-        promise = Promise.of(FILES, inventory, History.parse(history), now_s=10_000.0)
+        promise = Promise.of(FILES, inventory, History.parse(history), ages=ages)
         return [base.step for base in sorted(promise.needed(lsns, going))]
 
-    first_young = int(segments[6].name.split("-")[0])
+    first_young = int(segments[-4].name.split("-")[1])
     assert needed("all") == [going[0].step]
     assert needed("1h") == [max(base.step for base in going if base.step <= first_young)]
     assert needed("5h") == needed("all")

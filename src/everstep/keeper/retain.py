@@ -43,6 +43,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.readback import ReadBack
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
+from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
 from everstep.recover.fence import Fence
 from everstep.recover.lift import lift_mark
@@ -69,6 +70,7 @@ class Retention:
         keep: bases to keep, at least 1.
         history: steps that can be gone back to (:meth:`everstep.options.History.parse`).
         slots: where data files of deleted bases are parked.
+        clock: by whose monotonic time segments age.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Retention:
         clock: Clock,
     ) -> None:
         self._history = History.parse(history)
-        self._clock = clock
+        self._ages = SegmentAges(filesystem, clock)
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -121,6 +123,8 @@ class Retention:
         deleted, parked files of older timelines. Nothing of a newer timeline is touched, and no
         base of which nothing is gone: that is for the rules to say."""
         self._check_fence()
+        if self._history.is_by_age:  # at the start, too: of what was there then files say the age
+            self._ages.look(inventory)
         here = {self._timeline, *(n for n in inventory.timelines if n <= self._timeline)}
         self._remove_temporary(self._run)
         for base in inventory.bases:
@@ -173,8 +177,7 @@ class Retention:
             for base in bases.values()
             if base.manifest is not None and base.id not in self._good.damaged
         }
-        now_s = self._clock.unix_s()
-        promise = Promise.of(self._filesystem, inventory, self._history, now_s=now_s)
+        promise = Promise.of(self._filesystem, inventory, self._history, ages=self._ages)
         return promise.needed(lsns, [base for base in going if base in lsns])
 
     def _counts(self, base: BaseFound) -> bool:

@@ -6,7 +6,6 @@ which the chain of a promised step begins stays, however many newer ones there a
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain as chained
@@ -15,6 +14,7 @@ from pathlib import PurePath
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
+from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
 from everstep.recover.chain import LogIndex, chains, common_heads, path_of
 from everstep.recover.scan import Inventory
@@ -54,13 +54,14 @@ class Promise:
         inventory: Inventory,
         history: History,
         *,
-        now_s: float,
+        ages: SegmentAges,
         known: Known | None = None,
     ) -> Promise:
         """Reads what the records of all segments are, as a resume does; of several ranks those of
         all that write to this disk, whose logs are of use together only.
 
         Args:
+            ages: of the process that asks, told what is there now.
             known: of :func:`scan_logs`.
 
         Raises:
@@ -71,10 +72,9 @@ class Promise:
             good = [[vetted(s, inventory.run) for s in found] for found in by_rank.values()]
             logs.append([[s for s in found if s.problem is None] for found in good])
         segments = [segment for log in logs for found in log for segment in found]
-        written_s = _times(filesystem, {segment.path.parent for segment in segments})
         steps = {
             (segment.timeline, step)
-            for segment in _promised(segments, history, written_s, now_s)
+            for segment in _promised(segments, history, ages)
             for step in range(segment.after + 1, segment.last + 1)
         }
         heads = (common_heads([_heads(found) for found in log]) for log in logs)
@@ -125,10 +125,13 @@ def promises(seams: Seams, history: str) -> Callable[[Inventory], Promise] | Non
     found = History.parse(history)
     if not found.is_more:
         return None
-    files, clock, known = seams.filesystem, seams.clock, Known()
+    files, known = seams.filesystem, Known()
+    ages = SegmentAges(files, seams.clock)
 
     def promise(inventory: Inventory) -> Promise:
-        return Promise.of(files, inventory, found, now_s=clock.unix_s(), known=known)
+        if found.is_by_age:
+            ages.look(inventory)
+        return Promise.of(files, inventory, found, ages=ages, known=known)
 
     return promise
 
@@ -140,24 +143,14 @@ def _heads(segments: Iterable[SegmentFound]) -> Iterator[RecordHead]:
 def _promised(
     segments: Sequence[SegmentFound],
     history: History,
-    written_s: Mapping[PurePath, float],
-    now_s: float,
+    ages: SegmentAges,
 ) -> list[SegmentFound]:
     found, size_bytes = [], 0
     for segment in sorted(segments, key=lambda s: (s.timeline, s.last), reverse=True):
         size_bytes += segment.size_bytes
-        young = now_s - written_s.get(segment.path, now_s) <= history.age_s
-        if (history.age_s and young) or size_bytes <= history.size_bytes:
+        young = history.age_s and ages.of_s(segment.path) <= history.age_s
+        if young or size_bytes <= history.size_bytes:
             found.append(segment)
-    return found
-
-
-def _times(filesystem: FileSystem, directories: Iterable[PurePath]) -> dict[PurePath, float]:
-    """When each segment got its last name: that of its marker."""
-    found: dict[PurePath, float] = {}
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError):
-            found |= {directory / item.name: item.mtime_s for item in filesystem.scan(directory)}
     return found
 
 

@@ -35,12 +35,17 @@ class ManualClock:
 
     def __init__(self, start_s: float = 1_000_000.0) -> None:
         self._now_s = start_s
+        self._jumped_s = 0.0
 
     def monotonic_s(self) -> float:
         return self._now_s
 
     def unix_s(self) -> float:
-        return self._now_s
+        return self._now_s + self._jumped_s
+
+    def jump(self, seconds: float) -> None:
+        """Moves only what :meth:`unix_s` says, forward or back, as whoever sets a clock does."""
+        self._jumped_s += seconds
 
     def advance(self, seconds: float) -> None:
         """Moves both clocks forward by ``seconds``."""
