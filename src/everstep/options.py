@@ -125,8 +125,8 @@ class LogOptions:
             is kept. ``"all"``, those of the last ``"2h"``, or of the last ``"50GB"`` of the log:
             then the bases that they are replayed from stay, too, beyond ``keep``. A time is one of
             training: no clock that jumps is asked, pauses do not count (between processes, or
-            far longer than segments usually take), and steps may stay longer, up to a base's
-            interval and what a start cannot know, but go no earlier.
+            far longer than segments usually take). Steps may stay longer, about twice, but go no
+            earlier.
         watch: look for NaN and infinity in the gradients that are recorded, behind training; found
             ones are reported as :class:`~everstep.errors.NonFiniteError`. Several ranks ask each
             other at the end of each step, and all report what one has seen.

@@ -24,6 +24,7 @@ from everstep.recover.chain import LogIndex
 from everstep.recover.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from tests.unit.test_log import World, opened, run_steps
+from tests.unit.test_log_budget import Trained
 
 FILES = PosixFileSystem()
 HOUR_S = 3600.0
@@ -178,6 +179,34 @@ def test_a_base_behind_which_the_state_is_another_leads_nowhere(own: bool) -> No
     index = log_of([(1, 1 if own else 2, 12)], {(1, 2): "before"})
     promise = Promise({(1, s) for s in range(3, 13)}, index, {1: record(1, None, 0)})
     assert promise.needed(bases, [BaseId(1, 3)]) == {BaseId(1, 3)}  # the first one is verified
+
+
+@pytest.mark.parametrize("moves_on", [True, False])
+def test_where_less_will_be_promised_one_stays_that_takes_over(moves_on: bool) -> None:
+    """Else the oldest would have to stay for ever: those behind it would all have gone."""
+    bases = {BaseId(1, step): step for step in (1, 4, 8, 12)}
+    going = [BaseId(1, 1), BaseId(1, 4), BaseId(1, 8)]
+    promise = Promise(
+        {(1, s) for s in range(2, 13)},
+        log_of([(1, 1, 12)], {}),
+        {1: record(1, None, 0)},
+        moves_on=moves_on,
+    )
+    assert promise.kept(bases, going) == set(going[: 1 + moves_on])
+    assert promise.kept(bases, going[:1]) == set(going[:1])
+    assert Promise((), log_of([], {}), {}, moves_on=moves_on).kept(bases, going) == set()
+
+
+def test_a_log_of_bounded_size_stays_bounded(run_folder: Path) -> None:
+    log = LogOptions(to="disk", batch_steps=1, history="200kB", audit=False)
+    with Trained(run_folder, log=log, every=4, keep=1) as run:
+        for _ in range(15):
+            run.train_slowly(4)
+            segments = list((run_folder / "timeline-00001" / "log").iterdir())
+            size_bytes = sum(f.stat().st_size for path in segments for f in path.iterdir())
+            assert size_bytes < 2 * 200_000
+    assert size_bytes > 200_000
+    assert len(steps_there(run_folder)) == 3
 
 
 def test_where_less_is_promised_a_younger_one_is_enough() -> None:

@@ -152,7 +152,7 @@ class RankDisk:
             if found.manifest is not None and found.id not in damaged
             if found.status == "committed" or _is_spared(found)
         }
-        return tuple(sorted(self._promise(inventory).needed(lsns, sorted(lsns)[:-1])))
+        return tuple(sorted(self._promise(inventory).kept(lsns, sorted(lsns)[:-1])))
 
     def withdraw(self, base: BaseId) -> None:
         """Removes this rank's marker, durably, and then its files: what is left of a base that

@@ -171,14 +171,14 @@ class Retention:
     def _needed(
         self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], going: Collection[BaseId]
     ) -> set[BaseId]:
-        """Bases that would go, and that a step of the history is replayed from."""
+        """Bases that would go, and that a step of the history is replayed from, or will be."""
         lsns = {
             base.id: base.manifest.markers[0].lsn
             for base in bases.values()
             if base.manifest is not None and base.id not in self._good.damaged
         }
         promise = Promise.of(self._filesystem, inventory, self._history, ages=self._ages)
-        return promise.needed(lsns, [base for base in going if base in lsns])
+        return promise.kept(lsns, [base for base in going if base in lsns])
 
     def _counts(self, base: BaseFound) -> bool:
         """Whether a base is one to keep, or to delete by the rules: also where another process

@@ -6,6 +6,7 @@ which the chain of a promised step begins stays, however many newer ones there a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain as chained
@@ -35,6 +36,7 @@ class Promise:
         steps: ``(timeline, step)`` of each promised one.
         index: of the whole log on disk.
         timelines: records by number.
+        moves_on: what is promised now will not be for ever.
     """
 
     def __init__(
@@ -42,8 +44,11 @@ class Promise:
         steps: Collection[_Step],
         index: LogIndex,
         timelines: Mapping[int, TimelineRecord | None],
+        *,
+        moves_on: bool = False,
     ) -> None:
         self._steps = steps
+        self._moves_on = moves_on
         self._index = index
         self._paths = [path_of(number, timelines) for number in _leaves(timelines, index)]
 
@@ -78,7 +83,16 @@ class Promise:
             for step in range(segment.after + 1, segment.last + 1)
         }
         heads = (common_heads([_heads(found) for found in log]) for log in logs)
-        return cls(steps, LogIndex(chained.from_iterable(heads)), inventory.timelines)
+        index = LogIndex(chained.from_iterable(heads))
+        return cls(steps, index, inventory.timelines, moves_on=history.age_s < math.inf)
+
+    def kept(self, lsns: Mapping[BaseId, int], going: Collection[BaseId]) -> set[BaseId]:
+        """Which of ``going`` stay: those that are :meth:`needed`, and the one behind them, which
+        takes their place when less is promised; without it the oldest would stay for ever, and the
+        log behind it, as the others all go before it does."""
+        needed = self.needed(lsns, going)
+        later = [base for base in going if needed and base > max(needed)]
+        return needed | ({min(later)} if later and self._moves_on else set())
 
     def needed(self, lsns: Mapping[BaseId, int], going: Iterable[BaseId]) -> set[BaseId]:
         """Which of ``going`` have to stay, so that every promised step that can be reached now can
