@@ -87,6 +87,14 @@ def skipped_now_and_then(world: World, ckpt: everstep.Checkpointer) -> None:
     ckpt.step()
 
 
+def skipped_and_zeroed_in_place(world: World, ckpt: everstep.Checkpointer) -> None:
+    world.backward()
+    if ckpt.stats().step % 2:
+        world.optimizer.step()
+    world.optimizer.zero_grad(set_to_none=False)
+    ckpt.step()
+
+
 def skipped_and_zeroed_late(world: World, ckpt: everstep.Checkpointer) -> None:
     world.optimizer.zero_grad()
     world.backward()
@@ -112,7 +120,14 @@ def test_who_marks_a_step_in_the_middle_of_it_is_told_once(
 
 
 @pytest.mark.parametrize(
-    "loop", [behind_the_update, zeroed_first, skipped_now_and_then, skipped_and_zeroed_late]
+    "loop",
+    [
+        behind_the_update,
+        zeroed_first,
+        skipped_now_and_then,
+        skipped_and_zeroed_in_place,
+        skipped_and_zeroed_late,
+    ],
 )
 def test_others_are_not(loop: Loop, opened: tuple[World, everstep.Checkpointer]) -> None:
     world, ckpt = opened

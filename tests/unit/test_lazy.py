@@ -334,9 +334,9 @@ def test_two_optimizers_each_wait_for_their_own(held: Gate, run_folder: Path) ->
     second = torch.optim.SGD(two.parameters(), lr=0.1)
     state: dict[str, Any] = {"one": one, "two": two, "first": first, "second": second}
     with opened(run_folder, state, method="lazy") as ckpt:
+        ckpt.step()
         for model in (one, two):
             model(torch.randn(4, 50)).sum().backward()
-        ckpt.step()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         ckpt.save()
         ends = ckpt._saver._flights[0].prepared.ends

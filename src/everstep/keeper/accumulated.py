@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
+from everstep.state.dtensors import local_of
 
 __all__ = ["Accumulated"]
 
@@ -31,7 +32,7 @@ class Accumulated:
         tell: Callable[[StateError], None],
     ) -> None:
         self._optimizers, self._updates, self._tell = optimizers, updates, tell
-        self._at_mark: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._at_mark: dict[str, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
         self._watched: set[str] = set()
         self._told = False
 
@@ -40,9 +41,9 @@ class Accumulated:
         if self._told:
             return
         for key, optimizer in self._optimizers.items():
-            waiting = _waiting(optimizer)
-            if waiting is not None:
-                self._at_mark[key] = weakref.ref(waiting), step
+            if (found := _waiting(optimizer)) is not None:
+                parameter, gradient = found
+                self._at_mark[key] = parameter, weakref.ref(gradient), step
                 if key not in self._watched:
                     self._watch(key, optimizer)
 
@@ -50,9 +51,10 @@ class Accumulated:
         """For good: hooks cannot be removed while they are called."""
 
         def look(*_: object) -> None:
-            there, step = self._at_mark.pop(key, (None, 0))
-            waited = None if there is None else there()
-            if waited is None or self._told or _waiting(optimizer) is not waited:
+            if key not in self._at_mark:
+                return
+            parameter, gradient, step = self._at_mark.pop(key)
+            if self._told or parameter.grad is None or parameter.grad is not gradient():
                 return  # set to None meanwhile: nobody wanted it, as where a GradScaler skips
             self._told = True
             self._tell(
@@ -70,11 +72,14 @@ class Accumulated:
         self._watched.add(key)
 
 
-def _waiting(optimizer: Optimizer) -> torch.Tensor | None:
-    """The first gradient that an update would consume."""
+def _waiting(optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The first parameter with a gradient that is to be consumed, and that: zeros are spent."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                found: torch.Tensor = parameter.grad
-                return found
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            own = local_of(gradient.detach())  # no rank waits for the others
+            if own.layout != torch.strided or bool(own.any()):
+                return parameter, gradient
     return None
