@@ -600,7 +600,8 @@ def test_one_that_fails_to_resume_takes_nothing_with_it(served: Bench) -> None:
     ckpt._saver.finish_captures()
     die(ckpt)
     wrong = World()
-    wrong.state["model"] = nn.Linear(3, 3)
+    wrong.state["model"] = small = nn.Linear(3, 3)
+    wrong.state["optimizer"] = torch.optim.AdamW(small.parameters())
     with (
         pytest.raises(MismatchError),
         opened(served.run, wrong, method="logged", every=4) as ckpt,

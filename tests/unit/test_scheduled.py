@@ -94,6 +94,7 @@ class Loop:
             return
         for key, optimizer in self.optimizers.items():
             if self.kind == "skips" and step % 4 == 0:
+                optimizer.zero_grad()
                 continue
             if self.kind == "several" and key == "second" and step % 2:
                 continue
