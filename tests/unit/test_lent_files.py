@@ -40,7 +40,7 @@ from tests.unit.test_log_parts import trained as trained_replicas
 from tests.unit.test_log_together import die
 from tests.unit.test_replicas_left import BASES, own_models, saved
 from tests.unit.test_together import resume, save, train
-from tests.unit.together import trained, trainings
+from tests.unit.together import on_all, trained, trainings
 
 __all__ = ["alike"]
 
@@ -139,6 +139,8 @@ def test_of_more_hosts_than_before_one_was_lost(tmp_path: Path) -> None:
         ]
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(4)))
+        # One by one each would wait for the others' part of its last base.
+        on_all(*(one.ckpt.close for one in ranks))
 
 
 @pytest.mark.parametrize("case", ["in another order", "more hosts", "one was lost"])
