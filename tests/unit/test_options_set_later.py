@@ -3,6 +3,7 @@ as they are at the start; nothing is lost behind it."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from tests.unit.world import TIMEOUT_S, forget
 
 @pytest.fixture(autouse=True)
 def astray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is this torch that computes fused SGD wrongly is not what is tested."""
+    """Whether it is this torch that computes fused SGD wrongly is not what is tested; its kernel,
+    which writes behind half-precision momenta, to what is not its own, is not called."""
     monkeypatch.setattr(exactness, "_fused_sgd_reads_astray", lambda dtype: True)
+    sgd: Any = importlib.import_module("torch.optim.sgd")
+    monkeypatch.setattr(sgd, "_fused_sgd", sgd._single_tensor_sgd)
 
 
 class World:
