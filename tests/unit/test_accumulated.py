@@ -58,6 +58,18 @@ def each_micro_batch(world: World, ckpt: everstep.Checkpointer) -> None:
     world.update()
 
 
+def clipped_at_last(world: World, ckpt: everstep.Checkpointer) -> None:
+    """What was added to by clipping, too, is as often written to as what was zeroed: the marks
+    before it tell."""
+    for _ in range(2):
+        world.backward()
+        ckpt.step()
+    world.backward()
+    nn.utils.clip_grad_norm_(world.model.parameters(), 0.1)
+    world.update()
+    ckpt.step()
+
+
 def before_the_update(world: World, ckpt: everstep.Checkpointer) -> None:
     world.backward()
     ckpt.step()
@@ -103,7 +115,7 @@ def skipped_and_zeroed_late(world: World, ckpt: everstep.Checkpointer) -> None:
     ckpt.step()
 
 
-@pytest.mark.parametrize("loop", [each_micro_batch, before_the_update])
+@pytest.mark.parametrize("loop", [each_micro_batch, clipped_at_last, before_the_update])
 def test_who_marks_a_step_in_the_middle_of_it_is_told_once(
     loop: Loop, opened: tuple[World, everstep.Checkpointer]
 ) -> None:
@@ -119,6 +131,22 @@ def test_who_marks_a_step_in_the_middle_of_it_is_told_once(
     assert ckpt.stats().log_holes == 0
 
 
+def skipped_and_zeroed_late_in_place(world: World, ckpt: everstep.Checkpointer) -> None:
+    """The same tensor at the mark and at the update, written to twice in between."""
+    world.optimizer.zero_grad(set_to_none=False)
+    world.backward()
+    if ckpt.stats().step % 3 == 2:
+        world.optimizer.step()
+    ckpt.step()
+
+
+def marked_again(world: World, ckpt: everstep.Checkpointer) -> None:
+    """Steps of nothing, as an evaluation is, while gradients that are spent lie there."""
+    zeroed_first(world, ckpt)
+    ckpt.step()
+    ckpt.step()
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -127,6 +155,8 @@ def test_who_marks_a_step_in_the_middle_of_it_is_told_once(
         skipped_now_and_then,
         skipped_and_zeroed_in_place,
         skipped_and_zeroed_late,
+        skipped_and_zeroed_late_in_place,
+        marked_again,
     ],
 )
 def test_others_are_not(loop: Loop, opened: tuple[World, everstep.Checkpointer]) -> None:

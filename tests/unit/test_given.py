@@ -337,6 +337,7 @@ def test_a_checkpointer_needs_its_first_two_arguments_and_names_for_the_rest(
         (lambda it: it.resume(strict=0), "resume(strict=) must be True or False, not 0"),
         (lambda it: it.rewind(), "missing a required argument: 'step'"),
         (lambda it: it.rewind(-1), "whole numbers from 0"),
+        (lambda it: it.rewind(None), "rewind(step=) must be a whole number, not None"),
         (lambda it: it.wait("10s"), "timeout_s='10s'"),
         (lambda it: it.wait(math.nan), "timeout_s=nan"),
         (lambda it: it.wait(-1), "timeout_s=-1"),

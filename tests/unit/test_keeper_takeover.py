@@ -107,6 +107,8 @@ def saved_and_killed(
     if gate is None:
         save.durable.result(TIMEOUT_S)
     die(ckpt)
+    # Whoever is there still writes over the memory of what has failed: it is held only then.
+    until(lambda: served.server._trainer is None)
     return wanted
 
 

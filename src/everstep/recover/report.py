@@ -18,8 +18,9 @@ class Recovery:
 
     Attributes:
         step: where to go on: number of completed steps; 0 on a fresh run.
-        exact: whether the state is bit for bit that of an uninterrupted run (I9); inherited
-            from the base and all that it descends from.
+        exact: whether all that the state has is bit for bit that of an uninterrupted run (I9);
+            inherited from the base and all that it descends from. What the state does not have is
+            not: gradients that were being accumulated, ``requires_grad``.
         evidence: what that rests on, in words.
         source: ``"memory"`` (of the keeper), ``"peer"`` (another node: its keeper's memory, or its
             disk), ``"disk"``, ``"object"`` (a copy in a store), ``"copy"`` (one in another
