@@ -155,7 +155,7 @@ class Checkpointer:
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._state.replays_fast = self._options.log.replay == "fast"
         self._live_key, self._calls = (self._run, self._info.rank), Calls(progress_timeout_s)
-        close_earlier(_live.get(self._live_key), self._run)
+        close_earlier(_live, self._live_key)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
         made_of = self._options, self._run, open_run, self._state, self._seams, peers, places, job
         parts = assemble(*made_of)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -64,6 +64,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("everstep")
+
+_MANY = 4  # Checkpointers that nobody has closed: so many are rarely meant
 
 
 class Closing(Protocol):
@@ -467,11 +469,26 @@ def stays_with_bases(
     return True
 
 
-def close_earlier(earlier: Closing | None, run: PurePath) -> None:
-    """A notebook cell that is run again replaces the Checkpointer of its first run."""
-    if earlier is None:
-        return
-    try:
-        earlier.close()
-    except EverstepError as error:
-        say(f"everstep: the earlier Checkpointer of {run}: {error}")
+def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PurePath, int]) -> None:
+    """A notebook cell that is run again replaces the Checkpointer of its first run.
+
+    Of other runs as many as liked may be open. None that is merely dropped is ever closed (it still
+    has a last base to take), and whoever trains again and again in a process hears what that keeps.
+
+    Args:
+        live: the Checkpointers of this process that are open, by run and rank.
+        key: of the one that is being made.
+    """
+    earlier, run = live.get(key), key[0]
+    if earlier is not None:
+        try:
+            earlier.close()
+        except EverstepError as error:
+            say(f"everstep: the earlier Checkpointer of {run}: {error}")
+    others = sorted({str(other) for other, _ in list(live)} - {str(run)})
+    if len(others) >= _MANY and len(others).bit_count() == 1:  # 4, 8, 16: not at each
+        say(
+            f"everstep: {len(others)} Checkpointers of other runs are open in this process, the "
+            f"first of {others[0]}: each keeps its state, a keeper and the keeper's memory until "
+            "its close(); use `with everstep.Checkpointer(...) as ckpt:` where trainings end"
+        )
