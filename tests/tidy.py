@@ -185,7 +185,6 @@ _OS_ALLOWED = {
     "os.path.join": "a string function",
     "os.path.normpath": "a string function",
     "os.register_at_fork": "a hook of the process",
-    "os.sched_getaffinity": "asks the process",
     "os.strerror": "the text of an errno",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,17 @@ def test_all_is_as_it_should_be(run: Path) -> None:
     assert "3 of 3 bases equal what replay gives" in text
     assert "4 of 4 bases and 5 of 5 segments of the log good" in text
     assert "replay" not in document("verify", run)
+
+
+def test_where_the_system_knows_no_affinity(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS: what asks how many threads may run must not need it."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert document("verify", run, "--replay")["ok"]
+    assert document("restore", run, "--step", 6, "--out", tmp_path / "new")["exact"]
+    checks = json.loads(invoke("doctor", run, "--json").stdout)["checks"]
+    assert "fail" not in {one["verdict"] for one in checks if one["name"] == "cores"}
 
 
 def flip_tensor(name: str) -> Callable[[OfflineState], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +83,9 @@ def check_replay(
     from everstep.recover.audit import audit, pairs
     from everstep.recover.logged import RunLog
     from everstep.recover.rebuild import Rebuilder
+    from everstep.seams.processes import available_cores
 
-    threads = len(os.sched_getaffinity(0))
+    threads = len(available_cores())
     found = log or RunLog(filesystem, inventory, {})
     rebuilder = Rebuilder(filesystem, found, ring, timeout_s=_TIMEOUT_S, threads=threads)
     return [audit(rebuilder, pair) for pair in pairs(rebuilder) if pair.after.id in bases]

@@ -167,10 +167,9 @@ def _libraries() -> Check:
 
 
 def _cores() -> Check:
-    if hasattr(os, "sched_getaffinity"):
-        cores = float(len(os.sched_getaffinity(0)))
-    else:
-        cores = float(os.cpu_count() or 1)
+    from everstep.seams.processes import available_cores
+
+    cores = float(len(available_cores()))
     quota, _, period = _text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):
         cores = min(cores, int(quota) / int(period))

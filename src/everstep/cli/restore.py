@@ -134,12 +134,13 @@ def rebuilding(
     from everstep.keeper.local import CHUNKS, WRITERS
     from everstep.recover.logged import RunLog
     from everstep.recover.rebuild import Rebuilder
+    from everstep.seams.processes import available_cores
 
     with reading(inventory.path):
         log = RunLog.of(filesystem, inventory)
     ring = ChunkRing(CHUNKS, WRITERS)
     try:
-        threads = len(os.sched_getaffinity(0))
+        threads = len(available_cores())
         yield Rebuilder(filesystem, log, ring, timeout_s=_TIMEOUT_S, threads=threads), ring
     finally:
         ring.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import secrets
 import time
@@ -25,6 +24,7 @@ from everstep.drill.scenario import Drill, median_step_s
 from everstep.drill.show import Display, introduce
 from everstep.drill.store import Store, weed
 from everstep.errors import UnavailableError
+from everstep.seams.processes import available_cores
 from everstep.version import __version__
 
 __all__ = ["run_drill"]
@@ -142,7 +142,7 @@ def _losses(start: Start) -> tuple[float, float]:
 
 def _machine() -> dict[str, Any]:
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(available_cores()),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,

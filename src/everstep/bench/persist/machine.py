@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from everstep.seams.machine import memory_available_bytes
+from everstep.seams.processes import available_cores
 
 __all__ = ["Machine", "direct_works", "drop_cache", "look_at", "sync_folder"]
 
@@ -48,7 +49,7 @@ def look_at(folder: Path) -> Machine:
     file_system, device = _mount_of(folder)
     return Machine(
         cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(available_cores()),
         memory_available_bytes=memory_available_bytes(),
         torch=str(torch.__version__),
         python=platform.python_version(),
