@@ -14,6 +14,7 @@ from everstep.keeper.midstep import where_in_a_step
 from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
+from everstep.keeper.scalers import Scalers
 from everstep.keeper.untold import Owned
 from everstep.options import Options
 from everstep.state.image import RNG_SECTION, State
@@ -54,6 +55,7 @@ class Watched:
         self._fresh: FreshStart | None = None
         self._handled = id(None)  # an error that a loop goes on in spite of
         self._accumulated = Accumulated(state.optimizers, parts.updates, parts.channel.tell)
+        self._scalers = Scalers(state.values, parts.channel.tell)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
 
     def leave(self) -> None:
@@ -201,6 +203,7 @@ class Watched:
         """Step ``step`` is over: :meth:`marked`, and a look whether its gradients are spent."""
         if self._updates.lsn == self.lsn_at_mark:
             self._accumulated.marked(step)
+        self._scalers.marked(step)
         self.marked()
 
     def marked(self, survey: Survey | None = None) -> None:

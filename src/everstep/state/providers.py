@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.state.dtensors import is_dtensor, local_of
@@ -31,6 +32,7 @@ __all__ = [
     "Unproven",
     "describe",
     "difference",
+    "has_begun",
     "same_memory",
     "unwrap",
 ]
@@ -312,10 +314,21 @@ class StatefulProvider(Unproven):
         if tree is None and self._value.state_dict() is None:
             return []  # it never has any, and may not take that
         self._value.load_state_dict(tree)
+        if isinstance(self._value, torch.amp.GradScaler) and self._value.is_enabled():
+            # It knows of gradients that it has unscaled, or found infinities in, which are gone: it
+            # would not unscale the next ones. This is what its update() leaves.
+            self._value._per_optimizer_states.clear()
         # What it makes only once it is asked for it, it makes now: an iterator of torchdata's
         # StatefulDataLoader draws a random number, and the generators are restored behind this.
         self._value.state_dict()
         return []
+
+
+def has_begun(scaler: torch.amp.GradScaler) -> bool:
+    """Whether it has looked at gradients since its last ``update()``."""
+    if not scaler.is_enabled():
+        return False
+    return any(one["stage"] is not OptState.READY for one in scaler._per_optimizer_states.values())
 
 
 def _another_kind(value: Stateful, saved: Any) -> str | None:
