@@ -40,6 +40,8 @@ from everstep.state.image import State
 
 __all__ = ["Loader", "Restored", "bring_forward", "redoable", "replay"]
 
+_OTHER_STATE = "the log behind it is of a state that consists of something else"
+
 
 @dataclass(slots=True)
 class Loader:
@@ -60,8 +62,11 @@ class Loader:
     source: str = "disk"
     inexact: str = ""
 
-    def load(self, inventory: Inventory, base: BaseFound) -> LoadedBase:
+    def load(self, inventory: Inventory, base: BaseFound, *, strict: bool = False) -> LoadedBase:
         """Restores ``base``.
+
+        Args:
+            strict: nothing of this one may be left out, whatever else may.
 
         Raises:
             DamageError, FormatError, MismatchError, RecoveryError, OSError
@@ -70,20 +75,22 @@ class Loader:
         marker = base.manifest.markers[0]
         if marker.run != inventory.run:
             raise FormatError(f"{base.path} belongs to another run", path=base.path)
+        strict = self.strict or strict
         if marker.world != 1:
-            return self._load_ranks(base)
+            return self._load_ranks(base, strict)
         held, trained = self.held, inventory.timelines.get(marker.timeline)
         if held is not None and held.marker == marker:
             self.source = "memory"
             try:
-                return self._load(base, held.open(), trained)
+                return self._load(base, held.open(), trained, strict)
             except (DamageError, FormatError):
                 if not held.durable:
                     raise
         self.source = "disk"
-        return self._load(base, OpenBase.open(self.seams.filesystem, base, rank=0), trained)
+        opened = OpenBase.open(self.seams.filesystem, base, rank=0)
+        return self._load(base, opened, trained, strict)
 
-    def _load_ranks(self, base: BaseFound) -> LoadedBase:
+    def _load_ranks(self, base: BaseFound, strict: bool) -> LoadedBase:
         """A base that several ranks have saved, for a job of one."""
         assert base.manifest is not None
         self.source, self.inexact = "disk", ""
@@ -98,14 +105,14 @@ class Loader:
                 ranks,
                 self.state,
                 self.ring,
-                strict=self.strict,
+                strict=strict,
                 timeout_s=self.timeout_s,
                 progress=bar,
                 on_touch=self.on_touch,
             )
 
     def _load(
-        self, base: BaseFound, opened: OpenBase, trained: TimelineRecord | None
+        self, base: BaseFound, opened: OpenBase, trained: TimelineRecord | None, strict: bool
     ) -> LoadedBase:
         self.inexact = ""
         try:
@@ -115,7 +122,7 @@ class Loader:
                     opened,
                     self.state,
                     self.ring,
-                    strict=self.strict,
+                    strict=strict,
                     timeout_s=self.timeout_s,
                     progress=bar,
                     on_touch=self.on_touch,
@@ -178,13 +185,20 @@ def bring_forward(
     Raises:
         DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
         MismatchError: nothing may be left out, and nobody here knows the class of an optimizer.
-        ReplayError: with ``whole``, a step cannot be redone.
+        ReplayError: with ``whole``, a step cannot be redone. Where that is since the live state
+            consists of something else, it is not touched.
     """
     clock = loader.seams.clock
     skipped: list[Skipped] = []
     doubt = ""
     for together in (True, False, True):
-        restored = _load(inventory, base, loader)
+        try:
+            restored = _load(inventory, base, loader, strict=whole and bool(chain.steps))
+        except MismatchError as error:
+            if loader.strict:
+                raise
+            first, what = error.mismatches[0]
+            raise ReplayError(f"{_OTHER_STATE} ({first}: {what})", step=base.id.step) from error
         restored.skipped += skipped
         start_s = clock.monotonic_s()
         try:
@@ -215,9 +229,11 @@ def bring_forward(
     return restored
 
 
-def _load(inventory: Inventory, base: BaseFound, loader: Loader) -> Restored:
+def _load(
+    inventory: Inventory, base: BaseFound, loader: Loader, *, strict: bool = False
+) -> Restored:
     start_s = loader.seams.clock.monotonic_s()
-    loaded = loader.load(inventory, base)
+    loaded = loader.load(inventory, base, strict=strict)
     load_s = loader.seams.clock.monotonic_s() - start_s
     lsn, inexact = loaded.marker.lsn, loader.inexact
     return Restored(base, loaded, base.id, lsn, inexact=inexact, load_s=load_s)
@@ -280,8 +296,7 @@ def replay(
     shape = log.index.marks[chain.steps[0]].shape
     if loaded.shape != shape or loaded.mismatches:
         timeline, at = chain.steps[0]
-        why = "the log behind it is of a state that consists of something else"
-        restored.skipped.append(Skipped(timeline, at, why))
+        restored.skipped.append(Skipped(timeline, at, _OTHER_STATE))
         return
     if loaded.tied:
         why = f"the log behind it cannot be replayed: {loaded.tied[0]}"

@@ -15,6 +15,7 @@ from everstep.commit.lineage import BaseId, left_at, lost_behind
 from everstep.errors import (
     DamageError,
     FormatError,
+    MismatchError,
     NewerFormatError,
     RecoveryError,
     ReplayError,
@@ -276,7 +277,7 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     filesystem = loader.seams.filesystem
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
-    left = list(reversed(chosen.ordered))
+    left, apart = list(reversed(chosen.ordered)), False
     while left:
         base, whole = left.pop()
         if base.manifest is not None and base.manifest.markers[0].world > 1:
@@ -290,6 +291,7 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             raise
         except (DamageError, FormatError, ReplayError) as error:
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+            apart = apart or isinstance(error.__cause__, MismatchError)
             if not isinstance(error, ReplayError) and has_copy(filesystem, base.path):
                 left.append((base, whole))
             continue
@@ -322,11 +324,14 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
         return restored
     if chosen.ordered or chosen.candidates.damaged:
         listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
-        raise RecoveryError(
-            f"there are bases, but none can be used:\n{listed}",
-            path=inventory.path,
-            hint="everstep verify names what is damaged; resume(step=0) starts from scratch",
-        )
+        hint = "everstep verify names what is damaged; resume(step=0) starts from scratch"
+        if apart:
+            steps = sorted({base.id.step for base in inventory.bases if base.is_usable})
+            hint = f"strict=False leads to steps of bases only: {', '.join(map(str, steps))}"
+            hint += "; to any other the model and the optimizer that there were then"
+        of_step = f"no base, nor the log behind one, gives step {step}"
+        what = "there are bases, but none can be used" if step is None else of_step
+        raise RecoveryError(f"{what}:\n{listed}", path=inventory.path, hint=hint)
     return Restored(skipped=skipped)
 
 
