@@ -106,6 +106,22 @@ def test_all_go_to_the_newest_step_that_each_of_them_reaches() -> None:
     assert choice.skipped == ((BaseId(1, 14), "log: rank 1 gets no further; others have up to 15"),)
 
 
+def test_a_hole_in_all_of_them_is_said() -> None:
+    """The state consisted of something else, for all of them at once, and no base came in time."""
+    made = [behind(2), behind(2)]
+    for one in made:
+        one.step(1, 13, shape="b")
+        one.step(1, 14, shape="b")
+    choice = chosen(*made)
+    assert end(choice) == 12
+    ((at, why),) = choice.skipped
+    assert at == BaseId(1, 13)
+    assert why.startswith("log: no rank gets to step 13: the state had changed there")
+    assert why.endswith("what they have up to step 14 is of no use")
+    assert chosen(behind(5), behind(5)).skipped == ()
+    assert chosen(*made, step=12).skipped == (), "as it was asked for"
+
+
 def test_a_rank_without_a_log_takes_all_back_to_the_base() -> None:
     choice = chosen(behind(5), Log())
     assert (choice.end, choice.reach) == (BaseId(1, 10), None)

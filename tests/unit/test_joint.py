@@ -82,6 +82,25 @@ def test_a_time_is_over_for_all_ranks_at_once(tmp_path: Path, method: str) -> No
             die(ranks)
 
 
+def test_a_log_that_needs_nothing_waits_for_no_other_rank(tmp_path: Path) -> None:
+    """Most steps cost a byte that nobody waits for; what a step says is known at the next one."""
+    path, asked = tmp_path / "run", list[str]()
+    with trainings(path, path, method="logged", every=None) as ranks:
+        resume(ranks)
+        job = ranks[0].ckpt._joint._job
+        assert job is not None
+        exchange = job.exchange
+
+        def counted(what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+            asked.append(what)
+            return exchange(what, mine)
+
+        job.exchange = counted  # type: ignore[method-assign]
+        train(ranks, 2 * ASK_EVERY + 3)
+        assert asked == [f"end step {step}" for step in (1, 1 + ASK_EVERY, 1 + 2 * ASK_EVERY)]
+        die(ranks)
+
+
 def test_of_several_ranks_only_the_captures_are_taken_that_are_due(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

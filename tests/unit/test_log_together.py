@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import everstep
 from everstep import LogOptions
@@ -33,7 +34,7 @@ from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
 from tests.unit.logged import document, invoke
 from tests.unit.test_together import bases, folders, resume, train
-from tests.unit.together import on_all, trained, trainings
+from tests.unit.together import RankTraining, on_all, trained, trainings
 
 FS = PosixFileSystem()
 ON_DISK: dict[str, Any] = {
@@ -236,6 +237,7 @@ def test_the_log_of_ranks_of_their_own_is_none_for_one_process(tmp_path: Path) -
 
 
 def test_a_rank_whose_log_has_a_hole_gets_a_base_of_all(tmp_path: Path) -> None:
+    """At the end of the next step: all hear of it within that."""
     path = tmp_path / "run"
     with trainings(path, path, method="logged", every=None) as ranks:
         resume(ranks)
@@ -243,17 +245,56 @@ def test_a_rank_whose_log_has_a_hole_gets_a_base_of_all(tmp_path: Path) -> None:
         recorder = ranks[1].ckpt._recorder
         assert recorder is not None
         recorder.skipped("a test")
-        train(ranks, ASK_EVERY - 3)
-        for one in ranks:
-            one.ckpt.wait(20)
-        assert sorted(bases(path)) == [1]
         train(ranks, 1)
-        for one in ranks:
-            one.ckpt.wait(20)
-            assert one.ckpt.stats().committed == 2
+        on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
+        assert sorted(bases(path)) == [1]
+        train(ranks, ASK_EVERY + 2)
+        on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
+        assert [one.ckpt.stats().committed for one in ranks] == [2, 2]
         assert recorder.base_due is None
         die(ranks)
-    assert sorted(bases(path)) == [1, 1 + ASK_EVERY]
+    assert sorted(bases(path)) == [1, 5]
+
+
+def test_what_is_trained_later_costs_no_more_than_the_step_after(tmp_path: Path) -> None:
+    """A layer that is used for the first time: from there on the optimizer has state of it."""
+    path = tmp_path / "run"
+
+    def later(one: RankTraining) -> nn.Parameter:
+        one.model.late = nn.Parameter(torch.zeros(2))
+        one.optimizer.add_param_group({"params": [one.model.late]})
+        return one.model.late
+
+    with trainings(path, path, **{**ON_DISK, "every": None}) as ranks:
+        parameters = list(map(later, ranks))
+        resume(ranks)
+        train(ranks, 3)
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        train(ranks, 4)
+        weights = [(one.weight, one.model.late.detach().clone()) for one in ranks]
+        die(ranks)
+    assert sorted(bases(path)) == [1, 5], "all hear of it within step 5"
+    with trainings(path, path, **{**ON_DISK, "every": None}) as ranks:
+        for one in ranks:
+            later(one)
+        for found in resume(ranks):
+            assert (found.step, found.replayed, found.exact, found.skipped) == (7, 2, True, ())
+        for one, (weight, late) in zip(ranks, weights, strict=True):
+            assert torch.equal(one.weight, weight)
+            assert torch.equal(one.model.late, late)
+        die(ranks)
+
+
+def test_where_no_log_leads_on_it_is_said_what_is_of_no_use(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    until((path, path), 7)
+    for rank in (0, 1):
+        lose(path, rank, 6)
+    for found in resumed((path, path), 5, replayed=1):
+        assert [(one.timeline, one.step) for one in found.skipped] == [(1, 6)]
+        assert "no rank gets to step 6" in found.skipped[0].reason
+        assert "up to step 7 is of no use" in found.skipped[0].reason
 
 
 def test_the_log_of_another_part_of_a_tensor_is_another_log() -> None:

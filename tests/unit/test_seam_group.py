@@ -75,3 +75,41 @@ def test_it_is_said_in_host_memory_whatever_the_default_device(
     group.world, group._group = 2, None
     with torch.device("meta"):
         assert group._gather(b"said") == [b"said"] * 2
+
+
+class Work:
+    """A collective that others take part in as late as they like."""
+
+    def __init__(self, answer: torch.Tensor, others: bool, done: list[str]) -> None:
+        self._answer, self._others, self._done = answer, others, done
+
+    def wait(self) -> None:
+        self._answer[0] = max(int(self._answer[0]), self._others)
+        self._done.append("answered")
+
+
+@pytest.mark.parametrize(("mine", "others"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_whether_any_says_yes_is_waited_for_when_it_is_needed_or_before_an_exchange(
+    monkeypatch: pytest.MonkeyPatch, mine: int, others: int
+) -> None:
+    done: list[str] = []
+
+    def all_reduce(answer: torch.Tensor, op: Any, group: Any, async_op: bool) -> Work:
+        assert (answer.device.type, op, async_op) == ("cpu", dist.ReduceOp.MAX, True)
+        return Work(answer, bool(others), done)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(TorchGroup, "_meet", lambda *_: done.append("met"))
+    monkeypatch.setattr(TorchGroup, "_gather", lambda _, data: [data])
+    group = object.__new__(TorchGroup)
+    group._group = group._begun = None
+    with torch.device("meta"):
+        heard = group.begin_any("a test", bool(mine))
+    assert done == []
+    assert heard() is bool(mine or others)
+    assert done == ["answered"]
+    group.exchange("a test", b"")
+    assert done == ["answered", "met"], "not twice"
+    group.begin_any("a test", bool(mine))
+    group.exchange("a test", b"")
+    assert done == ["answered", "met", "answered", "met"]

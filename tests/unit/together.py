@@ -35,6 +35,7 @@ class ThreadGroup:
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.world = rank, shared.world
         self._shared = shared
+        self._asked = 0
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
         shared = self._shared
@@ -48,10 +49,29 @@ class ThreadGroup:
             raise DeadlineError(f"not all ranks {what}") from error
         return found
 
+    def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
+        """Waits for nobody; what it returns does."""
+        shared, asked = self._shared, self._asked
+        self._asked += 1
+        with shared.changed:
+            shared.flags.setdefault(asked, {})[self.rank] = mine
+            shared.changed.notify_all()
+
+        def heard() -> bool:
+            flags = shared.flags[asked]
+            with shared.changed:
+                if not shared.changed.wait_for(lambda: len(flags) == self.world, DEADLINE_S):
+                    raise DeadlineError(f"not all ranks {what}")
+            return any(flags.values())
+
+        return heard
+
 
 class _Shared:
     def __init__(self, world: int) -> None:
         self.world = world
+        self.changed = threading.Condition()
+        self.flags: dict[int, dict[int, bool]] = {}
         self.barrier = threading.Barrier(world)
         self.said: dict[int, bytes] = {}
 

@@ -91,6 +91,8 @@ class Reach:
         count: steps to be redone.
         furthest: the last step that any rank could reach from there.
         shortest: a rank whose log ends here.
+        beyond: the last step of that history in any log, if there are some behind ``furthest``: no
+            rank's log leads over to them, and nothing else was said of why; else 0.
     """
 
     timeline: int
@@ -99,6 +101,7 @@ class Reach:
     count: int
     furthest: int
     shortest: int
+    beyond: int = 0
 
     @property
     def end(self) -> BaseId:
@@ -205,7 +208,7 @@ def reach_of(
 
 
 def common_reach(
-    logs: Sequence[Iterable[LogRun]],
+    logs: Sequence[Collection[LogRun]],
     base: BaseId,
     lsn: int,
     path: Path,
@@ -232,14 +235,19 @@ def common_reach(
     if until is not None:
         count = max(0, min(count, until - base.step))
     timeline, step, last = chains[0][count - 1] if count else (base.timeline, base.step, lsn)
-    return Reach(
-        timeline,
-        step,
-        last,
-        count,
-        base.step + max(map(len, chains)),
-        min(range(len(chains)), key=lambda rank: len(chains[rank])),
-    )
+    furthest = base.step + max(map(len, chains))
+    beyond = max((_last_of(run, path) for runs in logs for run in runs), default=0)
+    if beyond <= furthest or any(at == furthest + 1 for _, _, at in spoilt):
+        beyond = 0
+    shortest = min(range(len(chains)), key=lambda rank: len(chains[rank]))
+    return Reach(timeline, step, last, count, furthest, shortest, beyond)
+
+
+def _last_of(run: LogRun, path: Path) -> int:
+    """The last step of a run that is in a history; 0: none is."""
+    limit = next((end for timeline, end in path if timeline == run.timeline), 0)
+    last = run.last if limit is None else min(run.last, limit)
+    return last if last >= run.first and timeline_of(last, path) == run.timeline else 0
 
 
 def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
@@ -312,7 +320,7 @@ class JobLogs:
         """
         lsn, world = manifest.markers[0].lsn, len(manifest.markers)  # that of all
         if self._is_own(base, manifest):
-            logs: Sequence[Iterable[LogRun]] = self._runs
+            logs: Sequence[Collection[LogRun]] = self._runs
             spoilt = self._spoilt
         elif world in self._others:
             logs = [self._of(world, source) for source in range(world)]

@@ -478,9 +478,17 @@ def _cut_off(
         manifest: of the base.
         world: ranks that start.
     """
-    if manifest is None or reach is None or step is not None or reach.furthest <= reach.step:
+    if manifest is None or reach is None or step is not None:
         return
     before = len(manifest.markers)
     whose = "" if before == world else f" of {before} that wrote it"
-    why = f"log: rank {reach.shortest}{whose} gets no further; others have up to {reach.furthest}"
-    yield BaseId(reach.timeline, reach.step + 1), why
+    if reach.furthest > reach.step:
+        why = f"rank {reach.shortest}{whose} gets no further; others have up to {reach.furthest}"
+    elif reach.beyond:
+        why = (
+            f"no rank{whose} gets to step {reach.step + 1}: the state had changed there, or it was "
+        )
+        why += f"not recorded, and what they have up to step {reach.beyond} is of no use"
+    else:
+        return
+    yield BaseId(reach.timeline, reach.step + 1), f"log: {why}"

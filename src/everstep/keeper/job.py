@@ -172,13 +172,7 @@ class Job:
             RecoveryError, MismatchError, DeadlineError
             KeeperError: no mailbox can be opened.
         """
-        load = loader(
-            state,
-            ring,
-            strict=strict,
-            timeout_s=timeout_s,
-            on_touch=on_touch,
-        )
+        load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
         me, memory = self.info.rank, self._memories
         near = [other for other, name in enumerate(memory) if name == memory[me]]
         with self.telling():
@@ -339,6 +333,10 @@ class Job:
             DeadlineError: not all ranks do.
         """
         return self._say(what, mine)
+
+    def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
+        """:meth:`.Group.begin_any`, of all ranks at the same steps."""
+        return self._group.begin_any(what, mine)
 
     def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
         """What is only in copies in part is nothing that the disks' retention may rest on, and

@@ -8,13 +8,18 @@ gradients that it records ends the step of all. So at one step of :data:`ASK_EVE
 where bases are nearer to each other or gradients are watched, each says what it knows, in an
 exchange of a few bytes, and all make the same of it. Which step is the next to ask at follows from
 what was said and from nothing else: whatever fails on one rank, they ask at the same steps.
+
+A log that leads no further (the state consists of something else, an update could not be recorded)
+cannot wait for that: all since would be lost with a rank. At the end of each other step a rank with
+a log begins to ask whether any rank needs a base, waits for nobody, and has the answer at the end
+of the next one: where it is yes, they all ask each other then.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,17 +49,19 @@ class Joint:
         over_steps = parts.multistep
         self._multistep = over_steps if isinstance(over_steps, RankMultistep) else None
         self._timed = options.every.auto or options.every.seconds is not None
-        # A hole in the log of one rank needs a base of all, and of no step much later than that.
+        # With watch= all raise at the same step; with lag_steps= none is ahead of what is durable.
         each = options.log.watch or options.log.lag_steps is not None
         self._asks_each_step = self._recorder is not None and each
         self._next_step: int | None = None  # None: the ranks have not begun together yet
+        self._answered = -1  # the last step at the end of which this rank has said its part
+        self._any_needs: Callable[[], bool] | None = None  # what was begun at the end of that
         self._found: deque[NonFiniteError] = deque()
         if job is not None and self._recorder is not None:
             self._recorder.nonfinite.tell = self._found.append
 
     def began(self) -> None:
         """All ranks go on from the same step: they ask each other at the end of the next one."""
-        self._next_step = 0
+        self._next_step, self._answered, self._any_needs = 0, -1, None
         self._found.clear()
 
     def answering(self, step: int) -> AbstractContextManager[None]:
@@ -96,6 +103,11 @@ class Joint:
         lost = self._standby is not None and self._standby.lost is not None
         return self._recorder is not None and (self._recorder.base_due is not None or lost)
 
+    @property
+    def _cannot_wait(self) -> bool:
+        """Not only that its memory is half full: of that the next exchange is soon enough."""
+        return self._recorder is not None and self._recorder.needs_capture
+
     def _answer(self, step: int) -> tuple[bool, bool]:
         """:meth:`ask`, of several ranks that have begun together."""
         if self._job is None or self._next_step is None:
@@ -109,9 +121,16 @@ class Joint:
     def _agree(self, step: int) -> tuple[bool, bool]:
         """:meth:`ask`, of several ranks; none is needed or due at steps between two exchanges."""
         asks = self._timed or self._recorder is not None
-        if not asks or self._job is None or self._next_step is None or step < self._next_step:
+        if not asks or self._job is None or self._next_step is None or step <= self._answered:
             return False, False
-        self._next_step = step + 1  # not twice at this one, whatever becomes of it
+        self._answered = step  # not twice at this one, whatever becomes of it
+        heard, self._any_needs = self._any_needs, None
+        needed_before = heard is not None and heard()
+        if step < self._next_step and not needed_before:
+            if self._recorder is not None:
+                self._any_needs = self._job.begin_any(f"end step {step}", self._cannot_wait)
+            return False, False
+        self._next_step = step + 1
         bad = self._found.popleft() if self._found else None
         self._found.clear()
         mine = {

@@ -256,7 +256,7 @@ class Untold:
         self._suspicious = True
         if not said:
             self.distrust()
-            self._channel.tell(_notice(what, step))
+            self._channel.tell(_notice(what, step, self._state.ranks.world))
 
     def _learn(self, survey: Survey) -> None:
         """Follows tensors that have come, gone, or been replaced."""
@@ -348,13 +348,17 @@ class Untold:
         }
 
 
-def _notice(what: str, step: int) -> AuditError:
+def _notice(what: str, step: int, world: int) -> AuditError:
+    taken = "is taken at the end of this step, and of each other step in which"
+    if world > 1:
+        taken = (
+            "of all ranks is taken at the end of the step after this one, and after each in which"
+        )
     return AuditError(
-        f"{what}, in step {step}: no log can repeat that, so a base is taken at the end of this "
-        "step, and of each other step in which anything like it happens. Recovery stays right, but "
-        "each such step costs a whole copy of the state, and can be gone back to while that is "
-        "among the newest keep= bases, whatever history= is. This is said once; "
-        "stats().log_holes counts on",
+        f"{what}, in step {step}: no log can repeat that, so a base {taken} anything like it "
+        "happens. Recovery stays right, but each such step costs a whole copy of the state, and "
+        "can be gone back to while that is among the newest keep= bases, whatever history= is. "
+        "This is said once; stats().log_holes counts on",
         step=step,
         hint="now and then (a state that is loaded, averaged weights swapped in): put it between "
         "ckpt.before_update() and ckpt.after_update(). In every step (clamped weights): do it "

@@ -40,6 +40,11 @@ class Group(Protocol):
         """
         ...
 
+    def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
+        """Begins to ask whether any rank says yes, and waits for nobody. What it returns waits for
+        the answer, and raises as :meth:`exchange` does; the next exchange waits for it, too."""
+        ...
+
 
 class TorchGroup:
     """The ranks of ``torch.distributed``'s default group, over gloo.
@@ -64,12 +69,30 @@ class TorchGroup:
         self._group = self._deadline(
             what, lambda: dist.new_group(backend="gloo", timeout=self._timeout)
         )
+        self._begun: Callable[[], bool] | None = None
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
         """What every rank gives, by rank."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()  # or gloo would take what ranks say here for an answer to that
         self._meet(what, self._group)
         found: list[bytes] = self._deadline(what, lambda: self._gather(data))
         return found
+
+    def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
+        """Begins to ask whether any rank says yes: a byte, which gloo's own threads hand round."""
+        answer = torch.tensor([mine], dtype=_BYTE, device="cpu")
+        how: dict[str, Any] = {"op": dist.ReduceOp.MAX, "group": self._group, "async_op": True}
+        work = self._deadline(what, lambda: dist.all_reduce(answer, **how))
+
+        def heard() -> bool:
+            self._begun = None
+            self._deadline(what, work.wait)
+            return bool(answer.item())
+
+        self._begun = heard
+        return heard
 
     def _gather(self, data: bytes) -> list[bytes]:
         """In one round where all of them say little: rounds are what ranks wait for."""
