@@ -1,21 +1,40 @@
-"""What error feedback keeps for compressed training: how much it is, and whether it is saved."""
+"""What compressed training keeps beside the state: how much it is, and whether it is saved."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import types
+import weakref
 from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from everstep.compress.training import Compressor
 from everstep.keeper.recordable import compressors_of, exchanges_of
+from everstep.recover.resume import Resumed
 from everstep.state.image import State
 from everstep.state.providers import ModuleProvider
 
-__all__ = ["residual_bytes", "tell_of_lost_residuals"]
+__all__ = ["residual_bytes", "tell_of_lost_residuals", "with_lost"]
 
 _log = logging.getLogger("everstep")
+
+_OURS = "add it to the state, under a name of its own"
+_THEIRS = (
+    "add an object to the state that holds it as an attribute, and whose state_dict() and "
+    "load_state_dict() take and give what it keeps (docs/EXACTNESS.md has one for PowerSGD); or "
+    "use everstep's DDPCompression, which can be a part of the state itself"
+)
+_OF_TORCH = ("torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks",)
+_GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
+_FIXED = (
+    *(type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
+    *(weakref.ref, types.ModuleType, types.FunctionType, *_GROUPS),
+)
 
 
 def residual_bytes(state: State) -> int:
@@ -25,32 +44,76 @@ def residual_bytes(state: State) -> int:
 
 
 def tell_of_lost_residuals(state: State) -> None:
-    """Says of which parts of a state gradients are compressed by what is in no part of it."""
-    saved = {id(value) for value in state.values.values()}
-    for section, kind, there in _compressing(state):
-        if there not in saved:
+    """Says of which parts of a state gradients are compressed, or else changed on their way, by
+    what is in no part of it, once; and lets nothing that is saved without it be called exact."""
+    saved, found = _saved(state), list[str]()
+    for section, kind, kept in _keeping(state):
+        if id(kept) in saved:
+            continue
+        if kind:
+            what = f"a {kind} compresses gradients of {section!r}"
+            lost, hint = "what it has left out of them", _OURS
+        else:
+            kind = type(kept).__name__
+            what = f"a {kind} is what a communication hook of {section!r} goes by"
+            lost, hint = "what it keeps (residuals, counters)", _THEIRS
+        found.append(f"{what}, and is in no part of the state")
+        if found[-1] not in state.lost_beside:
             _log.warning(
-                "everstep: a %s compresses gradients of %r, and is in no part of the state: what "
-                "it has left out of them is not saved, and resume() loses it\n  hint: add it to "
-                "the state, under a name of its own",
-                kind,
-                section,
+                "everstep: %s: %s is not saved, and resume() loses it\n  hint: %s",
+                found[-1],
+                lost,
+                hint,
             )
+    state.lost_beside = tuple(found)
 
 
-def _compressing(state: State) -> Iterator[tuple[str, str, int]]:
-    """Section, kind and id of all that keeps residuals."""
+def with_lost(resumed: Resumed, state: State) -> Resumed:
+    """What was restored, which is not exact where something beside the state was not."""
+    if resumed.base is None or not state.lost_beside:
+        return resumed
+    why = "; ".join(filter(None, (resumed.inexact, *state.lost_beside)))
+    ranks = tuple(replace(one, exact=False) for one in resumed.ranks)  # DDP's have it alike
+    return replace(resumed, exact=False, own_exact=False, inexact=why, ranks=ranks)
+
+
+def _saved(state: State) -> set[int]:
+    """Ids of the objects of a state, and of what those of a program's own have as attributes."""
+    found = set(map(id, state.values.values()))
+    for value in state.values.values():
+        if not isinstance(value, nn.Module | torch.optim.Optimizer):
+            found.update(map(id, getattr(value, "__dict__", {}).values()))
+    return found
+
+
+def _keeping(state: State) -> Iterator[tuple[str, str, object]]:
+    """Section, kind ("": not one of ours) and object of all that keeps something from one step to
+    the next that gradients depend on."""
     for section, optimizer in state.optimizers.items():
         for hook in optimizer._optimizer_step_pre_hooks.values():
             one = getattr(hook, "__self__", None)
             if isinstance(one, Compressor) and one.residual_bytes:
-                yield section, "Compressor", id(one)
+                yield section, "Compressor", one
     loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
     for section, provider in state.providers.items():
-        if loaded is None or not isinstance(provider, ModuleProvider):
+        if not isinstance(provider, ModuleProvider):
             continue
         for module in provider.outer.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
-                for _, one in getattr(module, "_comm_hooks", ()):
-                    if isinstance(one, loaded.DDPCompression) and one.residual_bytes:
-                        yield section, "DDPCompression", id(one)
+                for hook, kept in getattr(module, "_comm_hooks", ()):
+                    if loaded is not None and isinstance(kept, loaded.DDPCompression):
+                        if kept.residual_bytes:
+                            yield section, "DDPCompression", kept
+                    else:
+                        behind = (kept, getattr(hook, "__self__", None))
+                        yield from ((section, "", one) for one in behind if not _is_fixed(one))
+
+
+def _is_fixed(kept: object) -> bool:
+    """Whether a hook can keep nothing there that it would miss."""
+    if isinstance(kept, tuple):
+        return all(map(_is_fixed, kept))
+    if is_dataclass(kept) and not isinstance(kept, type):
+        frozen = type(kept).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return bool(frozen) or type(kept).__module__ in _OF_TORCH
+    return isinstance(kept, _FIXED) or type(kept).__name__ == "DeviceMesh"

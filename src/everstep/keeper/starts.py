@@ -14,6 +14,7 @@ from everstep.keeper.frozen import Frozen
 from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.overwritten import Overwritten
+from everstep.keeper.residuals import tell_of_lost_residuals, with_lost
 from everstep.keeper.seat import Seat
 from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
@@ -86,7 +87,8 @@ class Starts:
         self._frozen.began(resumed.step)
         if changed:
             resumed = replace(resumed, problems=(*resumed.problems, changed))
-        return resumed, in_memory
+        tell_of_lost_residuals(self._state)  # a hook may have been registered meanwhile
+        return with_lost(resumed, self._state), in_memory
 
     def _resume(
         self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool
@@ -130,6 +132,7 @@ class Starts:
             StateError: there is something to resume.
         """
         self._frozen.began(0)
+        tell_of_lost_residuals(self._state)
         with self._computed():
             return self._fresh()
 

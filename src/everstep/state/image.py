@@ -81,6 +81,7 @@ class State:
         ranks: as given.
         replays_fast: replay may use kernels whose last bits are not those of training.
         descends_exactly: what was restored is exact; nothing was, so far.
+        lost_beside: what gradients depend on and is in no part of the state, in words.
         trains_in: the thread that has ended the last step; None: there was none.
         unsaved: by optimizer: what it trains, and no part of the state has.
     """
@@ -118,6 +119,7 @@ class State:
         self.trains_in: int | None = None
         self.descends_exactly = True
         self.unsaved: dict[str, list[str]] = {}
+        self.lost_beside: tuple[str, ...] = ()
         modules: dict[str, ModuleProvider] = {}
         names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -267,7 +269,7 @@ class State:
     def exact(self) -> bool:
         """Whether what was surveyed last, and what it descends from, is all that training had."""
         lossy = any(one.loses for one in self._optimizer_providers)
-        return self.descends_exactly and not (self._loses or lossy)
+        return self.descends_exactly and not (self._loses or lossy or self.lost_beside)
 
     @property
     def encoded(self) -> list[str]:
