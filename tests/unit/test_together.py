@@ -8,14 +8,16 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 import torch
 
 import everstep
+from everstep.commit.lineage import BaseId
 from everstep.commit.offers import all_ranks
+from everstep.commit.steps import IsLate
 from everstep.errors import (
     DeadlineError,
     FencedError,
@@ -24,6 +26,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
+from everstep.keeper.commit_errors import why_not_durable
 from everstep.keeper.job import Job
 from everstep.recover import together
 from everstep.recover.ranks import open_on_disk
@@ -241,12 +244,33 @@ def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -
             if written.exists():  # from then on it waits
                 clock.advance(1.0)
             waited.wait(0.01)
-        with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have not written"):
+        with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have not written") as caught:
             late.durable.result(0)
+        assert "they have not taken this base (every rank calls" in str(caught.value)
     assert told
     assert bases(path) == {1: "incomplete"}
     with trainings(path, path) as ranks:
         assert [one.step for one in resume(ranks)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "gone", "says", "hint"),
+    [
+        ((1,), (), "within 8 s [step 6", "they have not taken this base"),
+        ((1,), (1, 2), "; the keeper(s) of rank(s) 1 are no longer there", "they have left"),
+        ((1, 3), (3,), "; the keeper(s) of rank(s) 3 are no longer there", "they have not taken"),
+        ((), (), "rank(s) that lead on a disk have not written", "they have not taken"),
+    ],
+)
+def test_what_is_known_of_ranks_without_a_part_is_said(
+    missing: tuple[int, ...], gone: tuple[int, ...], says: str, hint: str
+) -> None:
+    late, run = IsLate(BaseId(1, 6), missing), PurePath("/run")
+    error = why_not_durable(late, run, 8.0, gone.__contains__)
+    assert isinstance(error, DeadlineError)
+    assert says in str(error)
+    assert f"hint: {hint}" in str(error)
+    assert "every rank calls ckpt.step() at the end of the same steps" in str(error)
 
 
 def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) -> None:

@@ -447,7 +447,7 @@ class RankCommits:
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, IsDurable)
-                work.error = why_not_durable(out, self._run, self._timeout_s)
+                work.error = why_not_durable(out, self._run, self._timeout_s, self.is_gone)
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
         self._changed.notify_all()
