@@ -26,7 +26,13 @@ from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, marker_name, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
-from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
+from everstep.format.records import (
+    Manifest,
+    Marker,
+    RunRecord,
+    TimelineRecord,
+    manifest_of,
+)
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist import Persister
 from everstep.recover.load import LoadedBase, load_ranks
@@ -182,7 +188,7 @@ def write(run: Path, state: State, ring: ChunkRing, step: int = STEP) -> Marker:
     finally:
         lane.close()
     records = tuple(one.record for one in written)
-    marker = Marker("run", 1, step, step, info.rank, info.world, True, records)
+    marker = Marker("run", 1, step, step, info.rank, info.world, True, records, shape.common)
     Path(directory / marker_name(info.rank)).write_bytes(marker.encode())
     return marker
 
@@ -212,6 +218,7 @@ def save(
             markers.append(write(run, State(values, ranks=there), ring))
     base = found(run, markers)
     assert base.manifest is not None
+    assert manifest_of(dict(enumerate(markers))) == base.manifest, "parts that do not fit together"
     record = TimelineRecord("run", 1, None, 0, True, world, {}, 0.0)
     Path(run / "run.json").write_bytes(RunRecord("run").encode())
     Path(timeline_dir(run, 1) / "timeline.json").write_bytes(record.encode())

@@ -49,6 +49,7 @@ from everstep.commit.watermark import Watermark
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker
+from everstep.state.in_common import InCommon
 
 PACE = Pace(repeat_s=1.0, take_over_s=4.0, late_s=20.0)
 
@@ -313,6 +314,26 @@ def test_ranks_that_made_other_updates_give_up_at_once(disks: tuple[str, ...], l
     room.save(20)
     room.tick(3)
     assert {rank for rank, _ in room.reports(IsDurable)} == set(range(len(disks)))
+
+
+@pytest.mark.parametrize("disks", LAYOUTS[:3])
+def test_parts_that_do_not_fit_together_are_given_up_at_once(disks: tuple[str, ...]) -> None:
+    """Ranks that were given other states: each leaves to others what these do not write."""
+    room, world = Room(disks), len(disks)
+    common = InCommon(f"0-{world - 1}", "model", 4, "a" * 32)
+    for rank in range(world):
+        said = () if rank == 1 else (common,)
+        identity = ShardIdentity("run", 1, 10, 10, rank, world, True, common=said)
+        room.absorb(rank, room.members[rank].persist(identity))
+    room.tick(6)
+    assert not any(room.manifests.values())
+    gave_up = room.reports(GaveUp)
+    assert {rank for rank, _ in gave_up} == set(range(world))
+    assert all("'model'" in out.reason and "rank(s) 1: none" in out.reason for _, out in gave_up)
+    assert not any(markers.get(BaseId(1, 10)) for markers in room.markers.values())
+    room.save(20)
+    room.tick(3)
+    assert {rank for rank, _ in room.reports(IsDurable)} == set(range(world))
 
 
 def test_a_rank_that_missed_the_news_gives_up_too() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields as fields_of
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 import torch
@@ -21,6 +23,7 @@ from everstep.format.records import (
 from everstep.seams import filesystem
 from everstep.state import entries, image, layout, tensors
 from everstep.state.entries import Entry
+from everstep.state.in_common import InCommon
 from everstep.state.tensors import stored_form
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
@@ -95,6 +98,10 @@ def test_fields_of_records() -> None:
     extra = set(json.loads(forked)) - set(json.loads(encoded["timeline"]))
     assert extra == {"base"}
     assert "also has\n`base`: timeline and step" in DOCUMENT
+    said = InCommon("0-1", "model", 2, "0" * 32)
+    of_several = set(json.loads(replace(marker, world=2, common=(said,)).encode()))
+    assert of_several - set(json.loads(encoded["marker"])) == {"common"}
+    assert all(f"`{field.name}`" in DOCUMENT for field in fields_of(said))
     for kind, listed in table("record"):
         fields = set(json.loads(encoded.pop(kind))) - {"kind", "format", "digest"}
         assert fields == set(listed.split(", ")), kind

@@ -26,6 +26,7 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
+from everstep.state.in_common import InCommon
 
 PATH = PurePath("/run/record")
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -115,6 +116,77 @@ def test_a_manifest_is_a_function_of_the_markers(data: Any, world: int) -> None:
     for rank in range(world):
         fewer = {other: marker for other, marker in found.items() if other != rank}
         assert manifest_of(fewer) is None
+
+
+COMMON = InCommon("0-1", "model", 4, "c" * 32)
+OTHERS = [
+    (),
+    (replace(COMMON, count=3),),
+    (replace(COMMON, digest="d" * 32),),
+    (replace(COMMON, section="ema"),),
+    (COMMON, replace(COMMON, section="ema")),
+]
+
+
+def of_two(*common: tuple[InCommon, ...]) -> dict[int, Marker]:
+    return {
+        rank: replace(MARKER, rank=rank, world=2, files=files_of(rank), common=own)
+        for rank, own in enumerate(common)
+    }
+
+
+def test_what_ranks_have_in_common_is_in_their_markers_and_in_the_manifest() -> None:
+    found = of_two((COMMON,), (COMMON,))
+    assert all(Marker.decode(one.encode(), PATH) == one for one in found.values())
+    manifest = manifest_of(found)
+    assert manifest is not None
+    assert Manifest.decode(manifest.encode(), PATH) == manifest == Manifest(tuple(found.values()))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_ranks_that_differ_in_what_they_have_in_common_have_no_base(
+    other: tuple[InCommon, ...],
+) -> None:
+    assert manifest_of(of_two((COMMON,), other)) is None
+    assert manifest_of(of_two(other, (COMMON,))) is None
+
+
+def test_groups_have_nothing_to_do_with_each_other() -> None:
+    one, other = replace(COMMON, ranks="0,2"), replace(COMMON, ranks="1,3", count=7)
+    of_four = [(one,), (other,), (one,), (other,)]
+    found = {
+        rank: replace(MARKER, rank=rank, world=4, files=files_of(rank), common=own)
+        for rank, own in enumerate(of_four)
+    }
+    assert manifest_of(found) is not None
+    found[3] = replace(found[3], common=(one,))
+    assert manifest_of(found) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": "1-2"},
+        {"ranks": "0-2"},
+        {"ranks": "0-x"},
+        {"ranks": "0-99999999"},
+        {"ranks": ""},
+        {"count": -1},
+        {"digest": "no digest"},
+        {"section": 7},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_common_is_refused(change: dict[str, Any]) -> None:
+    data = of_two((COMMON,), (COMMON,))[0].encode()
+    fields = json.loads(data)
+    assert Marker.decode(encoded(fields), PATH).encode() == data
+    fields["common"][0] |= change
+    with pytest.raises(FormatError):
+        Marker.decode(encoded(fields), PATH)
+    fields["common"] = []
+    with pytest.raises(FormatError):
+        Marker.decode(encoded(fields), PATH)
 
 
 @given(flags=st.lists(st.booleans(), min_size=1, max_size=4))

@@ -64,6 +64,7 @@ from everstep.commit.watermark import Watermark
 from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import Manifest, Marker, manifest_of
+from everstep.state.in_common import parted
 
 __all__ = ["Member"]
 
@@ -297,6 +298,12 @@ class Member:
         by_lsn: dict[int, list[int]] = {}
         for rank, marker in sorted(markers.items()):
             by_lsn.setdefault(marker.lsn, []).append(rank)
+        if why := parted({rank: marker.common for rank, marker in markers.items()}):
+            return (
+                f"the ranks differ in what they have in common ({why}), so each leaves to others "
+                "what these do not write; give every rank the same state (the DDP wrapper or the "
+                "module in it, on all of them), and freeze and train the same layers on each"
+            )
         if len(by_lsn) == 1:
             return "the markers of the ranks contradict each other"
         counted = ", ".join(

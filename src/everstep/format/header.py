@@ -20,6 +20,7 @@ from everstep.format.digests import DIGEST_CHARS
 from everstep.format.names import FORMAT_VERSION
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.in_common import InCommon
 from everstep.state.layout import Placed, ShardLayout, at_lsn
 
 __all__ = [
@@ -47,6 +48,7 @@ class ShardIdentity:
     Attributes:
         behind_mark: it was taken by ``save()``, behind the step mark that the log has of its step:
             what no optimizer owns may have changed since.
+        common: what its rank has in common with others; of the marker, not of the header.
     """
 
     run: str
@@ -57,6 +59,7 @@ class ShardIdentity:
     world: int
     exact: bool
     behind_mark: bool = False
+    common: tuple[InCommon, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from everstep.format.canonical import canonical, rows_of
 from everstep.format.digests import DIGEST_CHARS, digest
 from everstep.format.header import ShardIdentity
 from everstep.format.names import FORMAT_VERSION, parse_shard
+from everstep.state.in_common import InCommon, members_of, parted
 
 __all__ = [
     "RECORD_BYTES_MAX",
@@ -140,6 +141,7 @@ class Marker:
     Attributes:
         step, lsn: the user's step; number of optimizer updates before it.
         exact: whether the state is exact, by lineage (I9).
+        common: what this rank takes to be common to it and others; they have to do so, too.
     """
 
     run: str
@@ -150,6 +152,7 @@ class Marker:
     world: int
     exact: bool
     files: tuple[FileRecord, ...]
+    common: tuple[InCommon, ...] = ()
 
     @classmethod
     def of(cls, identity: ShardIdentity, files: tuple[FileRecord, ...]) -> Marker:
@@ -163,6 +166,7 @@ class Marker:
             world=identity.world,
             exact=identity.exact,
             files=files,
+            common=identity.common,
         )
 
     def encode(self) -> bytes:
@@ -291,6 +295,8 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
         return None
     if any(marker.rank != rank for rank, marker in enumerate(ordered)):
         return None
+    if parted({marker.rank: marker.common for marker in ordered}):
+        return None
     return Manifest(ordered)
 
 
@@ -318,7 +324,8 @@ def _rank_fields(marker: Marker) -> dict[str, Any]:
         }
         for file in marker.files
     ]
-    return {"rank": marker.rank, "files": files}
+    common = [asdict(one) for one in marker.common]
+    return {"rank": marker.rank, "files": files, **({"common": common} if common else {})}
 
 
 def _marker(base: _Fields, rank: _Fields) -> Marker:
@@ -335,16 +342,34 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
         )
     if not files or len({file.name for file in files}) != len(files):
         raise FormatError(f"{base.path}: rank {number} has no files, or one of them twice")
+    world = base.number("world", _WORLD_MAX)
     return Marker(
         base.text("run"),
         base.number("timeline"),
         base.number("step"),
         base.number("lsn"),
         number,
-        base.number("world", _WORLD_MAX),
+        world,
         (rank if "exact" in rank.fields else base).flag("exact"),
         tuple(files),
+        _common(rank, number, world) if "common" in rank.fields else (),
     )
+
+
+def _common(rank: _Fields, number: int, world: int) -> tuple[InCommon, ...]:
+    found = []
+    for item in rank.items("common"):
+        about = item.text("ranks"), item.text("section"), item.number("count"), item.hex("digest")
+        found.append(one := InCommon(*about))
+        try:
+            ranks = members_of(one)
+        except ValueError as error:
+            raise FormatError(f"{rank.path}: {one.ranks!r} are no ranks") from error
+        if number not in ranks or max(ranks) >= world:
+            raise FormatError(f"{rank.path}: rank {number} of {world} is not among {one.ranks!r}")
+    if not found or len({(one.ranks, one.section) for one in found}) != len(found):
+        raise FormatError(f"{rank.path}: nothing is common, or the same twice")
+    return tuple(found)
 
 
 def _encode(kind: str, fields: Mapping[str, Any]) -> bytes:

@@ -27,6 +27,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.keeper.capture import Capture
 from everstep.state.entries import Entry
+from everstep.state.in_common import InCommon
 from everstep.state.layout import Placed, ShardLayout
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20
@@ -59,7 +60,8 @@ def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
     """The inverse of :func:`identity_to_wire`."""
-    return ShardIdentity(**fields)
+    common = tuple(InCommon(**one) for one in fields["common"])
+    return ShardIdentity(**{**fields, "common": common})
 
 
 def begin_to_wire(capture: Capture) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class Prepared:
         Args:
             behind_mark: see :class:`~everstep.format.header.ShardIdentity`.
         """
+        identity = replace(identity, common=self.shape.common)
         if behind_mark:
             identity = replace(identity, behind_mark=True)
         return BasePlan(identity, self.shards, self.kinds)

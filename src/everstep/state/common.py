@@ -64,7 +64,8 @@ def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Comm
                 owned[front] = zero.ranks
                 if id(owner) in entries:
                     updaters[entries[id(owner)]] = updated_by[name], zero.ranks
-    return Common(parameters, states, owned, updaters)
+    modules = frozenset(one.section for one in providers if isinstance(one, ModuleProvider))
+    return Common(parameters, states, owned, updaters, modules)
 
 
 def why_not_shared(module: nn.Module) -> str | None:

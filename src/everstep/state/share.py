@@ -106,6 +106,7 @@ class OwnShare:
             MappingProxyType({o: name for o, name in shape.aliases.items() if name in mine}),
             MappingProxyType({n: owner for n, owner in shape.owners.items() if n in mine}),
             shape.objects_bytes,
+            self.sharing.in_common(shape.aliases),
         )
 
     def _sharing(self, shape: Shape) -> Sharing:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from everstep.state.entries import Entry
+from everstep.state.in_common import InCommon, in_common
 from everstep.state.placing import Placement, replicas_on_mesh
 from everstep.state.ranks import RankInfo
 
@@ -36,12 +37,14 @@ class Common:
             that of all ranks' parameters (ZeRO).
         updaters: entry names of parameters that one rank updates for several (ZeRO) -> that rank,
             and all of these.
+        modules: sections that are modules.
     """
 
     parameters: Mapping[str, _Ranks]
     states: Mapping[str, str]
     owned: Mapping[str, _Ranks]
     updaters: Mapping[str, tuple[int, _Ranks]] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,33 @@ class Sharing:
                 text = share.placement.text
                 found[name] = replace(self._entries[name], placement=text)
         return found
+
+    def in_common(self, aliases: Mapping[str, str]) -> tuple[InCommon, ...]:
+        """What this rank takes for common, and so the others that have it must, too.
+
+        Of what lies on a mesh beside modules (an optimizer's state, say) a rank may have nothing,
+        as its part is empty: so among those only that have the same part.
+
+        Args:
+            aliases: ``other name -> entry name``: which of them is the entry's, ranks with an empty
+                part of a tied tensor do not know.
+        """
+        lines: dict[tuple[_Ranks, str], list[str]] = {}
+        names = {name: name for name in self._shares} | {
+            other: name for other, name in aliases.items() if name in self._shares
+        }
+        for name, of in names.items():
+            share, entry = self._shares[of], self._entries[of]
+            if _front(of) in self.common.owned:
+                continue  # of each parameter one rank has it
+            section, placement = name.partition("/")[0], share.placement
+            ranks = self._everyone if placement.ranks is None else placement.ranks
+            if placement.mesh and section not in self.common.modules:
+                ranks = share.replicas
+            if len(ranks) > 1:
+                about = name, entry.dtype, entry.logical_dtype, entry.global_shape, placement.text
+                lines.setdefault((tuple(sorted(ranks)), section), []).append(repr(about))
+        return in_common(lines)
 
     def split_of(self, parameter: str) -> tuple[_Ranks, int]:
         """Ranks that could write a parameter's entry, and the one of them that does."""

@@ -18,6 +18,7 @@ import torch
 from everstep.errors import OptionError, StateError, UnsupportedStateError
 from everstep.state.dtensors import LocalPart, is_dtensor, sharded_form
 from everstep.state.entries import Entry
+from everstep.state.in_common import InCommon
 from everstep.state.objects import Encoded, encode, unsupported_leaves
 from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
 from everstep.state.tensors import stored_form, why_not_storable
@@ -72,12 +73,14 @@ class Shape:
         aliases: ``other name -> entry name`` for tensors that share all of their memory.
         owners: who answers for each entry, by name.
         objects_bytes: entry names of the encoded objects, and about their sizes.
+        common: of a rank's share: what it has in common with others.
     """
 
     entries: tuple[Entry, ...]
     aliases: Mapping[str, str]
     owners: Mapping[str, Owner]
     objects_bytes: Mapping[str, int]
+    common: tuple[InCommon, ...] = ()
 
     @property
     def size_bytes(self) -> int:
