@@ -168,10 +168,10 @@ class Checkpointer:
         self._watched.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
         self._timeline, self._step, self._base_due = 0, 0, False
-        self._overwritten = Overwritten()
+        self._overwritten, self._at_exit = Overwritten(), AtExit(self._calls)
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
-        self._joint, self._at_exit = Joint(job, self._options, parts), AtExit(self._calls)
+        self._joint = Joint(job, self._options, parts, self._state)
         self._last: Save | None = None
         self._preempting.install()
         self._open = True
@@ -273,7 +273,7 @@ class Checkpointer:
             in_memory = not self._base_due and self._options.stays_in_memory(self._step)
             self._base_due = later and self._info.world == 1
             if not later:
-                self._take(survey, show=False, in_memory=in_memory)
+                self._take(self._joint.shared(survey), show=False, in_memory=in_memory)
         elif isinstance(self._saver, ScheduledSaver) and self._keepers.lost is None:
             self._saver.park(self._identity())
         self._preempting.marked(self._step, self._save_last)

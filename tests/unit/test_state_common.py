@@ -33,7 +33,7 @@ def state_of(module: nn.Module, rank: int) -> Iterator[State]:
 
 def common(state: State) -> list[str]:
     """Parameters that ranks keep equal."""
-    found = common_of(state.providers.values(), {}).parameters
+    found = common_of(state.providers.values(), {}, state.apart.own()).parameters
     return sorted(name.removeprefix("model/") for name in found)
 
 

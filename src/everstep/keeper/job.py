@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -22,14 +22,20 @@ from everstep.errors import (
     EverstepError,
     ForeignDirectoryError,
     OptionError,
-    RecoveryError,
-    StateError,
 )
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import Manifest, RunRecord
 from everstep.format.writer import ChunkRing
+from everstep.keeper.alike import (
+    options_to_say,
+    refuse_errors,
+    refuse_other_calls,
+    refuse_other_options,
+    same_run,
+)
 from everstep.keeper.copies import open_places
 from everstep.keeper.left_keepers import left_logs
+from everstep.keeper.parted import heard_apart, said_apart, tell_of_parted
 from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
@@ -53,6 +59,7 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job
 from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.peers import PeerMailbox
+from everstep.state.apart import Apart
 from everstep.state.image import State
 from everstep.state.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
@@ -95,6 +102,8 @@ class Job:
         self._copies: Copies | None = None
         self._fetches = False  # what is in other ranks' memory
         self._run_id = ""
+        self._apart: Apart | None = None
+        self._parts = False  # any rank has what DDP does not reduce
 
     def open_run(
         self,
@@ -102,6 +111,7 @@ class Job:
         run: PurePath,
         tiers: Sequence[TierOptions] = (),
         peers: PeerOptions | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> str:
         """Makes the folder of each rank a run, the same one; returns its id.
 
@@ -109,10 +119,11 @@ class Job:
             tiers: places that keep copies of the run; a folder that is new becomes one of the
                 run whose copies they hold.
             peers: what was said of the memory of other nodes.
+            options: that have to be the same on all ranks.
 
         Raises:
             ForeignDirectoryError, StorageError: a folder or place cannot be used.
-            OptionError: a place is none, or is not the same one for all ranks.
+            OptionError: a place is none, or is not the same one for all ranks; options differ.
             RecoveryError: the folders are of different runs.
             DeadlineError: not all ranks are there.
         """
@@ -120,7 +131,7 @@ class Job:
         filesystem = seams.filesystem
         mine: dict[str, Any] = {"name": uuid.uuid4().hex, "run": None, "error": None}
         mine["host"], mine["tiers"] = platform.node(), [tier.where for tier in tiers]
-        mine["node"] = node_to_say(peers)
+        mine["node"], mine["options"] = node_to_say(peers), dict(options or {})
         mine["memory"] = memory_name(mine["node"])
         failed: EverstepError | None = None
         try:
@@ -134,10 +145,11 @@ class Job:
         found = self._say(what, mine)
         if failed is not None:
             raise failed
-        self._refuse_errors(found)
+        refuse_errors(found, rank)
+        refuse_other_options(found, rank)
         self._fetches = any(said["node"] for said in found)
         nodes = nodes_said(found, rank, if_there=peers is not None and peers.if_there)
-        run_id = self._run_id = self._same_run(found)
+        run_id = self._run_id = same_run(found, rank)
         self._open_copies(copies, found, run_id)
         with storage_errors("open the run folder", run, rank=rank):
             self._disks = self._find_disks(seams, run, found[0]["name"])
@@ -237,7 +249,7 @@ class Job:
                 }
             found = self._say(what, mine)
             self._refuse_failed(found, run)
-            self._refuse_different(found)
+            refuse_other_calls(found, self.info.rank)
             session = found[0]["name"]
             mailbox.open(session, self.info.rank, [_address(said["trainer"]) for said in found])
             like = tuple(said["fingerprint"] for said in found)
@@ -280,9 +292,12 @@ class Job:
                 ready=keeper.ready,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
-            resumed = with_ranks(resumed, self._say("tell what was read", told_back(resumed)))
+            back = told_back(resumed) | said_apart(state.apart)
+            resumed = with_ranks(resumed, said := self._say("tell what was read", back))
             if resumed.base is not None:
                 self._gather(state)
+            self._apart, (self._parts, _) = state.apart, heard_apart(state.apart, said)
+            state.apart.began()
             if self._copies is not None:
                 self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)
@@ -337,6 +352,19 @@ class Job:
     def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
         """:meth:`.Group.begin_any`, of all ranks at the same steps."""
         return self._group.begin_any(what, mine)
+
+    def agree_on_own(self, step: int) -> bool:
+        """All ranks take a base of ``step``: what one of them has of its own, all have. Returns
+        whether that was news to this one.
+
+        Raises:
+            DeadlineError: not all ranks do.
+        """
+        if not self._parts or self._apart is None:
+            return False
+        said = self._say(f"take a base of step {step}", said_apart(self._apart))
+        tell_of_parted(said, step)
+        return heard_apart(self._apart, said)[1]
 
     def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
         """What is only in copies in part is nothing that the disks' retention may rest on, and
@@ -405,39 +433,10 @@ class Job:
         data: bytes = msgpack.packb(mine)
         return [msgpack.unpackb(said) for said in self._group.exchange(what, data)]
 
-    def _same_run(self, found: Sequence[dict[str, Any]]) -> str:
-        runs = {said["run"]: rank for rank, said in enumerate(found) if said["run"] is not None}
-        if len(runs) > 1:
-            where = ", ".join(f"rank {rank}: run {run}" for run, rank in sorted(runs.items()))
-            raise RecoveryError(
-                f"the ranks see different runs ({where})",
-                rank=self.info.rank,
-                hint="give every rank the same run folder, or remove those of other runs",
-            )
-        return str(next(iter(runs), found[0]["name"]))
-
-    def _refuse_errors(self, found: Sequence[dict[str, Any]]) -> None:
-        for rank, said in enumerate(found):
-            if said["error"] is not None:
-                raise StateError(
-                    f"rank {rank} cannot open its run folder: {said['error']}",
-                    rank=self.info.rank,
-                    hint="look at what that rank prints",
-                )
-
     def _refuse_failed(self, found: Sequence[dict[str, Any]], run: PurePath) -> None:
         for rank, said in enumerate(found):
             if said["error"] is not None:
                 raise failed_there(StartFailed(rank, said["error"]), self.info.rank, run)
-
-    def _refuse_different(self, found: Sequence[dict[str, Any]]) -> None:
-        if len({said["what"] for said in found}) > 1:
-            calls = "; ".join(f"rank {rank}: {said['what']}" for rank, said in enumerate(found))
-            raise StateError(
-                f"the ranks do different things ({calls})",
-                rank=self.info.rank,
-                hint="every rank calls resume() with the same step, or none does",
-            )
 
 
 def job_of(seams: Seams, timeout_s: float) -> Job | None:
@@ -484,7 +483,7 @@ def open_together(
     if job is None:
         refuse_lonely(peers)
         return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""
-    run_id = job.open_run(seams, run, tiers, peers)
+    run_id = job.open_run(seams, run, tiers, peers, options_to_say(options))
     refuse_unaudited(job.info, options)
     computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
     return replace(job.info, followed=computed, logged=options.logs), lambda: run_id

@@ -30,6 +30,8 @@ from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.nonfinite import nonfinite_error
 from everstep.keeper.parts import Parts
 from everstep.options import Options
+from everstep.state.image import State
+from everstep.state.survey import Survey
 
 __all__ = ["ASK_EVERY", "Joint"]
 
@@ -43,7 +45,8 @@ class Joint:
         job: None: this process is alone, and goes by what it sees itself.
     """
 
-    def __init__(self, job: Job | None, options: Options, parts: Parts) -> None:
+    def __init__(self, job: Job | None, options: Options, parts: Parts, state: State) -> None:
+        self._state, self._asked_step, self._parted = state, -1, False
         self._job, self._cadence, self._channel = job, parts.cadence, parts.channel
         self._recorder, self._standby = parts.recorder, parts.standby
         over_steps = parts.multistep
@@ -62,6 +65,7 @@ class Joint:
     def began(self) -> None:
         """All ranks go on from the same step: they ask each other at the end of the next one."""
         self._next_step, self._answered, self._any_needs = 0, -1, None
+        self._asked_step = -1
         self._found.clear()
 
     def answering(self, step: int) -> AbstractContextManager[None]:
@@ -92,6 +96,11 @@ class Joint:
             self._channel.check()  # before a base is taken of it
         return needed, due
 
+    def shared(self, survey: Survey | None) -> Survey | None:
+        """What was surveyed at this step mark, by what ranks have agreed on since."""
+        parted, self._parted = self._parted, False
+        return self._state.survey() if parted and survey is not None else survey
+
     def left(self) -> None:
         """Training ends: what was found within a step that is not over is said on this rank."""
         while self._found:
@@ -112,8 +121,11 @@ class Joint:
         """:meth:`ask`, of several ranks that have begun together."""
         if self._job is None or self._next_step is None:
             return False, False
+        first, self._asked_step = step != self._asked_step, step  # not twice, whatever fails here
         needed, due = self._agree(step)
         due = due if self._timed else self._cadence.due(step)
+        if first and (needed or due):
+            self._parted = self._job.agree_on_own(step)
         if due and self._multistep is not None:
             self._multistep.ask(step)
         return needed, due

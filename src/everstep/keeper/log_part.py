@@ -21,6 +21,7 @@ class LogPart:
     def __init__(self, state: State) -> None:
         self._state = state
         self._groupings: Mapping[str, Grouping] | None = None
+        self._apart = frozenset[int]()  # what each rank trains by itself, though DDP is around it
         self._parts: Mapping[str, Mapping[str, Part]] = {}
         self._own: dict[str, frozenset[str]] = {}
         self._last: dict[str, tuple[list[str], list[Any]]] = {}
@@ -31,7 +32,9 @@ class LogPart:
         Raises:
             UnsupportedStateError: no record can hold it.
         """
-        if self._groupings is not consumption.groupings:
+        apart = self._apart if self._state.ranks.world == 1 else self._state.apart.own()
+        if self._groupings is not consumption.groupings or apart != self._apart:
+            self._apart = apart
             self._regroup(consumption.groupings)
         own = self._own.get(key)
         consumed = consumption.look(key, own)

@@ -272,6 +272,8 @@ def _load(
         if not plan.left_out:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
+    placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
+    state.apart.restored(placed, saved.world, state.ranks.world)
     shape = ""
     if saved.world == 1:
         aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}

@@ -345,6 +345,7 @@ class Redo:
         self._waiting = self._waiting_bytes = 0
         for key, updates in pending.items():
             self._replayer(key).apply(updates)
+            self._state.apart.trained(key, {name for one in updates for name in one.gradients})
 
     def _compare(self) -> None:
         """Compares with the last mark, to whose step everything has been applied."""

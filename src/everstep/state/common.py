@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,20 +17,23 @@ from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
 
-__all__ = ["common_of", "ddp_in", "frozen_for_ddp", "why_not_shared"]
+__all__ = ["common_of", "ddp_in", "frozen_for_ddp", "ranks_of_ddp", "why_not_shared"]
 
 
-def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Common:
+def common_of(
+    providers: Iterable[Provider], aliases: Mapping[str, str], own: Collection[int]
+) -> Common:
     """What is known of the sections that ``providers`` are of.
 
     Parameters inside of DistributedDataParallel are the same on all ranks of its group, and so is
     what one of torch's optimizers keeps for them; another may keep what is a rank's own. Those that
-    were frozen when DDP was made, and are trained since, are not: it reduces no gradients of them.
+    were frozen when DDP was made, and trained since, are not: it reduces no gradients of them.
     Nor are buffers: each rank computes its own, and where they are broadcast, that happens before
     the next forward.
 
     Args:
         aliases: ``other name -> entry name``.
+        own: ids of those parameters (:class:`.apart.Apart`).
     """
     providers = list(providers)
     entries: dict[int, str] = {}
@@ -39,13 +42,11 @@ def common_of(providers: Iterable[Provider], aliases: Mapping[str, str]) -> Comm
         if not isinstance(provider, ModuleProvider):
             continue
         ranks, ignored = _replicated(provider.outer)
-        apart = {id(parameter) for parameter in _unreduced(provider.outer)}
         for key, parameter in provider.named_parameters():
             name = join_path(provider.section, key)
             name = aliases.get(name, name)
             entries.setdefault(id(parameter), name)
-            is_reduced = id(parameter) not in apart or not parameter.requires_grad
-            if ranks is not None and key not in ignored and is_reduced:
+            if ranks is not None and key not in ignored and id(parameter) not in own:
                 parameters[name] = ranks
     states: dict[str, str] = {}
     owned: dict[str, tuple[int, ...]] = {}
@@ -79,10 +80,15 @@ def why_not_shared(module: nn.Module) -> str | None:
 
 def frozen_for_ddp(providers: Iterable[Provider]) -> list[nn.Parameter]:
     """Parameters inside of DistributedDataParallel whose gradients it never reduces, though it was
-    not told to ignore them: they were frozen when it was made. While they are, all ranks have the
-    same; whenever that changes, so does what ranks have in common."""
+    not told to ignore them: they were frozen when it was made. Until one is trained, all ranks have
+    the same."""
     modules = [provider.outer for provider in providers if isinstance(provider, ModuleProvider)]
     return [parameter for module in modules for parameter in _unreduced(module)]
+
+
+def ranks_of_ddp(module: nn.Module) -> tuple[int, ...]:
+    """The ranks that keep a module's parameters equal; none, if it is in no DDP."""
+    return _replicated(module)[0] or ()
 
 
 def _replicated(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:

@@ -84,6 +84,7 @@ class State:
         lost_beside: what gradients depend on and is in no part of the state, in words.
         trains_in: the thread that has ended the last step; None: there was none.
         unsaved: by optimizer: what it trains, and no part of the state has.
+        apart: which parameters inside of DDP are each rank's own.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class State:
         self._looking_order = [*modules, *(key for key in self.providers if key not in modules)]
         self._assembler = Assembler(told)
         self._share = OwnShare(ranks, self.providers)
+        self.apart = self._share.apart
         # Refuses what cannot be stored now, rather than at the first save.
         survey = self._survey()
         self._share.of(survey)

@@ -117,7 +117,10 @@ def _alike(state: State) -> Iterator[_Alike]:
     if state.ranks.world == 1:
         return
     sharing = state.sharing if state.ranks.followed else None
-    common = common_of(state.providers.values(), {}) if sharing is None else sharing.common
+    if sharing is None:
+        common = common_of(state.providers.values(), {}, state.apart.own())
+    else:
+        common = sharing.common
     for key, provider in state.providers.items():
         if not isinstance(provider, OptimizerProvider):
             continue

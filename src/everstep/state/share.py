@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from everstep.state.apart import Apart
 from everstep.state.common import common_of, frozen_for_ddp, why_not_shared
 from everstep.state.objects import join_path
 from everstep.state.optimizers import OptimizerProvider
@@ -27,6 +28,7 @@ class OwnShare:
         providers: by section; may get more until it is asked.
 
     Attributes:
+        apart: which parameters that DDP does not reduce are each rank's own.
         sharing: who writes what, of what was surveyed last; None: this rank is alone.
     """
 
@@ -35,7 +37,8 @@ class OwnShare:
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
-        self._taught: list[bool] = []  # of what DDP does not reduce
+        self._own: frozenset[int] = frozenset()  # of what DDP does not reduce
+        self.apart = Apart(providers)
         self.sharing: Sharing | None = None
 
     def of(self, survey: Survey) -> Survey:
@@ -47,11 +50,10 @@ class OwnShare:
                 whose state several ranks cannot save.
         """
         shapes, tensors = self._shapes, self._tensors
-        frozen = [] if self._ranks.world == 1 else frozen_for_ddp(self._providers.values())
-        taught = [parameter.requires_grad for parameter in frozen]
-        if shapes is None or shapes[0] is not survey.shape or taught != self._taught:
+        own = self._own if self._ranks.world == 1 else self.apart.own()
+        if shapes is None or shapes[0] is not survey.shape or own != self._own:
             shapes, tensors = (survey.shape, self._share_of(survey.shape)), None
-            self._shapes, self._taught = shapes, taught
+            self._shapes, self._own = shapes, own
         if shapes[1] is shapes[0]:
             return survey
         if tensors is None or tensors[0] is not survey.tensors:
@@ -112,7 +114,7 @@ class OwnShare:
     def _sharing(self, shape: Shape) -> Sharing:
         """Who writes what: with a log each rank all that its marks hold, as it restores no other
         rank's (frozen parameters inside of DDP that follow others, say)."""
-        common = common_of(self._providers.values(), shape.aliases)
+        common = common_of(self._providers.values(), shape.aliases, self.apart.own())
         marked = (name for name, owner in shape.owners.items() if owner.in_marks)
         alone = frozenset(marked if self._ranks.logged else ())
         return Sharing(self._ranks, shape.entries, common, alone)

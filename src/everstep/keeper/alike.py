@@ -1,0 +1,110 @@
+"""What every rank of a job has to be told alike, compared where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everstep.errors import OptionError, RecoveryError, StateError
+from everstep.options import Options, presets
+
+__all__ = [
+    "options_to_say",
+    "refuse_errors",
+    "refuse_other_calls",
+    "refuse_other_options",
+    "same_run",
+]
+
+
+def options_to_say(options: Options) -> dict[str, str]:
+    """Options by which ranks do things together, as text. Not those that are of a rank's machine
+    (cores, budgets, how a segment is written), nor what it does with errors, nor how long it
+    waits."""
+    method, every, log = options.method, options.every, options.log
+    when = "auto" if every.auto else every.steps
+    found = {
+        "method": repr(options.method_name if method in presets.values() else method),
+        "every": repr(when if every.seconds is None else f"{every.seconds:g}s"),
+        "keep": repr(options.keep),
+    }
+    if every.mtbf_s is not None:
+        found["Every.mtbf_s"] = repr(every.mtbf_s)
+    if options.logs:
+        found |= {f"LogOptions.{name}": repr(getattr(log, name)) for name in _OF_LOG}
+    return found
+
+
+_OF_LOG = ("to", "history", "watch", "lag_steps")
+
+
+def refuse_other_options(found: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Each rank would take bases at steps of its own, or other ones, and the others wait for it.
+
+    Args:
+        found: by rank: ``"options"`` as each has said.
+        rank: this one.
+
+    Raises:
+        OptionError: naming what differs, and the ranks.
+    """
+    for name in dict.fromkeys(name for said in found for name in said["options"]):
+        ranks: dict[str, list[int]] = {}
+        for other, said in enumerate(found):
+            ranks.setdefault(said["options"].get(name, "none"), []).append(other)
+        if len(ranks) > 1:
+            listed = "; ".join(
+                f"rank(s) {' '.join(map(str, each))}: {value}" for value, each in ranks.items()
+            )
+            raise OptionError(
+                f"the ranks were given different values of {name} ({listed})",
+                rank=rank,
+                hint=f"give every rank the same {name.partition('.')[0]}",
+            )
+
+
+def same_run(found: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """The run that all of the ranks' folders are of.
+
+    Raises:
+        RecoveryError: they are of different ones.
+    """
+    runs = {said["run"]: other for other, said in enumerate(found) if said["run"] is not None}
+    if len(runs) > 1:
+        where = ", ".join(f"rank {other}: run {run}" for run, other in sorted(runs.items()))
+        raise RecoveryError(
+            f"the ranks see different runs ({where})",
+            rank=rank,
+            hint="give every rank the same run folder, or remove those of other runs",
+        )
+    return str(next(iter(runs), found[0]["name"]))
+
+
+def refuse_errors(found: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Of a rank that cannot open its run folder.
+
+    Raises:
+        StateError: saying so.
+    """
+    for other, said in enumerate(found):
+        if said["error"] is not None:
+            raise StateError(
+                f"rank {other} cannot open its run folder: {said['error']}",
+                rank=rank,
+                hint="look at what that rank prints",
+            )
+
+
+def refuse_other_calls(found: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Ranks start in different ways.
+
+    Raises:
+        StateError: saying which.
+    """
+    if len({said["what"] for said in found}) > 1:
+        calls = "; ".join(f"rank {other}: {said['what']}" for other, said in enumerate(found))
+        raise StateError(
+            f"the ranks do different things ({calls})",
+            rank=rank,
+            hint="every rank calls resume() with the same step, or none does",
+        )
