@@ -1,5 +1,5 @@
-"""Parameters that DDP does not reduce: common while nobody trains them, each rank's own behind that;
-and states that ranks were not given alike."""
+"""Parameters that DDP does not reduce: common while nobody trains them, then each rank's own; and
+states and options that ranks were not given alike."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import everstep
 from everstep import LogOptions, checkpointer
+from everstep.cli import app
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import common
+from everstep.state.sharing import Sharing
 from tests.unit.test_log_together import die
 from tests.unit.together import on_all, rank_seams
 
@@ -313,6 +316,28 @@ def test_ranks_with_other_states_take_no_base_and_keep_the_good_ones(
     assert 4 in bases
     assert 6 not in bases
     back(path, wanted, 4, method=method)
+
+
+@pytest.mark.parametrize("change", [left_out, without_ddp])
+def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
+    tmp_path: Path,
+    change: Callable[[int, dict[str, Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "run"
+    with monkeypatch.context() as patched, job(path, change=change) as ranks:
+        patched.setattr(Sharing, "in_common", lambda self, aliases: ())  # as it was once
+        resume(ranks)
+        train(ranks, 2, nobody)
+    found = CliRunner().invoke(app, ["verify", str(path)])
+    told = " ".join(found.output.split())
+    assert found.exit_code == 1
+    assert "its bytes are as they were written, but the ranks held different things" in told
+    assert "no disk is to blame: give every rank the same state" in told
+    assert "failing" not in told
+    why = "do not fit those of others|not in the checkpoint"
+    with job(path) as ranks, pytest.raises(EverstepError, match=why):
+        resume(ranks)
 
 
 @pytest.mark.parametrize(

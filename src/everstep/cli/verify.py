@@ -366,9 +366,11 @@ def _show(
         f"{good} of {count_of(len(read), 'base')}{of_log} good, {in_words(size_bytes)} read in "
         f"{seconds:.1f} s" + (f"; {count_of(len(lines), 'damage')}" if lines else "")
     )
-    lost = [item.base.id for item in checked if item.damages and not item.usable]
-    if lost:
+    bad = [item for item in checked if item.damages and not item.usable]
+    if lost := [item.base.id for item in bad]:
         where = "the disk or the store may be failing"
+        if all(damage.unfit for item in bad for damage in item.damages):
+            where = "no disk is to blame: give every rank the same state, so that their parts fit"
         told = f"  hint: resume() passes over what is damaged; {where}"
         if "://" not in str(inventory.path):
             told += f"; everstep rm {inventory.path} --step {lost[0].step} deletes a damaged base"

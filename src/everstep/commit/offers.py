@@ -344,7 +344,9 @@ def _bases_of(
                 for tier in piece.tiers:
                     source = Source(TIERS.index(tier), offer.rank)
                     if (base, rank, source) in spoilt:
-                        known.why = f"the files of rank {rank} are damaged"
+                        known.why = (
+                            f"the files of rank {rank} are damaged, or do not fit those of others"
+                        )
                         continue
                     places = known.pieces.setdefault(rank, {})
                     places.setdefault(key, []).append((source, offer.rank))

@@ -18,6 +18,12 @@ from everstep.seams.progress import ProgressSink
 __all__ = ["Damage", "Verdict", "verify_base"]
 
 
+_UNFIT = (
+    "its bytes are as they were written, but the ranks held different things to be in common when "
+    "they wrote it"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Damage:
     """One thing that is wrong.
@@ -26,12 +32,14 @@ class Damage:
         path: the file.
         entry: the entry in it, if it is one.
         unreadable: the file system gave no bytes, so nobody knows what they are.
+        unfit: every byte is as it was written, and the parts of the ranks do not fit together.
     """
 
     path: str
     entry: str | None
     problem: str
     unreadable: bool = False
+    unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +125,11 @@ def verify_base(
                     stack.callback(ranks[-1].close)
                 contents(ranks)
         except (DamageError, FormatError, OSError) as error:
-            note(str(base.path), error)
+            if len(base.manifest.markers) == 1 or isinstance(error, OSError):
+                note(str(base.path), error)
+            else:
+                told = f"{_UNFIT}: {error.message}"
+                damages.append(
+                    Damage(str(base.path), getattr(error, "entry", None), told, unfit=True)
+                )
     return Verdict(entries, size_bytes, tuple(damages))
