@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from everstep.errors import EverstepError, OptionError
 
 __all__ = [
+    "NUMBER_MAX",
     "checked",
     "is_int",
     "is_number",
@@ -30,6 +31,9 @@ __all__ = [
     "plain",
     "refuse_unknown",
 ]
+
+NUMBER_MAX = (1 << 63) - 1
+"""Of a whole number that is given, either way: more no record and no message can take."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
@@ -176,9 +180,13 @@ def _check_fields(made: Any, hints: Mapping[str, Any]) -> None:
 
 def _refuse_misfits(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     for name, hint in hints.items():
-        if name in values and not _fits(values[name], hint):
-            shown = where.format(name)
-            raise OptionError(f"{shown} must be {_words(hint)}, not {values[name]!r}")
+        if name not in values:
+            continue
+        shown, value = where.format(name), values[name]
+        if is_int(value) and abs(value) > NUMBER_MAX:
+            raise OptionError(f"{shown} must be at most {NUMBER_MAX}, not {value!r}")
+        if not _fits(value, hint):
+            raise OptionError(f"{shown} must be {_words(hint)}, not {value!r}")
 
 
 def _fits(value: object, hint: Any) -> bool:
