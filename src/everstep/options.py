@@ -50,7 +50,9 @@ class Budget:
         disk_bytes: disk for the run folder (default: what is free).
         write_bytes_per_day: what bases and a log on disk write in a day (default: unlimited). A
             log that would exceed it stays in memory; ``every="auto"`` stretches the interval
-            between bases. Counted anew by each training process.
+            between bases. Bases at a fixed interval, and those without which a log in memory would
+            lose steps, are taken all the same, and that is said. Counted anew by each training
+            process.
     """
 
     host_bytes: int | None = None

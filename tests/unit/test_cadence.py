@@ -23,17 +23,17 @@ from everstep.keeper.cadence import (
     ASK_EVERY,
     FIRST_STEPS,
     REPLAY_SHARE,
-    WASTE_OF_NO_ACCOUNT,
     Cadence,
-    seldom,
 )
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.local import KeeperStats
+from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.recorder import RecorderStats
 from everstep.keeper.save import Save
 from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
 from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log
+from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
 from everstep.recover.redo import Redo
 from everstep.recover.resume import Resumed
 from everstep.seams import ManualClock, Seams
@@ -63,6 +63,7 @@ class Run:
         *,
         memory_bytes: int = 1 << 40,
         alone: bool = True,
+        limits: LogLimits | None = None,
         **changes: Any,
     ):
         self.options = options_of(method, **changes)
@@ -79,7 +80,7 @@ class Run:
                 stats=RecorderStats(), disk=disk, rooms=SimpleNamespace(bytes_max=memory_bytes)
             )
         parts = self.options, RUN, self.saver, self.keepers, self.recorder, self.clock
-        self.cadence = Cadence(*parts, base_bytes=MB, alone=alone)
+        self.cadence = Cadence(*parts, base_bytes=MB, alone=alone, limits=limits)
         self.step = 0
         self.bases: list[int] = []
 
@@ -417,6 +418,33 @@ def test_the_log_between_two_bases_fits_its_memory(capsys: pytest.CaptureFixture
     assert "the memory of the log" in lines(capsys, "a base every")[0]
 
 
+def test_where_memory_and_write_budget_contradict_each_other_the_log_goes_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was said that every="auto" would keep the budget, which it was. What is advised does."""
+    budget = Budget(write_bytes_per_day=MB * 172_800 // 400)  # a base in 400 steps
+    host_bytes, state_bytes = 1_200_000, 500_000
+    limits = LogLimits.of(host_bytes, host_bytes, state_bytes)
+    run = Run("logged", budget=budget, memory_bytes=limits.memory_bytes, limits=limits)
+    run.train(300, log_bytes=1000)
+    assert run.cadence.interval_steps == 175
+    said = lines(capsys, "budget")
+    (conflict,) = (line for line in said if "allows" in line)
+    assert "allows a base every 400 steps, but the memory of the log holds 175 steps" in conflict
+    assert not any("every=" in line for line in said)
+    enough = int(re.findall(r"host_bytes=(\d+)", conflict)[0])
+    limits = LogLimits.of(enough, enough, state_bytes)
+    kept = Run("logged", budget=budget, memory_bytes=limits.memory_bytes, limits=limits)
+    kept.train(300, log_bytes=1000)
+    assert kept.cadence.interval_steps is not None
+    assert 400 <= kept.cadence.interval_steps <= 440
+    budget = Budget(write_bytes_per_day=int(re.findall(r"per_day=(\d+)", conflict)[0]))
+    kept = Run("logged", budget=budget, memory_bytes=2 * 175_000)
+    kept.train(300, log_bytes=1000)
+    assert kept.cadence.interval_steps == 175
+    assert not any("more than" in line for line in lines(capsys, "budget"))
+
+
 @pytest.mark.parametrize("cost_s", [1e-9, 1e-6, 0.01, 0.5])
 @pytest.mark.parametrize("log", [True, False])
 def test_bases_that_cost_nothing_are_not_taken_all_the_time(log: bool, cost_s: float) -> None:
@@ -629,6 +657,16 @@ def test_it_goes_to_disk_again_behind_a_base_once_there_is_room(
     run.train(1000, step_s=1.0)
     assert run.bases == [1000]
     assert run.told == [False, True]
+
+
+def test_a_log_that_never_went_to_disk_is_held_for_what_it_would_write(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was held because "0 bytes were written within a day"."""
+    run = Run("logged", budget=Budget(write_bytes_per_day=1), log=LogOptions(to="disk"))
+    run.over(log_bytes=1000)
+    (said,) = lines(capsys, "stays in memory")
+    assert "0 bytes were written within a day, and with the next segment, of about" in said
 
 
 def test_what_goes_back_and_forth_around_the_budget_stays_out() -> None:

@@ -1,13 +1,16 @@
 """When bases are taken, what that writes in a day, and whether the log may go to disk.
 
 What is measured while training runs goes to :class:`~everstep.plan.estimator.Estimator`; what
-it recommends is kept within three bounds: a base is durable before the next is taken (CheckFreq's
-rule), the log between two bases fits its memory, and a day's bases fit the write budget (I10).
+it recommends is kept within bounds: a base is durable before the next is taken (CheckFreq's rule),
+the log between two bases fits its memory and its part of the disk, and a day's bases fit the write
+budget (I10). Where the last two contradict each other the log goes first, and that is said: without
+a base, steps would be lost.
 All of it happens in the training thread, at the end of a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import PurePath
@@ -18,18 +21,20 @@ from rich.filesize import decimal
 from everstep.errors import InfeasibleError
 from everstep.keeper.budget import DAY_S, DayMeter, Forecast, budget_in_words, interval_steps_within
 from everstep.keeper.keepers import Keepers
+from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.save import Save
 from everstep.keeper.saver import Saver
+from everstep.keeper.wish import SLACK, Wish, interval_of
 from everstep.options import Every, Options
-from everstep.plan.costs import Costs, waste
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log
+from everstep.plan.seldom import seldom
 from everstep.recover.resume import Resumed
 from everstep.seams import Clock
 from everstep.seams.messages import say
 
-__all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "WASTE_OF_NO_ACCOUNT", "Cadence", "seldom"]
+__all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
 
 ASK_EVERY = 10
 """Steps between two exchanges of the ranks of a job, at most."""
@@ -37,16 +42,11 @@ ASK_EVERY = 10
 FIRST_STEPS = 10
 """So many steps are measured before anything is said or chosen; then a first base is."""
 
-WASTE_OF_NO_ACCOUNT = 0.001
-"""Of the time: with ``every="auto"`` bases are not taken more often to waste less than that."""
-
 REPLAY_SHARE = 0.1
 """Of a step, what redoing it is believed to take until a resume has measured it."""
 
 _LOOK_AGAIN_STEPS = 64
 _CERTAIN = 1e6  # a belief of so many failures is not moved by those that happen
-_NEAR = 0.25  # the waste is flat around its minimum: what is so near stays as it is
-_SLACK = 0.1  # between what is refused and what is allowed again
 
 
 @dataclass(slots=True)
@@ -59,28 +59,13 @@ class _Seen:
     persist_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """What one process would have, by what it measures.
-
-    Attributes:
-        steps: from base to base.
-        why: in words.
-        least, most: bounds of it; None: there is none.
-    """
-
-    steps: int
-    why: str
-    least: int
-    most: int | None
-
-
 class Cadence:
     """Watches steps and bases of one training process, and says when the next base is due.
 
     Args:
         run: the run folder; for messages.
         base_bytes: size of a base, until one was written.
+        limits: of the log.
         alone: False: with ``every="auto"`` nothing is chosen before all ranks have said what they
             measure (:meth:`agreed`).
 
@@ -100,10 +85,11 @@ class Cadence:
         clock: Clock,
         *,
         base_bytes: int,
+        limits: LogLimits | None = None,
         alone: bool = True,
     ) -> None:
         self._options = options
-        self._alone = alone
+        self._alone, self._limits = alone, limits or LogLimits()
         self._run = run
         self._saver = saver
         self._keepers = keepers
@@ -129,8 +115,8 @@ class Cadence:
         self._meter = DayMeter()
         self._recorded = 0
         self._batch_steps = options.log.batch_first
-        self._told = False  # that bases alone exceed the budget
-        self._wish: _Wish | None = None
+        self._told = False  # that bases exceed the budget
+        self._wish: Wish | None = None
         self.interval_steps = options.every.steps
         self._foretells = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
@@ -319,11 +305,11 @@ class Cadence:
                 found, why, log = without_log(costs), f"{error.message}; ", False
             wanted, wasted = seldom(costs, found, log=log)
             why += f"{wasted:.2%} of the time wasted with a failure in {costs.mtbf_s / 3600:.3g} h"
-        least, most = self._interval_min(step_s), self._interval_max()
+        least, (most, full) = self._interval_min(step_s), self._interval_max()
         if most is not None and least > most and self._logs_to_disk:
             self._hold_log("with the bases that it needs it is more than the budget")
-            least = self._interval_min(step_s)
-        self._wish = _Wish(wanted, why, least, most)
+            least, (most, full) = self._interval_min(step_s), self._interval_max()
+        self._wish = Wish(wanted, why, least, most, full)
         if self._alone:
             self._take_over([self.says()])
 
@@ -332,28 +318,20 @@ class Cadence:
         within the bounds of all."""
         if any(one["wish"] is None for one in said):
             return
-        wishes = [_Wish(*one["wish"]) for one in said]
-        rank = max(range(len(wishes)), key=lambda rank: wishes[rank].steps)
-        held, wanted, why = said[0]["interval_steps"], wishes[rank].steps, wishes[rank].why
-        least = max(wish.least for wish in wishes)
-        most = min((wish.most for wish in wishes if wish.most is not None), default=None)
-        if len(said) > 1:
-            why = f"as rank {rank} measures, {why}"
-        if wanted < least:
-            wanted, why = round(least * (1 + _SLACK)), "the write budget allows no more"
-        if most is not None and wanted > most:
-            wanted, why = most, "the memory of the log holds no more"
-        within = held is not None and held >= least and (most is None or held <= most)
-        if held == wanted or (held is not None and within and abs(held - wanted) <= _NEAR * held):
+        held = said[0]["interval_steps"]
+        new = interval_of([Wish(*one["wish"]) for one in said])
+        if new.most is not None and new.least > new.most:
+            self._tell_of_conflict(new.least, new.most, new.full)
+        if new.stays(held):
             self.interval_steps = held
             return
-        self.interval_steps = wanted
+        self.interval_steps = wanted = new.steps
         if not self._alone:
             self._looked = 0  # what that writes in a day is worked out anew
         step_s = self._estimator.step_s
         assert step_s is not None
         before = "" if held is None else f"; before: {_steps(held)}"
-        self._say(f"a base every {_steps(wanted)} ({wanted * step_s:.3g} s): {why}{before}")
+        self._say(f"a base every {_steps(wanted)} ({wanted * step_s:.3g} s): {new.why}{before}")
 
     def _interval_min(self, step_s: float) -> int:
         """The fewest steps between bases that the write budget allows."""
@@ -363,13 +341,34 @@ class Cadence:
         log = self._log_bytes_per_day(step_s) if self._logs_to_disk else 0.0
         return interval_steps_within(budget - log, self._base_bytes, step_s)
 
-    def _interval_max(self) -> int | None:
-        """The most steps between bases: behind so many the log would ask for one itself."""
+    def _interval_max(self) -> tuple[int | None, str]:
+        """The most steps between bases: behind so many the log would ask for one itself; and what
+        is full then."""
         recorder = self._recorder
-        replica = self._options.method.apply == "replica"  # it needs no records behind it
-        if recorder is None or not self._log_step_bytes or replica:
-            return None
-        return max(1, int(recorder.rooms.bytes_max // 2 / self._log_step_bytes))
+        if recorder is None or not self._log_step_bytes:
+            return None, ""
+        found: list[tuple[int, str]] = []
+        if self._options.method.apply != "replica":  # which needs no records behind it
+            in_memory = recorder.rooms.bytes_max // 2 / self._log_step_bytes
+            found.append((max(1, int(in_memory)), "the memory of the log"))
+        return min(found, default=(None, ""))
+
+    def _tell_of_conflict(self, least: int, most: int, full: str) -> None:
+        """Once: the log cannot wait for as long as the write budget wants."""
+        step_s, budget = self._estimator.step_s, self._options.budget.write_bytes_per_day
+        if self._told or step_s is None or budget is None:
+            return
+        self._told = True
+        log_bytes = 2 * math.ceil(self._log_step_bytes * least * (1 + SLACK))
+        host_bytes = self._limits.host_bytes_for(log_bytes) if "memory" in full else None
+        more = "" if host_bytes is None else f"Budget(host_bytes={host_bytes}) or more, "
+        day_bytes = math.ceil(self._base_bytes * DAY_S / (step_s * most))
+        self._say(
+            f"{budget_in_words(self._options)}: it allows a base every {_steps(least)}, but {full} "
+            f"holds {_steps(most)}, and steps beyond would be lost without one: bases write "
+            f"{decimal(day_bytes)} a day, more than the budget. {more}write_bytes_per_day="
+            f"{day_bytes}, or a method without a log would keep it"
+        )
 
     @property
     def _logs_to_disk(self) -> bool:
@@ -416,10 +415,9 @@ class Cadence:
             return
         if forecast.bases_bytes > budget and not self._told:
             self._told = True
-            self._say(
-                "bases alone write more a day than the budget; they are taken all the same "
-                '(every="auto", or a longer interval, would keep it)'
-            )
+            how = ' (every="auto", or a longer interval, would keep it)'
+            how = "" if self._options.every.auto else how
+            self._say(f"bases alone write more a day than the budget; they are taken anyway{how}")
         if recorder is None or not self._options.log_on_disk:
             return
         if recorder.disk.on and forecast.total_bytes > budget:
@@ -431,7 +429,7 @@ class Cadence:
         """Clearly: what goes back and forth is of no use."""
         now_s = self._clock.monotonic_s()
         most = max(forecast.total_bytes, self._meter.last_day_bytes(now_s))
-        return most <= (1 - _SLACK) * budget
+        return most <= (1 - SLACK) * budget
 
     def _meter_day(self, now_s: float) -> None:
         """What was written within a day counts, too, and not only what was foretold."""
@@ -445,7 +443,10 @@ class Cadence:
         batch = (steps + 1) * (self._recorded - recorded)
         written = self._meter.last_day_bytes(now_s)
         if recorder.disk.on and written + batch > budget:
-            self._hold_log(f"{decimal(written)} were written within a day")
+            self._hold_log(
+                f"{decimal(written)} were written within a day, and with the next segment, of "
+                f"about {decimal(batch)}, it would be more"
+            )
 
     def _hold_log(self, why: str) -> None:
         assert self._recorder is not None
@@ -468,32 +469,6 @@ class Cadence:
 
     def _say(self, text: str) -> None:
         say(f"everstep: {self._run}: {text}")
-
-
-def seldom(costs: Costs, best: Choice | Recommendation, *, log: bool) -> tuple[int, float]:
-    """The longest interval that wastes no more than the best one, or no more than
-    :data:`WASTE_OF_NO_ACCOUNT`; in steps, and what it wastes.
-
-    Where bases cost training next to nothing, the best is to write all the time, which wears a
-    disk out and takes it away from others, for a gain that nobody would notice.
-
-    Args:
-        log: there is one; without, all since a base is lost.
-    """
-
-    def wasted(steps: int) -> float:
-        interval_s = steps * costs.step_s
-        batch_s = costs.step_s if log else interval_s
-        return waste(costs, interval_s, batch_s).total
-
-    allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)
-    least, beyond = best.interval_steps, 2 * best.interval_steps
-    while wasted(beyond) <= allowed:
-        least, beyond = beyond, 2 * beyond
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if wasted(middle) <= allowed else (least, middle)
-    return least, wasted(least)
 
 
 def _steps(count: int) -> str:

@@ -23,6 +23,7 @@ from everstep.keeper.left_keepers import left_with_keeper
 from everstep.keeper.local import KeeperStats, LocalKeeper
 from everstep.keeper.log import open_log
 from everstep.keeper.log_batch import batch_to_wire
+from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.messages import identity_to_wire
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
@@ -48,7 +49,7 @@ _TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for i
 
 
 class Keepers:
-    """Holds the keeper that is in service, and the memory that captures go through.
+    """Holds the keeper in service, and the memory that captures go through.
 
     Args:
         arena_bytes: host memory for captures, at most; taken as it is needed.
@@ -62,7 +63,7 @@ class Keepers:
         pool: None for ``sync``.
         restarts: how often a keeper process was lost and replaced.
         on_disk: told up to which number records of the log are on disk, in any thread.
-        log_bytes_max: host memory for the log.
+        log_limits: of the log.
         on_everywhere: told the step of each base that is whole with all peers, in any thread.
         peer_log_step: the newest step of this timeline whose log this rank's peer holds, as the
             keeper last said.
@@ -102,7 +103,7 @@ class Keepers:
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_everywhere: Callable[[int], None] = lambda step: None
         self.peer_log_step: int | None = None
-        self.log_bytes_max: int | None = None
+        self.log_limits = LogLimits()
         self._tiers: list[dict[str, Any]] = []
         self._peers: dict[str, Any] | None = None
         # A keeper process has a world of its own: it cannot see a simulated one.
@@ -363,14 +364,13 @@ class Keepers:
 
     def _identity(self, timeline: int) -> ShardIdentity:
         """Of this rank; steps and LSNs come with each segment."""
-        rank, world = self._info.rank, self._info.world
-        return ShardIdentity(self._run_id, timeline, 0, 0, rank, world, True)
+        return ShardIdentity(self._run_id, timeline, 0, 0, self._info.rank, self._info.world, True)
 
     def _log_message(self) -> dict[str, Any] | None:
         if not self._options.logs or not self._options.log.on_disk:
             return None
         return {
-            **batch_to_wire(self._options, self.log_bytes_max),
+            **batch_to_wire(self._options, self.log_limits),
             "audit": self._options.audits and self._info.near is None,
         }
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.keeper.log_limits import LogLimits
 from everstep.options import Options
 from everstep.plan.batch import BatchEstimator
 
@@ -85,18 +86,18 @@ class AutoBatch(Batch):
         self.steps = self._estimator.choose()
 
 
-def batch_to_wire(options: Options, log_bytes_max: int | None) -> dict[str, Any]:
+def batch_to_wire(options: Options, limits: LogLimits) -> dict[str, Any]:
     """What a training process wants, for :func:`batch_of`.
 
     Args:
-        log_bytes_max: host memory for the log.
+        limits: of the log.
     """
     lag_steps = options.log.lag_steps
     return {
         "auto": options.batch_auto,
         "steps": options.log.batch_first,
         "most": None if lag_steps is None else lag_steps + 1,
-        "bytes_max": None if log_bytes_max is None else log_bytes_max // _MEMORY_PART,
+        "bytes_max": limits.memory_bytes // _MEMORY_PART or None,
     }
 
 

@@ -18,7 +18,6 @@ from everstep.keeper.budget import (
     check_multistep_budget,
     gradients_of,
     host_budget_bytes,
-    log_budget_bytes,
     marks_announcement,
     own_budget_bytes,
     replica_budget_bytes,
@@ -29,6 +28,7 @@ from everstep.keeper.expected import behind_first_update
 from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
+from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.multistep import Multistep
 from everstep.keeper.multistep_plan import taught_bytes
 from everstep.keeper.multistep_ranks import RankMultistep
@@ -183,11 +183,13 @@ def assemble(
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
+    limits = LogLimits()
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
-        log_bytes = keepers.log_bytes_max = log_budget_bytes(arena_bytes, tensors_bytes)
-        recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=log_bytes)
+        limits = LogLimits.of(host_bytes, arena_bytes, tensors_bytes)
+        keepers.log_limits = limits
+        recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=limits.memory_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
         keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.rooms.base_everywhere
         recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
@@ -208,7 +210,7 @@ def assemble(
     base_bytes = max(1, shape.size_bytes)
     alone = state.ranks.world == 1
     measured = options, run, saver, keepers, recorder, clock
-    cadence = Cadence(*measured, base_bytes=base_bytes, alone=alone)
+    cadence = Cadence(*measured, base_bytes=base_bytes, limits=limits, alone=alone)
     tell_of_lost_residuals(state)
     left_over = residual_bytes(state) if options.logs else 0
     ranks = state.ranks
