@@ -41,13 +41,16 @@ _BATCH_STEPS, _BATCH_STEPS_MAX = 10, 100_000
 @checked
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Upper bounds that are kept (I10); None means the default, which is printed at start.
+    """Upper bounds (I10); None means the default, which is printed at start.
 
     Attributes:
         host_bytes: host memory for captured state (default: half of what is available, and no
             more than two bases on their way to the disk, or 64 MiB of them; what is given here is
             used for as many as fit).
-        disk_bytes: disk for the run folder (default: what is free).
+        disk_bytes: disk for the run folder, of several ranks for the files of each (default: what
+            is free; ``every="auto"`` plans for half of it where a log goes to disk). A log on disk
+            has what bases leave: with more a base is taken early, and what there is no room for
+            waits for it, or is told as a gap. What was there before goes behind the first base.
         write_bytes_per_day: what bases and a log on disk write in a day (default: unlimited). A
             log that would exceed it stays in memory; ``every="auto"`` stretches the interval
             between bases. Bases at a fixed interval, and those without which a log in memory would
@@ -346,6 +349,12 @@ class Options:
                 f"method={self.method_name!r} counts bases, of which each "
                 f"{self.method.disk_every}th goes to disk: every= must be a number of steps",
                 hint="every=10 (steps)",
+            )
+        if self.budget.disk_bytes is not None and History.parse(self.log.history).is_more:
+            raise OptionError(
+                f"Budget(disk_bytes=) cannot be kept with history={self.log.history!r}: bases that "
+                "its steps are replayed from stay beyond keep=, and nobody knows how many",
+                hint='history="last" with a larger keep=; or no disk_bytes=',
             )
         if self.log.audit and (why := self._no_audit):
             raise OptionError(

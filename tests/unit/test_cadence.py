@@ -418,6 +418,36 @@ def test_the_log_between_two_bases_fits_its_memory(capsys: pytest.CaptureFixture
     assert "the memory of the log" in lines(capsys, "a base every")[0]
 
 
+@pytest.mark.parametrize("to", ["disk", "memory"])
+def test_the_log_between_two_bases_fits_its_part_of_the_disk(
+    to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a base every 205,132 steps, with all of the log between them on a disk that nobody had
+    looked at."""
+    limits = LogLimits(interval_bytes=50_000)
+    run = Run("logged", limits=limits, log=LogOptions(to=to))
+    run.train(FIRST_STEPS + 3, log_bytes=1000)
+    said = lines(capsys, "a base every")[0]
+    assert ("the log's part of the disk holds no more" in said) == (to == "disk")
+    assert (run.cadence.interval_steps == 50) == (to == "disk")
+
+
+@pytest.mark.parametrize("every", [None, 1000])
+def test_a_log_that_has_its_part_of_the_disk_asks_for_a_base(every: Any) -> None:
+    limits = LogLimits(interval_bytes=50_000)
+    run = Run("logged", limits=limits, every=every, log=LogOptions(to="disk"))
+    run.recorder.rooms.half_full = False
+    full = []
+    for _ in range(120):
+        run.train(1, log_bytes=1000)
+        if run.recorder.rooms.half_full:
+            full.append(run.step)
+            run.recorder.rooms.half_full = False
+            run.base()
+    assert full == [50, 100]
+    assert run.bases[-1] == 100
+
+
 def test_where_memory_and_write_budget_contradict_each_other_the_log_goes_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -664,7 +694,8 @@ def test_a_log_that_never_went_to_disk_is_held_for_what_it_would_write(
 ) -> None:
     """It was held because "0 bytes were written within a day"."""
     run = Run("logged", budget=Budget(write_bytes_per_day=1), log=LogOptions(to="disk"))
-    run.over(log_bytes=1000)
+    run.recorder.stats.record_bytes = 1000
+    run.cadence.stepped()
     (said,) = lines(capsys, "stays in memory")
     assert "0 bytes were written within a day, and with the next segment, of about" in said
 

@@ -9,13 +9,14 @@ updated may differ; what was declared static may never differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from everstep.errors import AuditError
 from everstep.format.plan import BasePlan
+from everstep.format.writer import Written
 from everstep.keeper.persist import Audit
 
-__all__ = ["DigestAudit"]
+__all__ = ["DigestAudit", "digests_of"]
 
 
 class DigestAudit:
@@ -58,3 +59,8 @@ class DigestAudit:
             self._lsn, self._digests, self._forms = plan.identity.lsn, digests, forms
 
         return audit
+
+
+def digests_of(written: Sequence[Written]) -> dict[str, str]:
+    """Of all entries of files that were written, by name."""
+    return {name: digest for shard in written for name, digest in shard.digests.items()}

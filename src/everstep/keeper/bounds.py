@@ -50,6 +50,11 @@ class Bounds:
     disk_bytes: int
     copies: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def other_bytes(self) -> int:
+        """Of the run folder, beside bases and log."""
+        return _RUN_BYTES
+
 
 def bounds_of(
     options: Options,

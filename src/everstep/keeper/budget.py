@@ -15,6 +15,7 @@ from everstep.errors import OutOfSpaceError
 from everstep.options import History, Options
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import local_of
+from everstep.state.entries import Entry
 from everstep.state.survey import Shape, is_reserved
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "host_budget_bytes",
     "interval_steps_within",
     "log_budget_bytes",
+    "log_step_bytes",
     "marks_announcement",
     "own_budget_bytes",
     "replica_budget_bytes",
@@ -41,6 +43,7 @@ _NEVER_STEPS = 1 << 62
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20
 _MARKED_MIN_BYTES = 1 << 20
+_STEP_BYTES = 16384  # random states, and what says what the records of a step are
 
 
 def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -> int:
@@ -153,26 +156,46 @@ def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
     return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
 
 
-def check_disk_budget(options: Options, run: PurePath, base_bytes: int, *, beside: int = 1) -> None:
-    """Refuses a base that does not fit the budget beside those to keep.
+def check_disk_budget(
+    options: Options,
+    run: PurePath,
+    base_bytes: int,
+    *,
+    beside: int = 1,
+    step_bytes: int = 0,
+    other_bytes: int = 0,
+) -> None:
+    """Refuses a base that does not fit the budget beside those to keep, and their log.
 
     Args:
         base_bytes: of one, as files.
         beside: bases that are there before the oldest goes, beyond those to keep.
+        step_bytes: of a step of the log on disk, at most; the log behind each base is there, of as
+            many steps as are between two, or, where that is not given in steps, of at least two.
+        other_bytes: what else is there.
 
     Raises:
-        OutOfSpaceError: with the number of bytes, or of bases, that would fit.
+        OutOfSpaceError: with the number of bytes, of bases, or of steps that would fit.
     """
-    budget = options.budget.disk_bytes
-    need = (options.keep + beside) * base_bytes
-    if budget is not None and need > budget:
-        fit = budget // base_bytes - beside
-        raise OutOfSpaceError(
-            f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written "
-            f"take {need} bytes, the budget is {budget}",
-            path=run,
-            hint=f"Budget(disk_bytes={need})" + (f", or keep={fit}" if fit > 0 else ""),
-        )
+    budget, bases = options.budget.disk_bytes, options.keep + beside
+    steps = (options.every.steps or 2) * options.method.disk_every if step_bytes else 0
+    each = base_bytes + steps * step_bytes
+    need = bases * each + other_bytes
+    if budget is None or need <= budget:
+        return
+    log = f", and behind each a log of {_steps(steps)}," if steps else ""
+    fit = (budget - other_bytes) // each - beside
+    instead = [f"Budget(disk_bytes={need})", *([f"keep={fit}"] if fit > 0 else [])]
+    if options.every.steps is not None and steps:
+        left = (budget - other_bytes) // bases - base_bytes
+        every = left // (step_bytes * options.method.disk_every)
+        instead += [f"every={every}"] if every > 0 else []
+    raise OutOfSpaceError(
+        f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written{log} "
+        f"take {need} bytes, the budget is {budget}",
+        path=run,
+        hint=", or ".join(instead),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +250,11 @@ def interval_steps_within(bytes_per_day: float, base_bytes: int, step_s: float) 
 def budget_in_words(options: Options) -> str:
     """The daily write budget: ``"budget of 40.0 GB a day"``."""
     budget = options.budget.write_bytes_per_day
-    return "no budget" if budget is None else f"budget of {decimal(budget)} a day"
+    return "no daily budget" if budget is None else f"budget of {decimal(budget)} a day"
+
+
+def _steps(count: int) -> str:
+    return "one step" if count == 1 else f"{count} steps"
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
@@ -304,7 +331,10 @@ def announcement(
         batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
         written += f", {log} per step, in segments of {batch}"
     disk = decimal(disk_bytes)
-    if options.log_on_disk:
+    if options.budget.disk_bytes is not None:
+        of = " for bases, the log has the rest of" if options.log_on_disk else " of"
+        disk += f"{of} a budget of {decimal(options.budget.disk_bytes)}"
+    elif options.log_on_disk:
         disk += " and the log"
         if History.parse(options.log.history).is_more:
             disk += f" with its bases (history={options.log.history!r})"
@@ -315,6 +345,20 @@ def announcement(
     )
 
 
+def log_step_bytes(shape: Shape, recorded_bytes: int) -> int:
+    """What a step takes in a log on disk, at most: what is recorded, what its mark holds besides,
+    objects and random states included, and what says what they are."""
+    entries = sum(entry.size_bytes for entry in _in_marks(shape))
+    return recorded_bytes + entries + sum(shape.objects_bytes.values()) + _STEP_BYTES
+
+
+def _in_marks(shape: Shape) -> list[Entry]:
+    """What each step mark holds in full, but for what everstep keeps itself."""
+    owners = shape.owners  # not of what the first update is expected to make
+    marked = {name for name, one in owners.items() if one.in_marks and not is_reserved(name)}
+    return [entry for entry in shape.entries if entry.name in marked]
+
+
 def marks_announcement(shape: Shape, recorded_bytes: int) -> str | None:
     """The line that follows where each step mark of a log holds much besides, as of models that
     are frozen for the most part; None where that is less than what is recorded anyway.
@@ -322,9 +366,7 @@ def marks_announcement(shape: Shape, recorded_bytes: int) -> str | None:
     Args:
         recorded_bytes: of a step: gradients, and residuals, which marks hold, too.
     """
-    owners = shape.owners  # not of what the first update is expected to make
-    marked = {name for name, one in owners.items() if one.in_marks and not is_reserved(name)}
-    held = [entry for entry in shape.entries if entry.name in marked]
+    held = _in_marks(shape)
     size_bytes = sum(entry.size_bytes for entry in held)
     if size_bytes < max(_MARKED_MIN_BYTES, recorded_bytes):
         return None

@@ -117,6 +117,7 @@ class Cadence:
         self._batch_steps = options.log.batch_first
         self._told = False  # that bases exceed the budget
         self._wish: Wish | None = None
+        self._before_base = 0  # bytes recorded before the last base that goes to disk
         self.interval_steps = options.every.steps
         self._foretells = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
@@ -155,6 +156,8 @@ class Cadence:
     def taken(self, save: Save) -> None:
         """That base is under way."""
         self._under, self._beside_s = save, []
+        if self._recorder is not None and not save.in_memory:
+            self._before_base = self._recorder.stats.record_bytes
 
     def due(self, step: int) -> bool:
         """Whether a base is due at the end of ``step``, by what this process knows."""
@@ -212,6 +215,7 @@ class Cadence:
                 self._samples += 1
         self._last_s, self._last_stall_s = now_s, stall_s
         self._meter_day(now_s)
+        self._relieve_disk()
         new = self._measure() and self.interval_steps is None and self._foretells
         long_ago = self._samples - self._looked >= _LOOK_AGAIN_STEPS
         known = self._estimator.has_steps  # not while all were beside the first base
@@ -351,7 +355,18 @@ class Cadence:
         if self._options.method.apply != "replica":  # which needs no records behind it
             in_memory = recorder.rooms.bytes_max // 2 / self._log_step_bytes
             found.append((max(1, int(in_memory)), "the memory of the log"))
+        if self._limits.interval_bytes is not None and self._logs_to_disk:
+            on_disk = self._limits.interval_bytes / self._log_step_bytes
+            found.append((max(1, int(on_disk)), "the log's part of the disk"))
         return min(found, default=(None, ""))
+
+    def _relieve_disk(self) -> None:
+        """Asks for a base where the log on disk is as long as it may become between two."""
+        recorder, most = self._recorder, self._limits.interval_bytes
+        if recorder is None or most is None or not self._logs_to_disk:
+            return
+        if recorder.stats.record_bytes - self._before_base > most - self._log_step_bytes:
+            recorder.rooms.half_full = True
 
     def _tell_of_conflict(self, least: int, most: int, full: str) -> None:
         """Once: the log cannot wait for as long as the write budget wants."""

@@ -21,7 +21,7 @@ from everstep.format.log import RecordHead
 from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.audit import DigestAudit
+from everstep.keeper.audit import DigestAudit, digests_of
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, WatchedProgress
 from everstep.keeper.log import LogStore
@@ -252,6 +252,7 @@ class LocalKeeper:
         with self._changed:
             capture.begun = True
             self._waiting.append(capture)
+        self._tell_log(True)
         if capture.stream:
             self._jobs.put(capture)
 
@@ -309,7 +310,7 @@ class LocalKeeper:
         Raises:
             AuditError: it is not the state of its step.
         """
-        self._audit.of(plan)(_digests(written))
+        self._audit.of(plan)(digests_of(written))
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
         """Waits until everything that was begun is durable or has failed.
@@ -388,7 +389,12 @@ class LocalKeeper:
                     with self._changed:
                         self._waiting.remove(job)
                         self._changed.notify_all()
+                    self._tell_log(bool(self.waiting))
             del job
+
+    def _tell_log(self, coming: bool) -> None:
+        if self.log_of_run is not None:
+            self.log_of_run.relief(coming)
 
     def _do(self, capture: Capture) -> None:
         save = capture.save
@@ -489,7 +495,3 @@ class LocalKeeper:
         finally:
             self._channel.end(work)
             self.stats.retain_s += self._clock.monotonic_s() - start_s
-
-
-def _digests(written: Sequence[Written]) -> dict[str, str]:
-    return {name: digest for shard in written for name, digest in shard.digests.items()}

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.peerlog import run_of
-from everstep.errors import DeadlineError, EverstepError, FencedError, FormatError
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    FencedError,
+    FormatError,
+    OutOfSpaceError,
+)
 from everstep.format.header import ShardIdentity
 from everstep.format.log import (
     LogRecord,
@@ -28,6 +34,7 @@ from everstep.format.log import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log_batch import ENDED, Batch, batch_of
+from everstep.keeper.log_room import LogRoom, NoRoomError
 from everstep.keeper.log_writer import SegmentWriter
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -79,6 +86,7 @@ class LogStore:
 
     Attributes:
         listeners: called when a step is whole; in the log's thread.
+        reliefs: say whether a base is going to be made, behind which there may be room on disk.
         after: the step behind which what is not on disk begins; None: nothing has come yet.
         forgotten: the last record whose memory is used again.
     """
@@ -92,6 +100,7 @@ class LogStore:
         batch: Batch | None = None,
     ) -> None:
         self.listeners: list[Callable[[], None]] = []
+        self.reliefs: list[Callable[[], bool]] = []
         self.arena = arena
         self._writer, self._post, self._on_disk = writer, post, on_disk
         self._lock = threading.Lock()
@@ -102,6 +111,7 @@ class LogStore:
         self.after: int | None = None
         self._threads = IoThreads(1, "everstep-log")
         self._failed = self._fenced = self._off = False
+        self._held = self._under_way = False
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -219,6 +229,17 @@ class LogStore:
         """Begins to write what is left of an unfinished batch, up to its last mark."""
         self._threads.submit(self._flush)
 
+    def relief(self, coming: bool) -> None:
+        """Whether a base is under way, behind which the log on disk may have room: what has none is
+        in memory until then."""
+        self._under_way = coming
+        if self._held:
+            self._threads.submit(self._guarded, self._catch_up)
+
+    @property
+    def _relief(self) -> bool:
+        return self._under_way or any(coming() for coming in self.reliefs)
+
     def forget(self, upto: int) -> None:
         """The memory of records up to this number is going to be used again."""
         with self._lock:
@@ -302,6 +323,7 @@ class LogStore:
     def _fail(self, error: EverstepError) -> None:
         """No more segments: behind a hole they would be of no use. Nobody waits for them."""
         self._failed, self._fenced = True, self._fenced or isinstance(error, FencedError)
+        self._held = False
         self._pending.clear()
         said = "the log on disk ends there, and goes on behind the next base"
         if not self._fenced:  # by whoever goes on with the run
@@ -325,7 +347,9 @@ class LogStore:
             return
         self._steps += 1
         self._batch.marked(item.head.step, item.came_s)
-        if self._batch.is_full(self._steps, self._bytes):
+        if self._held and not self._relief:
+            self._catch_up()
+        elif not self._held and self._batch.is_full(self._steps, self._bytes):
             self._write()
 
     def _write(self) -> None:
@@ -333,31 +357,65 @@ class LogStore:
         assert self._writer is not None
         assert self.after is not None
         records = [pending.record for pending in self._pending if pending.record is not None]
-        times = self._writer.write(records, self.after)
+        try:
+            times = self._writer.write(records, self.after)
+        except NoRoomError:
+            if not self._relief:
+                raise
+            self._held = True
+            return
         self._batch.written(self._steps, self._bytes, self._digest_s, times)
         last = self._pending[-1]
         self.after = last.head.step
         self._gather()
         self._on_disk(last.number)
 
+    def _catch_up(self) -> None:
+        """Writes what had no room, in segments as it would have become."""
+        items, self._held = self._pending, False
+        self._gather()
+        for item in items:
+            self._pending.append(item)
+            self._bytes += item.layout.size_bytes
+            if item.head.kind == "mark":
+                self._steps += 1
+                if not self._held and self._batch.is_full(self._steps, self._bytes):
+                    self._write()
+
     def _turn(self, on: bool) -> None:
         last = self._pending[-1].number if self._pending else 0
         self._flush()
+        if self._held:
+            self._fail(OutOfSpaceError("the log has no room on disk", step=self.after))
         self._gather()
         self.after, self._off = None, not on
         self._failed = self._failed and (self._fenced or not on)
         self._on_disk(ENDED if self._failed else last)
 
     def _flush(self) -> None:
+        if self._held:
+            self._guarded(self._catch_up)
+        if self._held:
+            return
         whole = len(self._pending)
         while whole and self._pending[whole - 1].head.kind != "mark":
             whole -= 1
         if self._writer is None or self._failed or not whole:
             return
         rest, self._pending = self._pending[whole:], self._pending[:whole]
-        try:
+
+        def write() -> None:
             self._write()
-            self._gather(rest)
+            if self._held:
+                self._pending += rest
+            else:
+                self._gather(rest)
+
+        self._guarded(write)
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        try:
+            write()
         except EverstepError as error:
             self._fail(error)
         except Exception as error:
@@ -384,7 +442,8 @@ def open_log(
     """
     if to_disk is None or identity is None:
         return LogStore(arena, None, post, on_disk)
-    writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s)
+    room = LogRoom.of(seams.filesystem, run, identity.rank, identity.world, to_disk)
+    writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s, room=room)
     return LogStore(arena, writer, post, on_disk, batch_of(to_disk))
 
 

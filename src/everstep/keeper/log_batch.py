@@ -18,6 +18,7 @@ ENDED = 1 << 62
 
 _STEPS_MAX = 100_000
 _MEMORY_PART = 4  # of the memory of the log one segment has no more than
+_DISK_PART = 2  # nor of what may be on disk between two bases, where that is bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,16 @@ def batch_to_wire(options: Options, limits: LogLimits) -> dict[str, Any]:
         limits: of the log.
     """
     lag_steps = options.log.lag_steps
+    parts = [limits.memory_bytes // _MEMORY_PART] if limits.memory_bytes else []
+    if limits.disk_bytes is not None and limits.interval_bytes is not None:
+        parts.append(max(1, limits.interval_bytes // _DISK_PART))
     return {
         "auto": options.batch_auto,
         "steps": options.log.batch_first,
         "most": None if lag_steps is None else lag_steps + 1,
-        "bytes_max": limits.memory_bytes // _MEMORY_PART or None,
+        "bytes_max": min(parts) if parts else None,
+        "disk_bytes": limits.disk_bytes,
+        "bases_bytes": limits.bases_bytes,
     }
 
 

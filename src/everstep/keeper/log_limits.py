@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from everstep.keeper.budget import log_budget_bytes
+from everstep.options import Options
 
 __all__ = ["LogLimits"]
 
@@ -15,20 +17,55 @@ class LogLimits:
 
     Attributes:
         memory_bytes: of records in host memory; with half as much a new base is due. 0: not known.
+        interval_bytes: of records that go to disk between two bases; with more a new base is due.
+            None: any number.
+        disk_bytes: of the run folder, as the budget says; None: there is none.
+        bases_bytes: of these, for bases.
         host_bytes, arena_bytes, state_bytes: the budget, what of it captures and the log share, and
             what a base takes there.
     """
 
     memory_bytes: int = 0
+    interval_bytes: int | None = None
+    disk_bytes: int | None = None
+    bases_bytes: int = 0
     host_bytes: int = 0
     arena_bytes: int = 0
     state_bytes: int = 0
 
     @classmethod
     def of(cls, host_bytes: int, arena_bytes: int, state_bytes: int) -> LogLimits:
-        """Those of a log in an arena of this size."""
-        memory_bytes = log_budget_bytes(arena_bytes, state_bytes)
-        return cls(memory_bytes, host_bytes, arena_bytes, state_bytes)
+        """Those of a log in an arena of this size, and on no disk."""
+        return cls(
+            memory_bytes=log_budget_bytes(arena_bytes, state_bytes),
+            host_bytes=host_bytes,
+            arena_bytes=arena_bytes,
+            state_bytes=state_bytes,
+        )
+
+    def on_disk(
+        self, options: Options, bases: int, bases_bytes: int, free_bytes: Callable[[], int]
+    ) -> LogLimits:
+        """With those of the disk: what the budget leaves beside bases; without one, and where the
+        interval is chosen, half of what is free. The log behind as many bases is there at a time.
+
+        Args:
+            bases: that are there at most, the one that is being written included.
+            bases_bytes: that they take.
+            free_bytes: asked for what is free, for this rank.
+        """
+        disk_bytes = options.budget.disk_bytes
+        if not options.log_on_disk or (disk_bytes is None and not options.every.auto):
+            return self
+        if disk_bytes is None:
+            return replace(self, interval_bytes=max(1, free_bytes() // 2 // bases))
+        interval_bytes = max(1, (disk_bytes - bases_bytes) // bases)
+        return replace(
+            self,
+            interval_bytes=interval_bytes,
+            disk_bytes=disk_bytes,
+            bases_bytes=bases_bytes,
+        )
 
     def host_bytes_for(self, log_bytes: int) -> int | None:
         """The budget of host memory of which the log would have so much; None: not known. The

@@ -16,6 +16,7 @@ from everstep.format.plan import ShardPlan
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
 from everstep.keeper.log_batch import SegmentTimes
+from everstep.keeper.log_room import LogRoom
 from everstep.recover.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -32,12 +33,15 @@ from everstep.tiers.disk import (
 
 __all__ = ["SegmentWriter"]
 
+_MARKER_BYTES = 1024  # at most; about 450 are used
+
 
 class SegmentWriter:
     """Writes segments of one timeline.
 
     Args:
         identity: of this rank; step and LSN are those of each segment.
+        room: what the budget leaves for the log; None: it has no bound.
 
     Attributes:
         now_s: the clock by which it says what a segment took.
@@ -51,8 +55,9 @@ class SegmentWriter:
         ring: ChunkRing,
         *,
         timeout_s: float,
+        room: LogRoom | None = None,
     ) -> None:
-        self._filesystem = seams.filesystem
+        self._filesystem, self._room = seams.filesystem, room
         self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity
@@ -70,6 +75,7 @@ class SegmentWriter:
 
         Raises:
             FencedError: a newer timeline has begun.
+            NoRoomError: the budget leaves no room for it; nothing was begun.
             StorageError: nothing of it is left, as far as the disk lets it go.
             DeadlineError: nothing half-made is left that anyone would read; retention removes it.
         """
@@ -94,6 +100,8 @@ class SegmentWriter:
 
     def _check_space(self, identity: ShardIdentity, plan: ShardPlan) -> None:
         """Refuses before writing what cannot fit: bases may find room in what is left."""
+        if self._room is not None:
+            self._room.take(plan.size_bytes + _MARKER_BYTES, step=identity.step)
         room = self._filesystem.free_bytes(self._run)
         if room < plan.size_bytes:
             raise OutOfSpaceError(

@@ -18,6 +18,7 @@ from everstep.keeper.budget import (
     check_multistep_budget,
     gradients_of,
     host_budget_bytes,
+    log_step_bytes,
     marks_announcement,
     own_budget_bytes,
     replica_budget_bytes,
@@ -29,6 +30,7 @@ from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.log_limits import LogLimits
+from everstep.keeper.log_room import disk_announcement, free_bytes
 from everstep.keeper.multistep import Multistep
 from everstep.keeper.multistep_plan import taught_bytes
 from everstep.keeper.multistep_ranks import RankMultistep
@@ -166,7 +168,16 @@ def assemble(
     )
     if options.logs and peers is not None and peers.log != "none":
         peer_log = peer_log_bytes(state.ranks, held_bytes, bounds.base_bytes)
-    check_disk_budget(options, run, bounds.base_bytes, beside=bounds.beside)
+    left_over = residual_bytes(state) if options.logs else 0
+    recorded_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
+    check_disk_budget(
+        options,
+        run,
+        bounds.base_bytes,
+        beside=bounds.beside,
+        other_bytes=bounds.other_bytes if options.log_on_disk else 0,
+        step_bytes=log_step_bytes(shape, recorded_bytes) if options.log_on_disk else 0,
+    )
     run_id = open_run()
     clock = seams.clock
     channel = BackgroundChannel(
@@ -187,7 +198,12 @@ def assemble(
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
-        limits = LogLimits.of(host_bytes, arena_bytes, tensors_bytes)
+        limits = LogLimits.of(host_bytes, arena_bytes, tensors_bytes).on_disk(
+            options,
+            options.keep + bounds.beside,
+            bounds.disk_bytes,
+            lambda: free_bytes(seams.filesystem, run) // state.ranks.world,
+        )
         keepers.log_limits = limits
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=limits.memory_bytes)
         recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
@@ -212,7 +228,6 @@ def assemble(
     measured = options, run, saver, keepers, recorder, clock
     cadence = Cadence(*measured, base_bytes=base_bytes, limits=limits, alone=alone)
     tell_of_lost_residuals(state)
-    left_over = residual_bytes(state) if options.logs else 0
     ranks = state.ranks
     whose = str(run) if alone else f"{run}: rank {ranks.rank} of {ranks.world}"
     told = announcement(
@@ -227,7 +242,8 @@ def assemble(
         parks=alone and not in_memory,
     )
     say(told)
-    recorded_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
+    if on_disk := disk_announcement(seams.filesystem, run, options, bounds, limits, ranks):
+        say(f"everstep: {whose}: {on_disk}")
     if options.logs and (marked := marks_announcement(shape, recorded_bytes)):
         say(f"everstep: {whose}: {marked}")
     if places:

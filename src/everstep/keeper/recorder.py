@@ -48,7 +48,7 @@ from everstep.state.survey import Survey
 
 __all__ = ["Recorder", "RecorderStats"]
 
-_FULL = "the log has half filled its memory"
+_FULL = "the log has half filled its memory, or has what it may have on disk between bases"
 
 
 @dataclass(slots=True, eq=False)

@@ -44,6 +44,7 @@ class Replicas:
         self._trainer: Attached | None = None
         self._frozen: Capture | None = None  # in the memory that is held for the next process
         self._frozen_for: Attached | None = None
+        self._asked: set[int] = set()  # bases that are to come
 
     @property
     def step(self) -> int | None:
@@ -76,14 +77,16 @@ class Replicas:
         self.close()
         self._trainer, timeline, limits = trainer, message["timeline"], message.get("replica")
         self._commits, self._timeline = keeper.commits, timeline
+        asked = self._asked = set()
         if limits is None:
             return
+        log.reliefs.append(lambda: bool(asked))  # it is to have a base
         self._replica = Replica(
             log,
             keeper,
             lambda: self._record(timeline),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            _Told(trainer, self._commits, timeline),
+            _Told(trainer, self._commits, timeline, self._asked),
             timeout_s=timeout_s,
         )
 
@@ -101,8 +104,10 @@ class Replicas:
         ask = Ask(message["number"], message["step"], message["exact"], samples)
         if self._replica is None:
             gone = EverstepError("this keeper has no replica", step=ask.step)
-            _Told(trainer, self._commits, self._timeline).refused([ask], gone)
+            told = _Told(trainer, self._commits, self._timeline, self._asked)
+            told.refused([ask], gone)
             return
+        self._asked.add(ask.number)
         self._replica.ask(ask)
 
     def base_durable(self, base: Capture, arena: Arena) -> None:
@@ -137,6 +142,7 @@ class Replicas:
     def lose(self) -> None:
         """The training process is gone: nobody waits for what it has asked for, and the next one
         does not want to."""
+        self._asked.clear()
         if self._replica is not None:
             self._replica.forget_asks()
 
@@ -164,8 +170,11 @@ class _Told:
     """Tells the training process what becomes of its replica, and other ranks of what they would
     wait for in vain."""
 
-    def __init__(self, trainer: Attached, commits: RankCommits | None, timeline: int) -> None:
+    def __init__(
+        self, trainer: Attached, commits: RankCommits | None, timeline: int, asked: set[int]
+    ) -> None:
         self._trainer, self._commits, self._timeline = trainer, commits, timeline
+        self._asked = asked
 
     def persisted(self, asks: Sequence[Ask], base: Capture) -> None:
         error = base.save.durable.exception()
@@ -173,6 +182,7 @@ class _Told:
             ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
             self.refused(asks, ours, base.step)
             return
+        self._asked.difference_update(ask.number for ask in asks)
         self._trainer.tell(
             {
                 "kind": "persisted",
@@ -184,6 +194,7 @@ class _Told:
 
     def refused(self, asks: Sequence[Ask], error: EverstepError, step: int | None = None) -> None:
         """``step``: of the base that has failed."""
+        self._asked.difference_update(ask.number for ask in asks)
         if self._commits is not None:
             for ask in asks:
                 why = f"this rank's replica does not give it: {error.message}"

@@ -80,7 +80,8 @@ class LogRooms:
         into: where records go now; None before there is a keeper that takes any.
         number: of the newest record.
         held_bytes: of all records, when a room was last asked for.
-        half_full: the log has half filled its memory, and nothing but a base relieves it.
+        half_full: the log has half filled its memory, or has its part of the disk, and nothing but
+            a base relieves it.
         waits_for_peers: a base relieves it when it is whole with all peers: before, whoever loses
             a node goes back to the one before. Not where the log has half filled its memory.
         cut_short: the step up to which it was let go before, because of that; -1: never.
