@@ -31,15 +31,15 @@ from everstep.keeper.lifetime import (
     no_last_base,
     persist_parked,
     raise_first,
+    refuse_pickling,
     stays_for_the_log,
     stays_with_bases,
     take_at_end,
     take_failed,
-    tell_if_lost_again,
-    tell_if_lost_for_all,
     wait_for_bases,
     wait_through,
 )
+from everstep.keeper.lost_steps import tell_if_bases_are_lost, tell_if_steps_are_lost
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
 from everstep.keeper.preemption import Preempting, asks_ranks
@@ -167,8 +167,8 @@ class Checkpointer:
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
         self._watched.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
-        self._timeline, self._step, self._base_due = 0, 0, False
-        self._overwritten, self._at_exit = Overwritten(), AtExit(self._calls)
+        self._timeline, self._step, self._base_due, self._overwritten = 0, 0, False, Overwritten()
+        self._at_exit = AtExit(self._calls)
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
         self._joint = Joint(job, self._options, parts, self._state)
@@ -176,6 +176,8 @@ class Checkpointer:
         self._preempting.install()
         self._open = True
         _live[self._live_key] = self
+
+    __reduce__ = refuse_pickling
 
     @named("resume", strict=bool)
     @one_at_a_time("resume")
@@ -371,7 +373,7 @@ class Checkpointer:
         if self._keeper is not None:
             keeper = self._keeper
             wait_for_bases(self._saver, keeper, timeout_s)
-            if self._keepers.revive(self._timeline):
+            if self._keepers.revive(self._timeline, insist=True):
                 self._take_over()
                 alone = self._info.world == 1
                 again = alone and self._watched.is_of_a_step  # other ranks do not
@@ -379,9 +381,7 @@ class Checkpointer:
                 save = self._take(self._watched.whole_at_mark, show=True) if again else None
                 self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
-                tell_if_lost_again(save, self._keepers.lost, self._channel)
-                if not alone:
-                    tell_if_lost_for_all(keeper, self._channel)
+                tell_if_bases_are_lost(save, keeper, self._keepers, self._channel, alone=alone)
         self._channel.check()
 
     @not_within("close")
@@ -399,6 +399,7 @@ class Checkpointer:
             stay = self._take_last(failed)
             again = partial(take_failed, self._standby, self._watched, self._take_at, failed)
             failed += wait_through(self.wait, lambda: self._keepers.gave_up, again)
+            tell_if_steps_are_lost(self._step, self._keepers, self._options, self._channel, failed)
             over = True  # or it was interrupted
         finally:
             about = self._run, self._recorder, self._keeper, self._last

@@ -18,6 +18,7 @@ from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
+from everstep.keeper.attempts import Attempts
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.left_keepers import left_with_keeper
 from everstep.keeper.local import KeeperStats, LocalKeeper
@@ -45,7 +46,6 @@ from everstep.tiers.options import PeerOptions, TierOptions
 __all__ = ["Keepers", "let_go"]
 
 _log = logging.getLogger("everstep")
-_TRY_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
 
 
 class Keepers:
@@ -62,6 +62,7 @@ class Keepers:
         current: in service; None before the first timeline.
         pool: None for ``sync``.
         restarts: how often a keeper process was lost and replaced.
+        attempts: to do so.
         on_disk: told up to which number records of the log are on disk, in any thread.
         log_limits: of the log.
         on_everywhere: told the step of each base that is whole with all peers, in any thread.
@@ -95,8 +96,7 @@ class Keepers:
         self._starting: StartingKeeper | None = None
         self._listens_at: tuple[str, int] | None = None  # told already, to be opened by that one
         self._before = KeeperStats()  # of keepers that are no longer in service
-        self._why_not: EverstepError | None = None
-        self._try_again_s = 0.0
+        self.attempts = Attempts(seams.clock)
         self.current: Keeper | None = None
         self.pool: CapturePool | None = None
         self.restarts = 0
@@ -111,21 +111,16 @@ class Keepers:
         self._may_be_kept = sys.platform == "linux" and seen
         in_process = options.method.base != "sync" and options.keeper.process
         self.in_process = in_process and self._may_be_kept
-        if options.is_multistep and not self.in_process:
-            raise OptionError(
-                "base='multistep' needs a keeper that is a process of its own",
-                hint="KeeperOptions(process=True), on Linux; or base='lazy'",
-            )
-        if options.method.in_memory and not self.in_process:
-            raise OptionError(
-                "bases that live in memory need a keeper that is a process of its own",
-                hint="KeeperOptions(process=True), on Linux; or method='lazy'",
-            )
-        if options.has_replica and not self.in_process:
-            raise OptionError(
-                "apply='replica' needs a keeper that is a process of its own",
-                hint="KeeperOptions(process=True), on Linux; or apply='recovery'",
-            )
+        for needed, what, instead in (
+            (options.is_multistep, "base='multistep' needs", "base='lazy'"),
+            (options.method.in_memory, "bases that live in memory need", "method='lazy'"),
+            (options.has_replica, "apply='replica' needs", "apply='recovery'"),
+        ):
+            if needed and not self.in_process:
+                raise OptionError(
+                    f"{what} a keeper that is a process of its own",
+                    hint=f"KeeperOptions(process=True), on Linux; or {instead}",
+                )
 
     def copy_to(self, tiers: Sequence[TierOptions]) -> None:
         """From the next keeper on, bases are copied to these places.
@@ -311,7 +306,7 @@ class Keepers:
         if opened:
             self._fence = Fence(self._seams.filesystem, self._run, timeline)
             self._channel.took_over(timeline)
-            self._why_not = None
+            self.attempts.why_not = None
         self._seat, self.peer_log_step = seat, None
         self._before = self.stats
         self._before.durable_step = None
@@ -412,11 +407,14 @@ class Keepers:
     def gave_up(self) -> bool:
         """Whether nobody is there: it could not be replaced, when that was last tried, or what took
         its place is gone, too."""
-        return self._why_not is not None or self.lost is not None
+        return self.attempts.why_not is not None or self.lost is not None
 
-    def revive(self, timeline: int, again: int | None = None) -> bool:
+    def revive(self, timeline: int, again: int | None = None, *, insist: bool = False) -> bool:
         """Replaces a keeper process that is gone; says so. True if one was replaced. Other ranks
         are told which bases were lost: not that of step ``again``, which may be taken now.
+
+        Args:
+            insist: tries at once, however short ago it was in vain: there may be no next time.
 
         Raises:
             EverstepError: why it could not be, by the policy: FencedError when it has gone over
@@ -424,18 +422,18 @@ class Keepers:
         """
         if self.lost is None:
             return False
-        try:
-            now_s = self._seams.clock.monotonic_s()
-            if self._why_not is None or now_s >= self._try_again_s:
-                self._why_not, self._try_again_s = None, now_s + _TRY_AGAIN_S
+        attempts = self.attempts
+        if insist or attempts.is_due:
+            attempts.begin()
+            try:
                 self._replace(timeline, again)
                 return True
-        except EverstepError as error:
-            self._why_not = error
-        else:
-            if self._options.on_failure != "raise":
-                return False  # it has been told
-        self._channel.post(self._why_not)
+            except EverstepError as error:
+                attempts.fail(error)
+        elif self._options.on_failure != "raise":
+            return False  # it has been told, and is again at each attempt
+        assert attempts.why_not is not None
+        self._channel.post(attempts.why_not)
         self._channel.check()
         return False
 

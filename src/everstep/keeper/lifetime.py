@@ -9,20 +9,19 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from everstep.errors import (
     DeadlineError,
     EverstepError,
-    KeeperError,
     OptionError,
     StateError,
     UnavailableError,
 )
 from everstep.given import is_int, is_number
 from everstep.keeper.calls import Calls
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keepers import let_go
+from everstep.keeper.lost_steps import is_lost
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
@@ -47,18 +46,16 @@ __all__ = [
     "check_usable",
     "close_earlier",
     "finish_at_exit",
-    "is_lost",
     "must_stay",
     "needs_last_base",
     "no_last_base",
     "persist_parked",
     "raise_first",
+    "refuse_pickling",
     "stays_for_the_log",
     "stays_with_bases",
     "take_at_end",
     "take_failed",
-    "tell_if_lost_again",
-    "tell_if_lost_for_all",
     "wait_for_bases",
     "wait_through",
 ]
@@ -114,6 +111,19 @@ def check_usable(is_open: bool, pid: int, run: PurePath, replaced: bool) -> None
             path=run,
             hint="make a Checkpointer (on a run folder of its own) in this process",
         )
+
+
+def refuse_pickling(checkpointer: object) -> NoReturn:
+    """What is pickled for another process (``spawn``), or copied, would be of no use there.
+
+    Raises:
+        StateError
+    """
+    raise StateError(
+        "a Checkpointer cannot be pickled or copied: it belongs to the process that made it",
+        hint="leave it out of what is handed to the other process; make a Checkpointer (on a run "
+        "folder of its own) there if that one trains, too",
+    )
 
 
 def check_resume(step: int | None) -> None:
@@ -293,55 +303,6 @@ def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: Sta
         f"({bad.message}); ckpt.save() before it would{before}"
     )
     return True
-
-
-def is_lost(save: Save | None) -> bool:
-    """Whether a base that was to hold what the log has is not durable: another rank may have taken
-    none, whose keeper stays with its log; without this one's that would be of no use."""
-    return save is not None and not (save.durable.done() and save.durable.exception() is None)
-
-
-def tell_if_lost_again(
-    save: Save | None, lost: EverstepError | None, channel: BackgroundChannel
-) -> None:
-    """Two keepers in a row are gone, the second with the base that was to make up for the first:
-    whoever waits for it must hear that it is not there.
-
-    Args:
-        save: of that base, if there is one.
-        lost: what became of the second keeper, if it is gone.
-    """
-    if save is None or lost is None or not is_lost(save):
-        return
-    channel.post(
-        KeeperError(
-            f"two keepers in a row are gone: nothing is durable of step {save.step}. The second: "
-            f"{lost.message}",
-            step=save.step,
-            hint="dmesg tells whether they were killed for memory; each call of save() or wait() "
-            "tries again",
-        )
-    )
-
-
-def tell_if_lost_for_all(keeper: Keeper, channel: BackgroundChannel) -> None:
-    """Other ranks hear from their keepers that no rank has a base which was lost with this one's
-    keeper; whoever waits for it here must hear of it, too.
-
-    Args:
-        keeper: that is gone.
-    """
-    if not isinstance(keeper, RemoteKeeper) or keeper.lost is None or not keeper.lost_steps:
-        return
-    steps = sorted(keeper.lost_steps)
-    bases = f"the base{'s'[: len(steps) > 1]} of step {', '.join(map(str, steps))}"
-    channel.post(
-        KeeperError(
-            f"no rank has {bases}: {keeper.lost.message}",
-            step=steps[-1],
-            hint="training goes on; the next base is taken as usual",
-        )
-    )
 
 
 def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:

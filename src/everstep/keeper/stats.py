@@ -24,7 +24,8 @@ class Stats:
         step: the user's step now.
         durable_step: newest step that is durable, of this timeline; None if none is.
         lag_steps: steps that a crash now would lose; None while nothing is durable.
-        saves, committed, failed: bases asked for, durable, failed.
+        saves, committed, failed: bases asked for, durable, failed (not copies in other tiers);
+            ``failed`` counts attempts to replace a lost keeper that came to nothing, too.
         held: bases that live in the memory of keepers only, and were whole there.
         stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
             the state, or beginning to), ``"gate"`` (an update waited for a copy),
@@ -119,7 +120,7 @@ def stats_of(
         lag_steps=None if durable is None else step - durable,
         saves=saver.saves,
         committed=keeper.committed,
-        failed=keeper.failed,
+        failed=keeper.failed + keepers.attempts.failed,
         stall_s=dict(saver.stall_s),
         written_bytes=keeper.written_bytes,
         persist_s=keeper.persist_s,
