@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -665,3 +667,11 @@ def test_whoever_resumes_while_a_failed_base_is_cleaned_up(at: str, run_folder: 
     assert recovery.step in (1, 2)
     there[1].close()
     check_usable(run_folder, {"n": [recovery.step]}, recovery.step)
+
+
+def test_a_checkpointer_is_not_handed_to_another_process(run_folder: Path) -> None:
+    """It said that some lock of it cannot be pickled."""
+    with opened(run_folder, {"n": [1]}) as ckpt:
+        for hand_over in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(StateError, match="cannot be pickled or copied"):
+                hand_over(ckpt)

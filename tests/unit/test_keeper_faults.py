@@ -475,15 +475,15 @@ def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folde
         ckpt.wait()
         keeper, remote = keeper_of(ckpt), ckpt._keepers._remote
         assert remote is not None
-        assert remote._timeout_s == TIMEOUT_S
+        assert remote.silence.timeout_s == TIMEOUT_S
         with stopped(keeper):
             saved(ckpt, world, snapshots)
-            remote._timeout_s = 1.0
+            remote.silence.timeout_s = 1.0
             start_s = time.monotonic()
             with pytest.raises(DeadlineError, match=rf"process {keeper}\) has said nothing for"):
                 ckpt.wait()
             assert time.monotonic() - start_s < TIMEOUT_S / 2
-            remote._timeout_s = TIMEOUT_S  # one that is slow is another matter
+            remote.silence.timeout_s = TIMEOUT_S  # one that is slow is another matter
         until(lambda: ckpt.stats().durable_step == 2, "it never became durable")
         ckpt.wait(TIMEOUT_S)
     assert restored(run_folder, 2) == snapshots[2]

@@ -200,3 +200,24 @@ def test_a_log_that_is_gone_is_not_said_to_be_in_memory(run_folder: Path) -> Non
     with redirect_stderr(said):
         ckpt.close()
     assert "was in the memory of a keeper that is gone, and is lost with it" in said.getvalue()
+
+
+def test_a_keeper_that_serves_another_process_is_not_called_gone(run_folder: Path) -> None:
+    """Which has what was in its memory, too."""
+    world = World()
+    ckpt = opened(run_folder, world, method="logged", every=None)
+    ckpt.resume()
+    run_steps(ckpt, world, 3)
+    keeper = ckpt._keepers.current
+    assert isinstance(keeper, RemoteKeeper)
+    keeper._on_message({"kind": "replaced", "pid": 4711}, [])
+    world.train()
+    said = io.StringIO()
+    with redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ckpt.close()
+    assert "no last base is taken of step 3: another process has taken the run over" in (
+        told := said.getvalue()
+    )
+    assert "now serves process 4711" in told
+    assert "gone" not in told

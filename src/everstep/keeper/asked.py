@@ -34,12 +34,17 @@ class Asked:
         """Of those that are neither durable nor have failed."""
         return tuple(save.step for save, _ in self._saves.values())
 
-    def add(self, save: Save, *, exact: bool) -> int:
-        """One is asked for, of its very step if ``exact``; returns the number that names it."""
+    def number(self) -> int:
+        """One that no other is named by. Whoever registers one knows it before, so as to take it
+        back, wherever an interrupt arrives."""
         with self._changed:
             self._numbers += 1
-            self._saves[self._numbers] = save, exact
             return self._numbers
+
+    def add(self, number: int, save: Save, *, exact: bool) -> None:
+        """One is asked for, of its very step if ``exact``."""
+        with self._changed:
+            self._saves[number] = save, exact
 
     def persisted(self, numbers: Sequence[int], step: int, size_bytes: int) -> None:
         """They are durable, in a base of ``step``."""

@@ -244,7 +244,7 @@ class Duties:
 
     def persist(self, trainer: Attached, message: dict[str, Any]) -> None:
         """What was to stay in memory becomes durable after all."""
-        self._persist(trainer.captures[message["number"]])
+        self._persist(trainer.captures.get(message["number"]))
 
     def redo(self, trainer: Attached, message: dict[str, Any]) -> None:
         """An update that concerns a capture over several steps."""
@@ -399,12 +399,12 @@ class Duties:
             return True
         return self.mirrors is not None and self.mirrors.finish()
 
-    def _persist(self, capture: Capture) -> None:
-        """A whole capture that was parked is written like any other."""
-        assert self.keeper is not None
-        capture.save.parked = False
-        self.keeper.begin(capture)
-        self.keeper.captured(capture, capture.incoming.objects())
+    def _persist(self, capture: Capture | None) -> None:
+        """A whole capture that was parked is written like any other; once, however often said."""
+        if capture is not None and capture.parked and self.keeper is not None:
+            capture.save.parked = False
+            self.keeper.begin(capture)
+            self.keeper.captured(capture, capture.incoming.objects())
 
     def close(self) -> None:
         """Ends all threads, behind what they have to do."""

@@ -420,7 +420,10 @@ class Keepers:
             EverstepError: why it could not be, by the policy: FencedError when it has gone over
                 to another training process, KeeperError when no new one could be started.
         """
-        if self.lost is None:
+        if not isinstance(self.current, RemoteKeeper):
+            return False
+        if self.current.lost is None:
+            self.current.look()
             return False
         attempts = self.attempts
         if insist or attempts.is_due:
@@ -478,16 +481,9 @@ class Keepers:
             self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
-        return attach(
-            self._run,
-            self._run_id,
-            self._info.rank,
-            self._arena_bytes,
-            self._options.keeper,
-            self._channel,
-            self._seams.clock,
-            timeout_s=self._options.progress_timeout_s,
-        )
+        whose = self._run, self._run_id, self._info.rank
+        about = self._arena_bytes, self._options.keeper, self._channel, self._seams.clock
+        return attach(*whose, *about, timeout_s=self._options.progress_timeout_s)
 
 
 def let_go(keeper: Keeper, *, stay: bool) -> None:

@@ -319,6 +319,12 @@ def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper
         return False
     remote = keeper if isinstance(keeper, RemoteKeeper) else None
     stays = remote is not None and remote.lost is None
+    if remote is not None and remote.lost is not None and remote.replaced:
+        say(
+            f"everstep: {run}: no last base is taken of step {step}: another process has taken the "
+            f"run over, and goes on without what was done here since ({remote.lost.message})"
+        )
+        return False
     where = f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
     if not stays:
         whose = "this process only" if remote is None else "a keeper that is gone"

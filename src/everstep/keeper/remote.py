@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
-from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
+from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead, layout_to_index
 from everstep.keeper.asked import Asked
 from everstep.keeper.assembly import Assembly, assembly_to_wire
@@ -23,9 +23,11 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import recalled_from_wire
 from everstep.keeper.local import KeeperStats
 from everstep.keeper.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
+from everstep.keeper.replies import Replies
 from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done, failed
-from everstep.keeper.waiting import Patience, keeper_gone, keeper_silent, storage_hangs
+from everstep.keeper.silence import Silence
+from everstep.keeper.waiting import Moves, Patience, keeper_gone, storage_hangs
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.held import Recalled
 from everstep.seams import Clock
@@ -52,7 +54,7 @@ class RemoteKeeper:
 
     Attributes:
         stats: what it has done, as it last said.
-        lost: why it is gone; None while it is there.
+        lost: why it is gone; None while it is there. ``replaced``: it serves another process.
     """
 
     def __init__(
@@ -69,12 +71,12 @@ class RemoteKeeper:
         self.stats = KeeperStats()
         self.lost: EverstepError | None = None
         self._connection, self._channel = connection, channel
-        self._clock, self._timeout_s = clock, timeout_s
+        self._clock, self.silence = clock, Silence(clock, pid, timeout_s)
         self._changed = Condition()
         self._waiting: dict[int, Capture] = {}  # until the keeper is done with them
         self._writing: dict[int, Capture] = {}  # until they are durable or have failed
-        self._replies: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        self._blobs: dict[int, bytearray] = {}
+        self._replies = Replies(self._changed, clock)
+        self._untold: dict[int, dict[str, Any]] = {}
         self._layouts, self._abandoned = set[int](), set[int]()
         self._telling = threading.Lock()  # of captures
         self._log_layouts: dict[int, tuple[int, ShardLayout]] = {}
@@ -86,8 +88,8 @@ class RemoteKeeper:
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
         self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
-        self._timeline, self._heard_s, self.written_bytes = 0, clock.monotonic_s(), 0
-        self._hung = self._closing = self._recalled = False
+        self._timeline = self.written_bytes = 0
+        self._hung = self._closing = self._recalled = self.replaced = False
         self.lost_steps = set[int]()  # of bases lost with it, or due when it was gone
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
@@ -119,6 +121,7 @@ class RemoteKeeper:
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline, self.stats = timeline, KeeperStats()
+        self.silence.heard()  # up to now it had nobody to say anything to
         self.replica_step, self.replica_applied, self.replica_bytes = None, 0, 0
         self._send(
             {
@@ -251,8 +254,11 @@ class RemoteKeeper:
         Raises:
             KeeperError: the keeper is gone.
         """
+        message = {"kind": "persist", "number": capture.number}
+        self._untold[capture.number] = message  # an interrupt leaves it to whoever waits next
         self.begin(capture)
-        self._send({"kind": "persist", "number": capture.number})
+        self._send(message)
+        self._untold.pop(capture.number, None)
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
         """The rest of a capture will never arrive; ``error`` is None when it was withdrawn."""
@@ -291,21 +297,25 @@ class RemoteKeeper:
         Args:
             samples: of the state as it is now.
         """
-        with self._changed:
-            if self.lost is not None:
-                self.lost_steps.add(save.step)
-                failed(save.durable, self.lost)
-                return
-            number = self._asked.add(save, exact=exact)
-        self._send(
-            {
-                "kind": "ask",
-                "number": number,
-                "step": save.step,
-                "exact": exact,
-                "samples": [[some.width_bytes, some.where, some.values] for some in samples],
-            }
-        )
+        number = self._asked.number()
+        message = {
+            "kind": "ask",
+            "number": number,
+            "step": save.step,
+            "exact": exact,
+            "samples": [[some.width_bytes, some.where, some.values] for some in samples],
+        }
+        try:
+            with self._changed:
+                if self.lost is not None:
+                    self.lost_steps.add(save.step)
+                    failed(save.durable, self.lost)
+                    return
+                self._asked.add(number, save, exact=exact)
+            self._send(message)
+        except BaseException:  # an interrupt: the keeper may never hear of it, or answers nobody
+            self._asked.refused([number], KeeperError("asking for it was interrupted"), None)
+            raise
 
     def drop_replica(self) -> None:
         """There is to be no replica any more."""
@@ -332,6 +342,10 @@ class RemoteKeeper:
             EverstepError: what failed meanwhile, by the policy.
         """
         patience = Patience(self._clock, timeout_s)
+        moves = Moves(self._clock, self.silence.timeout_s)
+        for message in list(self._untold.values()):
+            self._send(message)
+        self._untold.clear()
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
         seen = self.written_bytes
@@ -346,7 +360,9 @@ class RemoteKeeper:
                     bar.advance(self.written_bytes - seen)
                     seen = self.written_bytes
                 self._channel.check()
-                self._check_alive()
+                self.silence.check()
+                if steps := self._asked.steps:
+                    moves.look(self.written_bytes, self.replica_step, self.replica_applied, steps)
                 if self._hung:  # reported already; waiting on would be for ever
                     raise storage_hangs(len(self._waiting))
                 with self._changed:
@@ -354,6 +370,13 @@ class RemoteKeeper:
                 if patience.is_over(left):
                     break
         self._channel.check()
+
+    def look(self) -> None:
+        """Training goes on: that the keeper says nothing any more is reported, by the policy."""
+        silent = self.silence.news()
+        if silent is not None and self.lost is None:
+            self._channel.post(silent)
+            self._channel.check()
 
     def close(self, *, stay: bool = False) -> None:
         """Lets the keeper go: it finishes what it was given, and ends, or is to ``stay``, as if we
@@ -377,30 +400,9 @@ class RemoteKeeper:
     def _request(
         self, message: dict[str, Any], reply: str, timeout_s: float
     ) -> tuple[dict[str, Any], list[int]]:
+        self._replies.forget(reply)
         self._send(message)
-        written_bytes, start_s = self.written_bytes, self._clock.monotonic_s()
-        while self._clock.monotonic_s() - start_s <= timeout_s:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: reply in self._replies or self.lost is not None,
-                    min(_LOOK_AGAIN_S, timeout_s),
-                )
-                if reply in self._replies:
-                    return self._replies.pop(reply)
-            if self.lost is not None:
-                raise self.lost
-            if self.written_bytes != written_bytes:  # it gets somewhere
-                written_bytes, start_s = self.written_bytes, self._clock.monotonic_s()
-        raise DeadlineError(
-            f"the keeper (process {self.pid}) has not answered {message['kind']!r} within "
-            f"{timeout_s:g} s",
-            hint="everstep ps shows what it is doing; look at the disk",
-        )
-
-    def _check_alive(self) -> None:
-        silent_s = self._clock.monotonic_s() - self._heard_s
-        if silent_s > self._timeout_s:
-            raise keeper_silent(self.pid, silent_s)
+        return self._replies.wait(self, message["kind"], reply, timeout_s)
 
     def _read(self) -> None:
         error: BaseException | None = None
@@ -412,7 +414,7 @@ class RemoteKeeper:
                     continue
                 if received is None:
                     break
-                self._heard_s = self._clock.monotonic_s()
+                self.silence.heard()
                 self._on_message(*received)
         except Exception as found:
             error = found
@@ -426,12 +428,9 @@ class RemoteKeeper:
             self.stats = KeeperStats(**message["stats"])
             self.replica_step, self.replica_applied, self.replica_bytes = message["replica"]
         if kind == "blob":
-            self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
+            self._replies.part(message)
         elif kind in ("settled", "recalled", "listening"):
-            message["blobs"], self._blobs = self._blobs, {}
-            with self._changed:
-                self._replies[kind] = (message, fds)
-                self._changed.notify_all()
+            self._replies.came(message, fds)
         elif kind == "progress":
             self.written_bytes, self._hung = message["written_bytes"], message["hung"]
         elif kind in ("error", "notice"):
@@ -467,6 +466,7 @@ class RemoteKeeper:
             if (told := self._rebuilding.pop(message["number"], None)) is not None:
                 told(message["whole"])
         elif kind == "replaced":
+            self.replaced = True
             why = f"the keeper (process {self.pid}) now serves process {message['pid']}"
             self._lose(KeeperError(why))
 

@@ -109,13 +109,14 @@ class Standby:
             return last
         if self._several:
             self._hold_up()
-        save = self._last = Save(identity.step, identity.timeline)
+        save = Save(identity.step, identity.timeline)
         save.durable.add_done_callback(self._ended)
-        if exact:
-            self._exact = [one for one in self._exact if not one.durable.done()] + [save]
         done(save.staged, None)  # the keeper has all of it
         samples = self._samples(self._saver.asked(survey, identity), survey)
         keeper.ask(save, samples, exact=exact)
+        self._last = save  # only now: who is interrupted before has asked for none
+        if exact:
+            self._exact = [one for one in self._exact if not one.durable.done()] + [save]
         return save
 
     def settle(self, timeout_s: float) -> None:

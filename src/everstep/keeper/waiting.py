@@ -9,10 +9,12 @@ from typing import Protocol
 from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
 
-__all__ = ["Patience", "keeper_gone", "keeper_silent", "storage_hangs", "unless_gone"]
+__all__ = ["Moves", "Patience", "keeper_gone", "storage_hangs", "unless_gone"]
 
 _LOOK_AGAIN_S = 0.2
 """How often who waits looks whether the storage hangs, and shows how far it is."""
+
+_NOWHERE_S = 60.0
 
 
 class _MayBeLost(Protocol):
@@ -36,6 +38,37 @@ def storage_hangs(count: int) -> DeadlineError:
         f"{count} base(s) are not durable: the storage hangs",
         hint="look at the disk or the network file system (dmesg, df, iostat)",
     )
+
+
+class Moves:
+    """Whether bases that a keeper's replica was asked for get anywhere: it may load torch first,
+    and parts of other ranks may be late, so there is twice the time that all else has.
+
+    Args:
+        timeout_s: that time.
+    """
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock, self._timeout_s = clock, max(_NOWHERE_S, 2 * timeout_s)
+        self._at: tuple[object, ...] = ()
+        self._since_s = clock.monotonic_s()
+
+    def look(self, *at: object) -> None:
+        """It is ``at`` that now.
+
+        Raises:
+            DeadlineError: as it was for too long.
+        """
+        now_s = self._clock.monotonic_s()
+        if at != self._at:
+            self._at, self._since_s = at, now_s
+        elif now_s - self._since_s > self._timeout_s:
+            raise DeadlineError(
+                f"the keeper's replica gets nowhere for {now_s - self._since_s:.0f} s with bases "
+                "that it was asked for",
+                hint="everstep ps shows what it does; its log is in the runtime folder (everstep "
+                "doctor)",
+            )
 
 
 class Patience:
@@ -78,14 +111,6 @@ class Patience:
     @property
     def _waited_s(self) -> float:
         return self._clock.monotonic_s() - self._start_s
-
-
-def keeper_silent(pid: int, silent_s: float) -> DeadlineError:
-    """The keeper process says nothing."""
-    return DeadlineError(
-        f"the keeper (process {pid}) has said nothing for {silent_s:.0f} s",
-        hint="it is stopped, or this machine is overloaded",
-    )
 
 
 def keeper_gone(pid: int, error: BaseException | None) -> KeeperError:
