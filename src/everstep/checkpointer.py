@@ -167,8 +167,8 @@ class Checkpointer:
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
         self._watched.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
-        self._timeline, self._step, self._base_due, self._overwritten = 0, 0, False, Overwritten()
-        self._at_exit = AtExit(self._calls)
+        self._timeline, self._step, self._base_due = 0, 0, False
+        self._overwritten, self._at_exit = Overwritten(), AtExit(self._calls)
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
         self._joint = Joint(job, self._options, parts, self._state)
@@ -421,7 +421,6 @@ class Checkpointer:
             return False
         survey = self._watched.whole_at_mark
         if survey is None:
-            assert self._keeper is not None
             return stays_for_the_log(self._run, self._step, self._options, self._keeper)
         take_at_end(survey, self._take_at, failed)
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_each_rank_comes_back_to_what_it_has_trained(tmp_path: Path, who: str) -
         lives = [ranks_of(tmp_path, who, life) for life in range(3)]
     finally:
         end_keepers(tmp_path)
-    for before, behind in zip(lives, lives[1:], strict=False):
+    for before, behind in itertools.pairwise(lives):
         for (_, end), (begin, _) in zip(before, behind, strict=True):
             assert begin == {**end, "exact": True}, "every bit"
     assert [life[0][1]["step"] for life in lives] == [6, 8, 10]
