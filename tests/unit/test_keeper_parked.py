@@ -216,3 +216,17 @@ def test_what_is_handed_over_while_it_looks_around_is_waited_for(
     b.until(lambda: not keeper.waiting, "the end of the base")
     assert b.over()
     assert b.committed() == {(1, 5)}
+
+
+def test_what_is_over_may_be_said_again(b: Bench) -> None:
+    """By a process that was interrupted as it said it, and does not know whether it has."""
+    one = b.trainer()
+    one.serve()
+    park(one, 1, 5)
+    one.say("persist", number=1)
+    one.say("persist", number=1, again=True)
+    one.await_("done")
+    one.say("persist", number=1, again=True)
+    b.turn(5)
+    assert b.server._trainer is not None
+    assert b.committed() == {(1, 5)}

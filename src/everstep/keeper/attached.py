@@ -47,3 +47,11 @@ class Attached:
             self.connection.send(message)
         except (EverstepError, OSError):
             self.gone = True
+
+    def named(self, number: int, *, again: bool) -> Capture | None:
+        """A capture of this process; None: it is over, as it may be where this is said again.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self.captures.get(number) if again else self.captures[number]

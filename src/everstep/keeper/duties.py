@@ -244,7 +244,7 @@ class Duties:
 
     def persist(self, trainer: Attached, message: dict[str, Any]) -> None:
         """What was to stay in memory becomes durable after all."""
-        self._persist(trainer.captures.get(message["number"]))
+        self._persist(trainer.named(message["number"], again=message.get("again", False)))
 
     def redo(self, trainer: Attached, message: dict[str, Any]) -> None:
         """An update that concerns a capture over several steps."""

@@ -481,9 +481,9 @@ class Keepers:
             self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
-        whose = self._run, self._run_id, self._info.rank
-        about = self._arena_bytes, self._options.keeper, self._channel, self._seams.clock
-        return attach(*whose, *about, timeout_s=self._options.progress_timeout_s)
+        whose, options = (self._run, self._run_id, self._info.rank), self._options
+        about = *whose, self._arena_bytes, options.keeper, self._channel, self._seams.clock
+        return attach(*about, timeout_s=options.progress_timeout_s)
 
 
 def let_go(keeper: Keeper, *, stay: bool) -> None:

@@ -344,7 +344,7 @@ class RemoteKeeper:
         patience = Patience(self._clock, timeout_s)
         moves = Moves(self._clock, self.silence.timeout_s)
         for message in list(self._untold.values()):
-            self._send(message)
+            self._send({**message, "again": True})
         self._untold.clear()
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
