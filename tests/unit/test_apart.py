@@ -245,6 +245,18 @@ def test_what_nobody_trains_is_written_once_in_each_life(tmp_path: Path, method:
             assert sorted(found[0] + found[1]) == sorted(FROZEN)
 
 
+def tied(rank: int, state: dict[str, Any]) -> None:
+    state["model"].register_parameter("again", state["model"][0].weight)
+
+
+def test_what_has_two_names_and_nobody_trains_stays_common(tmp_path: Path) -> None:
+    for life in range(2):
+        with job(tmp_path / "run", change=tied) as ranks:
+            assert {found.step for found in resume(ranks)} == {2 * life}
+            train(ranks, 2, nobody)
+            assert [one.ckpt._state.apart.names() for one in ranks] == [[], []]
+
+
 def test_what_was_trained_is_a_ranks_own_behind_a_rewind_too(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with job(path) as ranks:

@@ -70,10 +70,10 @@ class Apart:
             before, world: number of ranks that saved it, and of this job.
         """
         for name in self._named():
-            took, group = placed.get(name), self._group(name)
+            took = placed.get(name, ())  # nothing of it was there
             if took is None or set(took) >= set(range(before)):
                 continue
-            if before != world or not set(took) >= group:
+            if before != world or not set(took) >= self._group(name):
                 self._own.add(name)
         self.began()
 
