@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everstep.keeper.log_limits import LogLimits
 from everstep.options import Options
 from everstep.plan.batch import BatchEstimator
+
+if TYPE_CHECKING:  # not in the keeper, which does without torch
+    from everstep.keeper.log_limits import LogLimits
 
 __all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_of", "batch_to_wire"]
 
