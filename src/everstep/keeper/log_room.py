@@ -10,13 +10,13 @@ from rich.filesize import decimal
 
 from everstep.errors import OutOfSpaceError
 from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, parse_rank
-from everstep.keeper.bounds import Bounds
 from everstep.options import Options
 from everstep.seams.filesystem import FileSystem
 from everstep.state.ranks import RankInfo
 from everstep.tiers.disk import storage_errors
 
 if TYPE_CHECKING:  # not in the keeper, which does without torch
+    from everstep.keeper.bounds import Bounds
     from everstep.keeper.log_limits import LogLimits
 
 __all__ = ["LogRoom", "NoRoomError", "disk_announcement", "folder_bytes", "free_bytes"]
