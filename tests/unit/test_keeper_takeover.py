@@ -337,7 +337,8 @@ def test_one_that_takes_over_fences_the_other_off(served: Bench, policy: Any) ->
         with pytest.raises(FencedError):
             first.close()  # and it comes to an end
     else:
-        first.close()
+        with pytest.warns(RuntimeWarning, match="timeline 2 has taken the run over"):
+            first.close()
     stepped(second, other)
     second.close()
     assert served.committed() == {(2, 2)}
