@@ -276,13 +276,12 @@ def test_what_replay_has_trained_is_a_ranks_own(tmp_path: Path) -> None:
     with job(*paths, **about, every=100) as ranks:
         resume(ranks)
         train(ranks, 2, nobody)
-        train(ranks, 2, both)
-        train(ranks, 1, nobody)
+        train(ranks, 1, both)  # behind the next step there would be a base
         wanted = [one.weights for one in ranks]
         die(ranks)
     with job(*paths, **about) as ranks:
         found = resume(ranks)
-        assert {(one.step, one.replayed) for one in found} == {(5, 4)}
+        assert {(one.step, one.replayed) for one in found} == {(3, 2)}
         for one, mine in zip(ranks, wanted, strict=True):
             assert all(map(torch.equal, one.weights, mine))
             assert one.ckpt._state.apart.names() == ["model/0.bias", "model/0.weight"]

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
-
-from rich.filesize import decimal
+from typing import Any
 
 from everstep.errors import OutOfSpaceError
 from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, parse_rank
-from everstep.options import Options
 from everstep.seams.filesystem import FileSystem
-from everstep.state.ranks import RankInfo
-from everstep.tiers.disk import storage_errors
 
-if TYPE_CHECKING:  # not in the keeper, which does without torch
-    from everstep.keeper.bounds import Bounds
-    from everstep.keeper.log_limits import LogLimits
-
-__all__ = ["LogRoom", "NoRoomError", "disk_announcement", "folder_bytes", "free_bytes"]
+__all__ = ["LogRoom", "NoRoomError", "folder_bytes"]
 
 
 class NoRoomError(OutOfSpaceError):
@@ -82,49 +73,6 @@ class LogRoom:
                     hint="a larger budget, fewer bases (keep=), or a shorter interval (every=)",
                 )
         self._taken_bytes = taken_bytes + size_bytes
-
-
-def free_bytes(filesystem: FileSystem, run: PurePath) -> int:
-    """Of the disk of a run.
-
-    Raises:
-        StorageError
-    """
-    with storage_errors("look at the disk", run):
-        return filesystem.free_bytes(run)
-
-
-def disk_announcement(
-    filesystem: FileSystem,
-    run: PurePath,
-    options: Options,
-    bounds: Bounds,
-    limits: LogLimits,
-    ranks: RankInfo,
-) -> str | None:
-    """The line printed at start about a disk budget: what of the log fits, and what is there beyond
-    it; None: there is nothing to say.
-
-    Raises:
-        StorageError
-    """
-    budget_bytes = options.budget.disk_bytes
-    if budget_bytes is None:
-        return None
-    said = []
-    if limits.disk_bytes is not None and limits.interval_bytes is not None:
-        said.append(
-            f"the log on disk has up to {decimal(limits.interval_bytes)} between two bases; with "
-            "more, a base is taken early"
-        )
-    with storage_errors("look at the run", run):
-        there_bytes = sum(folder_bytes(filesystem, run, ranks.rank, ranks.world))
-    if there_bytes + bounds.base_bytes > budget_bytes:
-        said.append(
-            f"{decimal(there_bytes)} are there already: with the first base that is more than "
-            "Budget(disk_bytes=); what is beyond keep= goes behind it"
-        )
-    return "; ".join(said) or None
 
 
 def folder_bytes(

@@ -25,12 +25,12 @@ from everstep.keeper.budget import (
 )
 from everstep.keeper.cadence import Cadence
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.disk_said import disk_announcement, free_bytes
 from everstep.keeper.expected import behind_first_update
 from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.log_limits import LogLimits
-from everstep.keeper.log_room import disk_announcement, free_bytes
 from everstep.keeper.multistep import Multistep
 from everstep.keeper.multistep_plan import taught_bytes
 from everstep.keeper.multistep_ranks import RankMultistep
