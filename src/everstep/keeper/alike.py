@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everstep.errors import OptionError, RecoveryError, StateError
@@ -19,12 +20,14 @@ __all__ = [
 
 def options_to_say(options: Options) -> dict[str, str]:
     """Options by which ranks do things together, as text. Not those that are of a rank's machine
-    (cores, budgets, how a segment is written), nor what it does with errors, nor how long it
-    waits."""
-    method, every, log = options.method, options.every, options.log
+    (cores, budgets, how its link is used and a segment is written), nor what it does with errors,
+    nor how long it waits."""
+    every, log = options.every, options.log
+    method = replace(options.method, **_OF_A_LINK)
+    named = next((name for name, one in presets.items() if one == method), None)
     when = "auto" if every.auto else every.steps
     found = {
-        "method": repr(options.method_name if method in presets.values() else method),
+        "method": repr(named or method),
         "every": repr(when if every.seconds is None else f"{every.seconds:g}s"),
         "keep": repr(options.keep),
     }
@@ -35,6 +38,7 @@ def options_to_say(options: Options) -> dict[str, str]:
     return found
 
 
+_OF_A_LINK: dict[str, Any] = {"parts": "auto", "held_steps": 1, "chunk_bytes": "auto"}
 _OF_LOG = ("to", "history", "watch", "lag_steps")
 
 
