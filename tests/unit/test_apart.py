@@ -268,8 +268,14 @@ def test_what_was_trained_is_a_ranks_own_behind_a_rewind_too(tmp_path: Path) -> 
         assert written(path, 4, 2) == [list(FROZEN)] * 2
 
 
-def test_what_replay_has_trained_is_a_ranks_own(tmp_path: Path) -> None:
-    """On disks of their own the log leads on where the layer begins to be trained: each has all."""
+@pytest.mark.parametrize("counts", [True, False], ids=["in place", "kernels of replay"])
+def test_what_replay_has_trained_is_a_ranks_own(
+    tmp_path: Path, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On disks of their own the log leads on where the layer begins to be trained: each has all.
+    A kernel that replays updates need not move torch's version counters."""
+    if not counts:
+        monkeypatch.setattr("everstep.state.apart._version", lambda parameter: 0)
     paths = tmp_path / "run 0", tmp_path / "run 1"
     log = LogOptions(to="disk", batch_steps=1)
     about: dict[str, Any] = {"method": "logged", "log": log, "optimizer": "sgd"}
