@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from everstep import LogOptions, checkpointer
 from everstep.cli import app
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
+from everstep.keeper.alike import options_to_say
+from everstep.options import validate_options
 from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import common
@@ -381,6 +383,28 @@ def test_options_that_ranks_must_be_given_alike(
     assert "; rank(s) 1: " in caught.value.message
     assert caught.value.hint is not None
     assert name.partition(".")[0] in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changed", "alike"),
+    [
+        ({"parts": 2}, True),
+        ({"held_steps": 2}, True),
+        ({"chunk_bytes": 1 << 20}, True),
+        ({"rebuild": "recovery"}, False),
+        ({"overlap_forward": False}, False),
+    ],
+    ids=str,
+)
+def test_how_a_rank_uses_its_link_is_its_own(changed: dict[str, Any], alike: bool) -> None:
+    method = everstep.presets["gockpt_o"]
+    rest: dict[str, Any] = {"every": 4, "keep": 3, "budget": None, "on_failure": "raise"}
+    rest["progress_timeout_s"] = 30.0
+    said = [
+        options_to_say(validate_options(method=one, **rest))
+        for one in (method, replace(method, **changed))
+    ]
+    assert (said[0] == said[1]) is alike
 
 
 def test_options_that_are_each_ranks_own(tmp_path: Path) -> None:
