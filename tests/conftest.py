@@ -154,6 +154,13 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def no_garbage() -> None:
+    """What earlier tests dropped is gone: memory and descriptors of theirs would be found, or be
+    given back while one looks."""
+    gc.collect()
+
+
+@pytest.fixture
 def no_keeper_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nor is there one of another test, which had still to end."""
     end_keepers(tmp_path_factory.getbasetemp())

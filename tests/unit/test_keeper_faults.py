@@ -51,7 +51,7 @@ from tests.unit.world import opened as opened_here
 
 ARENA = "memfd:everstep-arena"
 
-pytestmark = pytest.mark.usefixtures("no_keeper_stays")
+pytestmark = pytest.mark.usefixtures("no_garbage", "no_keeper_stays")
 
 
 class World:

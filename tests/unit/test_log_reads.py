@@ -196,6 +196,7 @@ def test_what_was_not_expected_is_read_too(tmp_path: Path, ring: ChunkRing) -> N
         assert (reads._room.ahead_bytes, reads._room.lent_bytes) == (0, 0)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_whoever_stops_leaves_nothing_under_way(tmp_path: Path, ring: ChunkRing) -> None:
     written(tmp_path, ring, 1)
     descriptors = set(os.listdir("/proc/self/fd"))

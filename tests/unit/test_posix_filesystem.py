@@ -210,6 +210,7 @@ def test_private_by_default(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o700
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_descriptors_are_closed_and_not_inherited(tmp_path: Path) -> None:
     def descriptors() -> set[str]:
         return set(os.listdir("/proc/self/fd"))
