@@ -26,7 +26,8 @@ from tests.unit.world import TIMEOUT_S
 @contextmanager
 def attached() -> Iterator[tuple[RemoteKeeper, Connection]]:
     """What a training process has, and the keeper's side of it."""
-    mine, theirs = connected_pair()
+    # One interrupt comes between its lock and what gives it back.
+    mine, theirs = connected_pair(send_timeout_s=0.2)
     channel = BackgroundChannel("raise", SystemClock(), progress_timeout_s=TIMEOUT_S)
     arena: Any = None
     remote = RemoteKeeper(mine, arena, 7, channel, SystemClock(), timeout_s=TIMEOUT_S)
