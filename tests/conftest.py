@@ -6,6 +6,7 @@ import os
 import secrets
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.leftovers import MARK, SHARED_MEMORY, left_behind, shared_memory_names
 
@@ -74,6 +75,34 @@ settings.load_profile(PROFILE)
 
 def pytest_report_header() -> str:
     return f"everstep: seed {SEED}, hypothesis profile {PROFILE}, torch {torch.__version__}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is ``thinned(n)`` all but each n-th are slow: of several
+    parameters those on diagonals, so that each value of each is in some quick case."""
+    seen: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        thinned = item.get_closest_marker("thinned")
+        if thinned is not None and _diagonal(item, seen) % thinned.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _diagonal(item: pytest.Item, seen: dict[tuple[str, str], list[Any]]) -> int:
+    """The sum of the places of the values of its parameters, each ``parametrize`` counted once."""
+    values: dict[str, Any] = dict(item.callspec.params)  # type: ignore[attr-defined]
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        for name in names[1:]:
+            del values[name.strip()]
+    total = 0
+    for name, value in values.items():
+        known = seen.setdefault((item.nodeid.partition("[")[0], name), [])
+        place = next((n for n, one in enumerate(known) if one is value), len(known))
+        if place == len(known):
+            known.append(value)
+        total += place
+    return total
 
 
 def pytest_collection_finish() -> None:

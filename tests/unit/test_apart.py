@@ -170,6 +170,7 @@ def back(path: Path, wanted: list[list[torch.Tensor]], step: int, **options: Any
             assert all(map(torch.equal, one.weights, mine)), f"rank {one.number}"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "lazy", "logged", "checkfreq"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("until_mark", [True, False], ids=["seen", "frozen at each mark"])
@@ -311,6 +312,7 @@ def without_optimizer(rank: int, state: dict[str, Any]) -> None:
         del state["optimizer"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("change", [left_out, without_ddp, without_optimizer])
 @pytest.mark.parametrize("method", ["sync", "lazy"])
 def test_ranks_with_other_states_take_no_base_and_keep_the_good_ones(

@@ -69,6 +69,7 @@ def ranks_of(folder: Path, who: str, life: int) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in out.splitlines()] for _, out, _ in ended]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("who", ["0", "1", "01"])
 def test_each_rank_comes_back_to_what_it_has_trained(tmp_path: Path, who: str) -> None:
     try:

@@ -190,6 +190,7 @@ CASES = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, served: Bench) -> None:
     kind, places, every = CASES[case]

@@ -55,6 +55,7 @@ def opened(it: Training, run: Path, method: str) -> Checkpointer:
     return Checkpointer(run, state, method=method, every=5)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("what", MOVES)
 def test_what_has_moved_is_not_called_step_0(what: str, method: str, run_folder: Path) -> None:

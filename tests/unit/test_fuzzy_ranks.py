@@ -94,6 +94,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("wrote", "starts"), WAYS, ids=str)
 def test_all_of_it_is_of_one_step(
     wrote: tuple[str, int], starts: tuple[str, int], tmp_path: Path, ring: ChunkRing

@@ -68,6 +68,7 @@ def test_torchrun_restarts_a_killed_worker_and_its_keeper_is_there(
     assert second["digest"] == captured["digest"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_process_group_spare_the_keeper(
     number: signal.Signals, tmp_path: Path, run_folder: Path, request: pytest.FixtureRequest

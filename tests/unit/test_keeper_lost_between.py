@@ -81,6 +81,7 @@ def test_close_makes_good_what_was_parked_and_says_once_that_it_was_lost(run_fol
         assert other.snapshot() == states[4]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "gockpt", "checkflow"])
 def test_a_base_lost_before_a_wait_within_a_step_is_taken_at_its_end(
     method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch

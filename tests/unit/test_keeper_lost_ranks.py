@@ -58,6 +58,7 @@ def committed(run: Path) -> set[int]:
     return {step for step, status in bases(run).items() if status == "committed"}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "logged", "gockpt"])
 def test_nobody_waits_for_a_base_that_has_found_no_keeper(
     method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch

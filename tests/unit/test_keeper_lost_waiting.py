@@ -43,6 +43,7 @@ def lost_of(pool: CapturePool) -> KeeperError:
     return lost
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("hit", [2, 5, 6])
 def test_training_that_waits_for_the_log_on_disk_goes_on(
     hit: int, run_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +86,7 @@ def test_a_base_that_is_taken_once_more_is_of_the_end_of_its_step(run_folder: Pa
         assert other.snapshot() == states[3]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "logged", "gockpt"])
 def test_training_goes_on_when_the_keeper_dies_as_a_base_is_taken(
     method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +119,7 @@ def test_training_goes_on_when_the_keeper_dies_as_a_base_is_taken(
         assert other.snapshot() == states[step]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 @pytest.mark.parametrize("ends", ["wait", "close"])
 def test_two_keepers_in_a_row(

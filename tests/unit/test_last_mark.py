@@ -340,6 +340,7 @@ def _interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 @pytest.mark.parametrize("method", ["logged", "lowdiff_plus"])
 def test_the_log_in_memory_outlives_a_last_base(

@@ -101,6 +101,7 @@ def test_new_hosts_with_empty_disks_join(tmp_path: Path) -> None:
             assert all(map(torch.equal, training.weights, trained_replicas(6)))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("world", "lost"), [(2, (1,)), (2, (0,)), (4, (1, 2)), (3, (0, 1))])
 def test_a_host_that_was_replaced_takes_what_the_others_have(
     tmp_path: Path, world: int, lost: tuple[int, ...]
@@ -143,6 +144,7 @@ def test_of_more_hosts_than_before_one_was_lost(tmp_path: Path) -> None:
         on_all(*(one.ckpt.close for one in ranks))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", ["in another order", "more hosts", "one was lost"])
 def test_hosts_with_a_log(tmp_path: Path, case: str) -> None:
     """Its steps are redone where all can see who had what of the base; where not, it is said."""

@@ -228,6 +228,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("loop", ["clip", "accumulate", "zero"])
 def test_optimizers(name: str, loop: str, served: Bench) -> None:
@@ -454,6 +455,7 @@ def forget_momenta(world: World) -> None:
     world.optimizer.state.clear()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("first", "then", "waits"),
     [

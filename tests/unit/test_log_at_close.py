@@ -221,6 +221,7 @@ def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: 
         assert other.resume().step == 3
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["lazy", "logged", "gemini", "gockpt"])
 def test_a_state_that_cannot_be_stored_is_told_by_the_policy(method: str, run_folder: Path) -> None:
     """Of whatever method; and the log goes on behind a base of one that can."""

@@ -93,6 +93,7 @@ def parts_of(values: Values, whole: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", COMPRESS)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(

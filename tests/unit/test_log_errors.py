@@ -93,6 +93,7 @@ PLACES = {
 IN_THE_LANE = ("taking pages", "in the lane", "encoding", "telling the keeper")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("error", [FaultError, EverstepError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_fails_once(
@@ -135,6 +136,7 @@ def test_whatever_fails_once(
     check(run_folder, states, {3} - bases if holes else set(), World(seed=9))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_fails_in_recording_goes_by_the_policy(
     place: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +360,7 @@ LOOPS: list[Callable[[Two, everstep.Checkpointer, int], None]] = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_every_step_of(
     loop: Callable[[Two, everstep.Checkpointer, int], None], run_folder: Path

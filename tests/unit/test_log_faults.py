@@ -132,6 +132,7 @@ def test_a_flipped_bit_in_memory_ends_the_replay_before_it(served: Bench) -> Non
     again.close()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("part", ["tensors", "index", "header", "marker", "no marker", "gone"])
 def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str) -> None:
     world = World()

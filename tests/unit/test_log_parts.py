@@ -157,6 +157,7 @@ def folders(tmp_path: Path, shared: bool, world: int = 2) -> tuple[Path, ...]:
     return tuple(tmp_path / ("run" if shared else f"run {rank}") for rank in range(world))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_each_rank_records_a_part_and_all_come_back(
@@ -219,6 +220,7 @@ def test_what_is_not_trained_alike_is_recorded_by_each() -> None:
     assert not any(name.startswith("own") for name in parts)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_in_one_part_takes_all_to_the_step_before(

@@ -345,6 +345,7 @@ def remember(paths: tuple[Path, Path], steps: int, history: str = "all", **optio
         die(ranks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_every_step_of_a_history_can_be_gone_back_to(tmp_path: Path, shared: bool) -> None:
     paths = folders(tmp_path, shared)

@@ -97,6 +97,7 @@ def same(values: Values, wanted: Values) -> list[str]:
     return [name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(
     wrote: Job, starts: Job, tmp_path: Path, ring: ChunkRing
@@ -345,6 +346,7 @@ def check(training: Replica, step: int) -> None:
     assert training.state["data"]["step"] == step
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("before", "world"), [(2, 3), (4, 2), (3, 2)])
 def test_another_number_of_ranks_comes_back_to_the_last_step(
     tmp_path: Path, before: int, world: int

@@ -81,6 +81,7 @@ class Seen:
         monkeypatch.setattr(together._Start, "_absorb", absorbed)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_another_layout_comes_back_to_the_last_step(
@@ -193,6 +194,7 @@ def test_a_log_without_a_base_of_its_layout_is_refused_and_said(tmp_path: Path) 
     assert "its ranks had another layout than those of the base before it" in str(one.skipped)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_a_hole_in_one_log_ends_it_for_all(
@@ -205,6 +207,7 @@ def test_a_hole_in_one_log_ends_it_for_all(
         assert f"rank {rank} gets no further; others have up to 7" in str(one.skipped)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_a_flipped_bit_takes_all_to_the_step_before(

@@ -62,6 +62,7 @@ _HERE = ["async", "checkfreq", "lazy", "logged", "checkflow"]
 _BESIDE = [*_HERE, "gockpt", "gockpt_o", "lowdiff_plus", "gemini"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("method", "process"),
     [*((method, True) for method in _BESIDE), *((method, False) for method in _HERE)],
@@ -136,6 +137,7 @@ def replaced(run: Path, method: str) -> Iterator[Replaced]:
     assert mapped() == training.before
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize(
     "method", ["async", "lazy", "logged", "checkflow", "gockpt_o", "lowdiff_plus", "gemini"]
@@ -167,6 +169,7 @@ def test_whoever_sends_may_be_the_first_to_notice(
         training.train()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize("method", ["lazy", "checkflow", "gockpt_o", "gemini"])
 def test_one_that_is_lost_when_a_capture_begins(

@@ -93,12 +93,14 @@ ROWS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("case", ROWS)
 def test_every_trap_at_once(case: str, overlap: int, served: Bench) -> None:
     check(served, matrix(case, "all"), over(3, overlap=overlap))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "all"])
 def test_each_trap(loop: str, overlap: int, served: Bench) -> None:

@@ -151,6 +151,7 @@ def alone(path: Path, layout: str) -> tuple[Training, everstep.Recovery]:
         return training, ckpt.resume()
 
 
+@pytest.mark.thinned(3)
 def test_the_ranks_themselves_come_back_to_all_of_it(
     template: tuple[str, Path, Said], run: Path
 ) -> None:
@@ -280,6 +281,7 @@ def flip_last_bit(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("part", ["exp_avg", "running_var", "rng/torch", "objects/scheduler"])
 def test_one_bit_in_any_ranks_file_that_every_digest_vouches_for(

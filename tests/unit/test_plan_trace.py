@@ -129,6 +129,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
 @pytest.mark.parametrize(
     ("which", "how"),

@@ -92,6 +92,7 @@ print("left at", state["n"][0], ckpt.preempted, flush=True)
 METHODS = ["lazy", "sync", "logged", "checkflow"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_sigterm_ends_training_with_a_base_of_that_step(method: str, run_folder: Path) -> None:
     """Killed as soon as the loop is over: what step() waited for is on disk, without close()."""

@@ -112,6 +112,7 @@ def backup(served: Bench, tmp_path: Path) -> Path:
     return copied(served.run, tmp_path / "backup")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("second", [1, 3, 5])
 @pytest.mark.parametrize("method", ["logged", "lazy"])
 def test_a_keeper_that_hears_of_it_lets_go_of_what_it_has(

@@ -87,6 +87,7 @@ def test_a_row(row: Row) -> None:
         assert replayer.exact.exact, replayer.exact.why
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str

@@ -80,6 +80,7 @@ def options_of(kind: Any, number: int) -> dict[str, Any]:
     return (of_sgd if kind is SGD else of_adam)[number]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shapes", [SHAPES, LONG], ids=["small", "long"])
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("flags", [{"foreach": True}, {"foreach": False}], ids=str)

@@ -486,6 +486,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(
         read_back(paths, step)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

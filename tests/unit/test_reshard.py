@@ -115,6 +115,7 @@ class _Tied(sharding.Net):
         self.last.weight = self.first.weight
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loaded", [("fsdp", 3), ("fsdp", 4), ("ddp", 3), ("ddp", 5)], ids=str)
 @pytest.mark.parametrize("saved", [("fsdp", 3), ("hsdp", 6), ("tp", 2)], ids=str)
 def test_what_is_tied_is_where_a_rank_had_no_part_of_it(

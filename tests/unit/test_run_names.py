@@ -59,6 +59,7 @@ def alias(run_folder: Path) -> Path:
     return link / run_folder.name
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("no_keeper_stays")
 @pytest.mark.parametrize("before", ["link above", "link", "real"])
 def test_the_keeper_of_a_killed_process_is_found_under_another_name(

@@ -129,6 +129,7 @@ def assert_back(run: Path, method: str, wanted: dict[str, Any]) -> None:
 METHODS = ["logged", "lowdiff_plus", "gemini"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", ["close", "with", "new"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_start_that_is_interrupted_at_its_end(method: str, how: str, run_folder: Path) -> None:
@@ -141,6 +142,7 @@ def test_a_start_that_is_interrupted_at_its_end(method: str, how: str, run_folde
     assert_back(run_folder, method, wanted)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_start_that_is_closed_at_once(method: str, run_folder: Path) -> None:
     wanted = newest(run_folder, method)
@@ -150,6 +152,7 @@ def test_a_start_that_is_closed_at_once(method: str, run_folder: Path) -> None:
     assert said[0]["source"] == "disk", "close() has taken it there"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_others_ask_the_keeper_too(method: str, run_folder: Path) -> None:
     wanted = newest(run_folder, method)
@@ -159,6 +162,7 @@ def test_others_ask_the_keeper_too(method: str, run_folder: Path) -> None:
     assert_back(run_folder, method, wanted)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_script_that_ends_with_an_error_and_without_close(method: str, run_folder: Path) -> None:
     status, said, err = ran(run_folder, TRAIN, method, "raise")

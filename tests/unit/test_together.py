@@ -66,6 +66,7 @@ def folders(tmp_path: Path, shared: bool) -> tuple[Path, Path]:
     return (tmp_path / "run", tmp_path / "run") if shared else (tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 @pytest.mark.parametrize("method", ["sync", "async", "lazy", "checkfreq", "checkflow"])
 def test_a_base_of_two_ranks_comes_back(tmp_path: Path, method: str, shared: bool) -> None:
@@ -342,6 +343,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
         assert error.message == f"rank {bad} could not resume: {why.message}"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("begin", ["resume", "first step"])
 @pytest.mark.parametrize(

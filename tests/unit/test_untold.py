@@ -217,6 +217,7 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untold_module, "LOOK_EVERY", 1 << 40)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", [*SEEN, *UNSEEN])
 def test_a_base_is_taken(run_folder: Path, write: Write, place: str) -> None:
@@ -234,6 +235,7 @@ def test_a_base_is_taken(run_folder: Path, write: Write, place: str) -> None:
     assert_never_wrong(run_folder, states, fused=fused)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", UNSEEN)
@@ -652,6 +654,7 @@ def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]
     return step
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "kind",
     [
