@@ -1,4 +1,4 @@
-"""Schedules of a simulated cluster, thousands with the slow ones, and every planted mistake is found in some.
+"""Schedules of a simulated cluster by the thousand, and every planted mistake is found in some.
 
 A failure prints its seed and what happened: ``simulate(SEED)`` gives the same again. More of
 them: ``EVERSTEP_SCHEDULES=100000 pytest tests/crash/test_simcluster.py -k schedules``.
