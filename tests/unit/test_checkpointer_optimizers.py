@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -159,6 +161,79 @@ def test_a_group_that_gets_a_rate_of_its_own(run_folder: Path) -> None:
     assert [group["lr"].item() for group in state["optimizer"].param_groups] == pytest.approx(
         [0.01, 0.03 * 0.5 ** (BEFORE + AFTER), 0.01]
     )
+
+
+class _Held(torch.optim.AdamW):
+    """With the tensor that a loop sets its rates by."""
+
+    held: torch.Tensor
+
+
+@pytest.mark.parametrize("method", ["sync", "lazy"])
+@pytest.mark.parametrize("where", ["two groups", "a tuple"])
+def test_a_tensor_of_the_groups_that_the_loop_holds(
+    where: str, method: str, run_folder: Path
+) -> None:
+    """What the loop writes to it behind a resume is what the optimizer goes on with."""
+
+    def build(seed: int) -> State:
+        model = model_of(seed)
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        if where == "two groups":
+            held = torch.tensor(0.03)
+            groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+            optimizer = _Held(groups, lr=held, foreach=False)
+        else:
+            held = torch.tensor(0.9)
+            optimizer = _Held(model.parameters(), betas=(held, torch.tensor(0.9)), foreach=False)
+        optimizer.held = held
+        return {"model": model, "optimizer": optimizer}
+
+    def step(state: State) -> None:
+        state["optimizer"].held.mul_(0.8)
+        train(state)
+
+    optimizer = check_resume(run_folder, build, step, method=method, warm=1)["optimizer"]
+    for group in optimizer.param_groups:
+        held = group["lr"] if where == "two groups" else group["betas"][0]
+        assert held is optimizer.held
+
+
+class _Odd(torch.optim.SGD):
+    """With what torch's own ``load_state_dict`` takes apart in its state."""
+
+    def __init__(self, params: Any, make: Callable[[], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.make = make
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["odd"], state["ones"] = self.make(), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.arange(3.0),
+        lambda: range(2, 9, 3),
+        lambda: {"deep": [np.ones((2, 1), np.int16), torch.arange(2)]},
+        lambda: deque([np.zeros(1)], 4),
+    ],
+    ids=["array", "range", "nested", "deque"],
+)
+def test_state_that_torch_cannot_load(make: Callable[[], Any], run_folder: Path) -> None:
+    def build(seed: int) -> State:
+        model = model_of(seed)
+        return {"model": model, "optimizer": _Odd(model.parameters(), make)}
+
+    optimizer = check_resume(run_folder, build)["optimizer"]
+    for state in optimizer.state.values():
+        assert repr(state["odd"]) == repr(make())
+        assert type(state["odd"]) is type(make())
 
 
 def test_named_parameters(run_folder: Path) -> None:

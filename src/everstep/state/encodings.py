@@ -8,11 +8,12 @@ is loaded, what it trains with. That form is not what an optimizer may go on wit
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -139,7 +140,7 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None
     noted = optimizer.register_load_state_dict_pre_hook(note)
     kept = optimizer.register_load_state_dict_post_hook(keep, prepend=True)
     try:
-        optimizer.load_state_dict(state_dict)
+        optimizer.load_state_dict(_takable(optimizer, state_dict))
     finally:
         kept.remove()
         noted.remove()
@@ -147,6 +148,28 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None
         own_form = forms.get(number, ())
         as_trained = {key: value for key, value in values.items() if key not in own_form}
         _undo_casts(optimizer, parameter, as_trained)
+
+
+def _takable(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """None in the places of what torch's own ``load_state_dict`` takes apart and cannot put
+    together again; what was loaded is put back behind it. A class that overrides it may look."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return state_dict
+    state = {
+        index: {key: None if _has_array(value) else value for key, value in values.items()}
+        if isinstance(values, Mapping)
+        else values
+        for index, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_array, value.values()))
+    if isinstance(value, (list, tuple, deque)):
+        return any(map(_has_array, value))
+    return isinstance(value, (np.ndarray, range))
 
 
 def _by_parameter(
@@ -171,22 +194,58 @@ def _undo_casts(optimizer: Optimizer, parameter: torch.Tensor, values: Mapping[A
 
 
 def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
-    """Puts what was loaded into the tensors that the groups have, where these are one and the same
-    in the same groups as those."""
-    pairs: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-    for old, new in zip(groups, loaded, strict=True):
-        for key, value in new.items():
-            mine = old.get(key)
-            if type(value) is torch.Tensor and type(mine) is torch.Tensor:
-                pairs.append((new, key, mine, value))
-    both = {(id(mine), id(value)) for *_, mine, value in pairs}
+    """Puts what was loaded into the tensors that the groups have, alone or in a tuple, where these
+    are one and the same in the same groups as those."""
+    places = [
+        (new, key, old[key], value)
+        for old, new in zip(groups, loaded, strict=True)
+        for key, value in new.items()
+        if key in old
+    ]
+    both = {(_which(m), _which(v)) for *_, old, new in places for m, v in _tensor_pairs(old, new)}
     one, other = Counter(mine for mine, _ in both), Counter(value for _, value in both)
-    for new, key, mine, value in pairs:
+
+    def kept(mine: torch.Tensor, value: torch.Tensor) -> bool:
         alike = mine.dtype == value.dtype and mine.shape == value.shape
-        if alike and one[id(mine)] == 1 and other[id(value)] == 1:
-            with torch.no_grad():
-                mine.copy_(value)
-            new[key] = mine
+        return alike and one[_which(mine)] == 1 and other[_which(value)] == 1
+
+    for new, key, mine, value in places:
+        new[key] = _put(mine, value, kept)
+
+
+def _tensor_pairs(mine: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of an option, and those that were loaded in their places."""
+    if type(value) is torch.Tensor and type(mine) is torch.Tensor:
+        yield mine, value
+    elif _is_like(mine, value):
+        for one, other in zip(mine, value, strict=True):
+            yield from _tensor_pairs(one, other)
+
+
+def _put(mine: Any, value: Any, kept: Callable[[torch.Tensor, torch.Tensor], bool]) -> Any:
+    """``value``, with the tensors of ``mine`` where they are kept, which get its values."""
+    if type(value) is torch.Tensor and type(mine) is torch.Tensor:
+        if not kept(mine, value):
+            return value
+        with torch.no_grad():
+            mine.copy_(value)
+        return mine
+    if _is_like(mine, value):
+        return type(value)(_put(one, other, kept) for one, other in zip(mine, value, strict=True))
+    return value
+
+
+def _is_like(mine: Any, value: Any) -> bool:
+    both_plain = type(value) in (list, tuple) and type(mine) is type(value)
+    return both_plain and len(mine) == len(value)
+
+
+def _which(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same elements of the same memory, whatever objects they are:
+    torch's ``load_state_dict`` makes an object of each place of a tensor."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
