@@ -170,7 +170,7 @@ class _Held(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("method", ["sync", "lazy"])
-@pytest.mark.parametrize("where", ["two groups", "a tuple"])
+@pytest.mark.parametrize("where", ["two groups", "a tuple", "plain data"])
 def test_a_tensor_of_the_groups_that_the_loop_holds(
     where: str, method: str, run_folder: Path
 ) -> None:
@@ -184,6 +184,10 @@ def test_a_tensor_of_the_groups_that_the_loop_holds(
             held = torch.tensor(0.03)
             groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
             optimizer = _Held(groups, lr=held, foreach=False)
+        elif where == "plain data":
+            held = torch.tensor(0.03)
+            optimizer = _Held(model.parameters(), lr=held, foreach=False)
+            return {"model": model, "optimizer": optimizer, "loop": {"rate": held}}
         else:
             held = torch.tensor(0.9)
             optimizer = _Held(model.parameters(), betas=(held, torch.tensor(0.9)), foreach=False)
@@ -191,13 +195,18 @@ def test_a_tensor_of_the_groups_that_the_loop_holds(
         return {"model": model, "optimizer": optimizer}
 
     def step(state: State) -> None:
-        state["optimizer"].held.mul_(0.8)
+        held_by(state).mul_(0.8)
         train(state)
 
-    optimizer = check_resume(run_folder, build, step, method=method, warm=1)["optimizer"]
-    for group in optimizer.param_groups:
-        held = group["lr"] if where == "two groups" else group["betas"][0]
-        assert held is optimizer.held
+    def held_by(state: State) -> torch.Tensor:
+        held = state["loop"]["rate"] if "loop" in state else state["optimizer"].held
+        assert isinstance(held, torch.Tensor)
+        return held
+
+    state = check_resume(run_folder, build, step, method=method, warm=1)
+    for group in state["optimizer"].param_groups:
+        held = group["betas"][0] if where == "a tuple" else group["lr"]
+        assert held is held_by(state)
 
 
 class _Odd(torch.optim.SGD):

@@ -102,3 +102,39 @@ def check(make: Callable[[], dict[str, Any]], run: Path, *, exact: bool) -> None
         assert ckpt.resume().exact == exact
     for key, address in memory.items():
         assert state[key].data_ptr() == address
+
+
+def moment(state: dict[str, Any]) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state["kept"]["moment"] = optimizer.state[model.weight]["momentum_buffer"]
+
+
+def tensor_of_the_top(state: dict[str, Any]) -> None:
+    state["kept"]["last"] = state["best"]
+
+
+@pytest.mark.parametrize("put", [moment, tensor_of_the_top])
+def test_what_was_one_tensor_with_another_and_comes_back_apart(
+    put: Callable[[dict[str, Any]], None], run_folder: Path
+) -> None:
+    """What is written to one of the two the other does not get, though the program had them as
+    one before."""
+
+    def made() -> dict[str, Any]:
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "best": torch.ones(2), "kept": {}}
+
+    state = made()
+    with opened(run_folder, state) as ckpt:
+        put(state)
+        ckpt.step()
+        ckpt.save()
+    state = made()
+    put(state)
+    with opened(run_folder, state) as ckpt:
+        found = ckpt.resume()
+    assert not found.exact
+    assert "were one tensor when they were saved, and are several now" in "".join(found.notes)

@@ -265,6 +265,7 @@ def _load(
         if digest(host_bytes(flat)) != expected:
             raise _untied(name)
     held = {name for plan in plans.values() for name in plan.in_place}
+    held |= set(filter(state.is_plain, targets.tensors))  # anew: the one that it was is not
     tied = _tied_otherwise(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():
@@ -452,7 +453,7 @@ def _tied_otherwise(view: View, targets: Targets, held: set[str]) -> tuple[str, 
     other way round. All have got their values; training goes on as another one would.
 
     Args:
-        held: names of those that the program had before.
+        held: names of those that the program had before, or has for itself.
     """
     names: dict[tuple[str, Any], str] = {}  # the first of each entry, and of each memory
     for name in sorted(targets.tensors.keys() & held):

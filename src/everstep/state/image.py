@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -201,9 +202,8 @@ class State:
         """Tensors in plain data may lie in the memory of others: each comes back in its own, and
         what training writes to one of them the others do not get. Returns whether some do."""
         held, places = self._held(), dict[str, Memory]()
-        plain = {key for key, one in self.providers.items() if isinstance(one, PlainProvider)}
         for name, tensor in survey.tensors.items():
-            memory = memory_of(tensor) if name.split("/")[0] in plain else None
+            memory = memory_of(tensor) if self.is_plain(name) else None
             if memory is not None and not held(tensor):
                 places[name] = memory
         found: list[str] = []
@@ -256,11 +256,23 @@ class State:
                         name,
                     )
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor of this name is in plain data."""
+        return isinstance(self.providers.get(name.split("/")[0]), PlainProvider)
+
     def _held(self) -> Callable[[torch.Tensor], bool]:
-        """Tells whether a module or an optimizer of the state has the memory of a tensor."""
+        """Tells whether a module or an optimizer of the state has the memory of a tensor: as a
+        parameter, or as an option of a group (a rate that the loop sets)."""
         found: list[torch.Tensor] = []
         for optimizer in self.optimizers.values():
-            found += (p for group in optimizer.param_groups for p in group["params"])
+            for group in optimizer.param_groups:
+                found += group["params"]
+                options = chain.from_iterable(
+                    value if isinstance(value, (tuple, list)) else (value,)
+                    for key, value in group.items()
+                    if key != "params"
+                )
+                found += (one for one in options if isinstance(one, torch.Tensor))
         for provider in self.providers.values():
             if isinstance(provider, ModuleProvider):
                 found += (tensor for _, tensor in provider.memory())
