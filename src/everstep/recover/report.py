@@ -90,7 +90,7 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         timeline=resumed.timeline,
         skipped=resumed.skipped,
         mismatched=() if loaded is None else loaded.mismatches,
-        notes=resumed.problems + (() if loaded is None else loaded.notes),
+        notes=tuple(dict.fromkeys((*resumed.problems, *(() if loaded is None else loaded.notes)))),
         load_s=resumed.load_s,
         replay_s=resumed.replay_s,
         reads=resumed.reads,

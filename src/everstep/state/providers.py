@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.entries import Entry
+from everstep.state.fsdp import forget_iteration
 from everstep.state.objects import TensorRef
 from everstep.state.proofs import ModuleProof, canonical_key
 from everstep.state.restoring import RestorePlan, Saved
@@ -219,12 +220,13 @@ class ModuleProvider:
         return plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        notes = forget_iteration(self._outer)
         if not self._needs_load(tree):
-            return []  # every tensor was read into the module's own memory
+            return notes  # every tensor was read into the module's own memory
         keys = {canonical_key(key): key for key in self._state_dict()}
         state = OrderedDict((keys.get(key, key), value) for key, value in tree.items())
         self._module.load_state_dict(state, strict=strict)
-        return []
+        return notes
 
     def _state_dict(self) -> dict[str, Any]:
         return self._module.state_dict()
