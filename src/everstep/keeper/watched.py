@@ -54,7 +54,7 @@ class Watched:
         self._tensors: object = None
         self._fresh: FreshStart | None = None
         self._handled = id(None)  # an error that a loop goes on in spite of
-        self._accumulated = Accumulated(state.optimizers, parts.updates, parts.channel.tell)
+        self._accumulated = Accumulated(state, parts.updates, parts.channel.tell)
         self._scalers = Scalers(state.values, parts.channel.tell)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
 

@@ -17,7 +17,7 @@ from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
 
-__all__ = ["common_of", "ddp_in", "frozen_for_ddp", "ranks_of_ddp", "why_not_shared"]
+__all__ = ["common_of", "ddp_in", "frozen_for_ddp", "ranks_of_ddp", "reduced_in", "why_not_shared"]
 
 
 def common_of(
@@ -109,6 +109,12 @@ def ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
             return None
         module = inner
     return module
+
+
+def reduced_in(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
+    """``id()`` of the parameters whose gradients it reduces."""
+    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+    return {id(parameter) for name, parameter in named if name not in ignored}
 
 
 _UNREDUCED: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()

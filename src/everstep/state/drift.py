@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.common import ddp_in
+from everstep.state.common import ddp_in, reduced_in
 from everstep.state.image import State
 from everstep.state.providers import ModuleProvider
 
@@ -39,7 +39,7 @@ def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], 
         groups = state.optimizers[key].param_groups
         if (at := (key, len(groups))) not in updated:
             theirs = {id(parameter) for group in groups for parameter in group["params"]}
-            updated[at] = [one for one in ddps if not theirs.isdisjoint(_reduced(one[1]))]
+            updated[at] = [one for one in ddps if not theirs.isdisjoint(reduced_in(one[1]))]
         for section, ddp in updated[at]:
             if (why := _why_apart(ddp)) is not None:
                 raise UnsupportedStateError(
@@ -52,11 +52,6 @@ def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], 
         gate(key)
 
     return look
-
-
-def _reduced(ddp: Any) -> set[int]:
-    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
-    return {id(parameter) for name, parameter in named if name not in ignored}
 
 
 def _why_apart(ddp: nn.parallel.DistributedDataParallel) -> str | None:
