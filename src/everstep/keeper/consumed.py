@@ -199,7 +199,7 @@ class Consumption:
                 compressed[bare] = lossy_entries(bare, gradient, copy, others)
                 continue
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-                raise _not_plain(name.removeprefix(GRADIENT))
+                raise _not_plain(name.removeprefix(GRADIENT), parameter)
             if gradient.is_conj() or gradient.is_neg():
                 gradient = gradient.resolve_conj().resolve_neg()
             named[name] = gradient.detach() if gradient.requires_grad else gradient
@@ -331,11 +331,15 @@ def _plain(parameter: torch.Tensor) -> Any:
 def _part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of a gradient; None where it is not spread as its parameter is, so that an
     update would ask other ranks for theirs."""
-    if not is_dtensor(parameter):
+    if not _have_one_mesh(gradient, parameter):
         return None
     alike = gradient.placements == parameter.placements  # type: ignore[attr-defined]
-    alike = alike and gradient.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
     return local_of(gradient) if alike else None
+
+
+def _have_one_mesh(gradient: Any, parameter: Any) -> bool:
+    both = is_dtensor(gradient) and is_dtensor(parameter)
+    return both and gradient.device_mesh == parameter.device_mesh
 
 
 def _refuse_gaps(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
@@ -391,9 +395,14 @@ def _refuse_other_dtypes(
             )
 
 
-def _not_plain(name: str) -> UnsupportedStateError:
+def _not_plain(name: str, parameter: Any) -> UnsupportedStateError:
+    gradient, what, hint = parameter.grad, "no plain dense tensor", "a dense gradient"
+    if _have_one_mesh(gradient, parameter):
+        there, mine = (", ".join(map(repr, one.placements)) for one in (gradient, parameter))
+        what = f"placed as {there}, and its parameter as {mine}"
+        hint = "p.grad = p.grad.redistribute(placements=p.placements) before optimizer.step()"
     return UnsupportedStateError(
-        f"the gradient of {name} is no plain dense tensor; it cannot be logged",
-        leaves=((name, "a gradient that is not plain and dense"),),
-        hint='method="lazy", or a dense gradient',
+        f"the gradient of {name} is {what}; it cannot be logged",
+        leaves=((name, f"a gradient that is {what}"),),
+        hint=f'method="lazy", or {hint}',
     )
