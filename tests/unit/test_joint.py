@@ -35,6 +35,7 @@ class Ahead(SystemClock):
     """A clock that is ahead by what it is told: steps are long by it, and all else goes on."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._ahead_s = 0.0
 
     def monotonic_s(self) -> float:

@@ -44,6 +44,7 @@ from everstep.capture.issuing import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedAhead, PinnedMemory
 from everstep.errors import OutOfSpaceError
+from everstep.seams.conditions import is_over
 from everstep.state.tensors import byte_view
 
 __all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
@@ -444,7 +445,9 @@ def _enqueued(issued: Issued) -> Enqueued:
 
 def _done(issued: Issued, timeout_s: float | None) -> bool:
     """Waits until it is, or has failed."""
-    return issued.done() or bool(wait([issued], timeout_s).done)
+    if timeout_s is None:
+        return bool(wait([issued]).done)
+    return issued.done() or is_over(issued, timeout_s)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

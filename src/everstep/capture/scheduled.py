@@ -130,7 +130,7 @@ class Dispatch:
             owner: key of the optimizer; None: anything may change.
 
         Returns:
-            False when its copies are not made after ``timeout_s``.
+            False when one of its copies has taken ``timeout_s`` behind the one before.
         """
         awaited: list[tuple[Transfer, int]] = []
         if owner is None:
@@ -146,11 +146,7 @@ class Dispatch:
                 transfer = self._transfers[number]
                 if transfer is not None and number not in self._copies:
                     awaited.append((transfer, unit.batches[-1].end))
-        deadline_s = self._now_s() + timeout_s
-        for transfer, end in awaited:
-            if not transfer.gate(end, max(0.0, deadline_s - self._now_s())):
-                return False
-        return True
+        return all(transfer.gate(end, timeout_s) for transfer, end in awaited)
 
     def flush(self) -> None:
         """The step does not go as planned, or is over: everything is issued, in planned order."""
@@ -177,11 +173,9 @@ class Dispatch:
         Raises:
             Exception: what a copy, or issuing one, failed with.
         """
-        deadline_s = self._now_s() + timeout_s
         for transfer in self._transfers:
-            left_s = max(0.0, deadline_s - self._now_s())
             try:
-                if transfer is not None and not transfer.wait(left_s):
+                if transfer is not None and not transfer.wait(timeout_s):
                     return False
             except Exception as error:  # the others may still be under way
                 self.fail(error)

@@ -11,8 +11,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import wait as wait_futures
 from pathlib import PurePath
 from types import TracebackType
 from typing import NamedTuple
@@ -28,6 +26,7 @@ from everstep.format.header import (
 )
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing
+from everstep.seams.conditions import all_over, is_over
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import PIECE_BYTES
@@ -213,7 +212,7 @@ class ReadsAhead:
     ) -> None:
         self._left.clear()
         under_way = [future for _, _, future in self._under_way]
-        wait_futures(under_way, timeout=self._timeout_s)
+        all_over(under_way, self._timeout_s)
         for _, block, future in self._under_way:
             if future.done():  # a hung read may still write into its chunk: never reuse that one
                 self._ring.give(block)
@@ -282,11 +281,10 @@ def read_result(future: Future[int], timeout_s: float, path: PurePath) -> int:
         DeadlineError: it hangs.
         OSError: it cannot be read.
     """
-    try:
-        return future.result(timeout=timeout_s)
-    except FutureTimeout as error:
+    if not is_over(future, timeout_s):
         raise DeadlineError(
             f"{path}: a read took longer than {timeout_s:g} s: the storage hangs",
             path=path,
             hint="look at the disk or the network file system (dmesg, df, iostat)",
-        ) from error
+        )
+    return future.result()

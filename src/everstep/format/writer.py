@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
 
 from everstep.arena import Block
@@ -20,7 +18,7 @@ from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, encode_header
 from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
-from everstep.seams.conditions import Condition
+from everstep.seams.conditions import Condition, all_over, is_over
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
 from everstep.seams.progress import ProgressSink
@@ -164,7 +162,7 @@ def write_shard(
         _wait(transfers, timeout_s)
     finally:
         # Whatever happened, nobody may still be reading from chunks that are used again.
-        wait_futures(transfers, timeout=timeout_s)
+        all_over(transfers, timeout_s)
     file.truncate(shard.room_bytes + end)
     file.sync()  # the body is durable before any header vouches for it
     on_body()
@@ -249,10 +247,9 @@ def _raise_failed(transfers: list[Future[None]]) -> None:
 
 def _wait(transfers: list[Future[None]], timeout_s: float) -> None:
     for transfer in transfers:
-        try:
-            transfer.result(timeout=timeout_s)
-        except FutureTimeout as error:
+        if not is_over(transfer, timeout_s):
             raise DeadlineError(
                 f"a write took longer than {timeout_s:g} s: the storage hangs",
                 hint="look at the disk or the network file system (dmesg, df, iostat)",
-            ) from error
+            )
+        transfer.result()

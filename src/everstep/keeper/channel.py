@@ -49,7 +49,9 @@ class BackgroundChannel:
 
     Args:
         policy: what to do with an error: raise it at the next call, warn, or call a function.
-        progress_timeout_s: work without progress for so long counts as hung.
+        clock: in whose ``ticking()`` the work is done.
+        progress_timeout_s: work without progress for so long counts as hung; a time in which all of
+            this process stood still does not.
     """
 
     def __init__(self, policy: FailurePolicy, clock: Clock, *, progress_timeout_s: float) -> None:
@@ -65,14 +67,14 @@ class BackgroundChannel:
 
     def begin(self, what: str, step: int) -> Work:
         """Registers a piece of work."""
-        work = Work(what, step, self._clock.monotonic_s())
+        work = Work(what, step, self._clock.running_s())
         with self._lock:
             self._under_way.append(work)
         return work
 
     def progressed(self, work: Work) -> None:
         """The work got somewhere: its deadline starts again."""
-        work.last_progress_s = self._clock.monotonic_s()
+        work.last_progress_s = self._clock.running_s()
 
     def end(self, work: Work) -> None:
         """The work is over, well or badly."""
@@ -82,7 +84,7 @@ class BackgroundChannel:
 
     def hung(self) -> bool:
         """Whether any work is overdue, reported or not."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._clock.running_s()
         with self._lock:
             return any(
                 now_s - work.last_progress_s > self._progress_timeout_s for work in self._under_way
@@ -205,7 +207,7 @@ class BackgroundChannel:
             self._errors[:0] = failed
 
     def _next(self) -> EverstepError | None:
-        now_s = self._clock.monotonic_s()
+        now_s = self._clock.running_s()
         with self._lock:
             for work in self._under_way:
                 if now_s - work.last_progress_s > self._progress_timeout_s and not work.reported:

@@ -163,7 +163,7 @@ class RankCommits:
         )
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
         self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
-        self.listened_s = self._clock.monotonic_s()
+        self.listened_s = self._clock.running_s()
         self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
         self._again: list[Do] = []  # what the disk has refused
@@ -193,7 +193,7 @@ class RankCommits:
             DeadlineError: other ranks have not written theirs in time; which, it says.
         """
         base = BaseId(plan.identity.timeline, plan.identity.step)
-        work = _Work(plan, bodies, progress, audit, self._clock.monotonic_s())
+        work = _Work(plan, bodies, progress, audit, self._clock.running_s())
         with self._changed:
             if self._is_committed(base):
                 return ()
@@ -274,7 +274,7 @@ class RankCommits:
         if self._member.fenced is not None:
             work.error = self._member.fenced
             return True
-        waited_s = self._clock.monotonic_s() - work.since_s
+        waited_s = self._clock.running_s() - work.since_s
         if self._released and (work.marked or not work.begun):
             work.error = StateError(
                 "the next start of the job began before the base was durable on all ranks",
@@ -315,14 +315,14 @@ class RankCommits:
     def _drive(self) -> None:
         while not self._closing:
             data = self._mailbox.receive(_TICK_S)
-            self.listened_s = self._clock.monotonic_s()
+            self.listened_s = self._clock.running_s()
             try:
                 with self._changed:
                     if data is not None:
                         self._hear(data)
                     # Of a rank that has gone there may be messages until there are none.
                     self._in_vain = data is None and self._is_in_vain()
-                    self._absorb(self._member.tick(self._clock.monotonic_s()))
+                    self._absorb(self._member.tick(self._clock.running_s()))
                     self._try_again()
                     self._changed.notify_all()
             except BaseException as error:  # would end this thread, and all commits to come
@@ -390,7 +390,7 @@ class RankCommits:
             return self._failed(do, internal)
         work = self._works.get(do.base)
         if isinstance(do.action, WriteMarker) and work is not None:
-            work.marked, work.since_s = True, self._clock.monotonic_s()
+            work.marked, work.since_s = True, self._clock.running_s()
         elif isinstance(do.action, WriteManifest):
             failpoint("save.after_manifest")
         elif isinstance(do.action, Withdraw):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import wait
 
 from everstep.errors import DeadlineError
 from everstep.keeper.channel import BackgroundChannel
@@ -11,7 +10,7 @@ from everstep.keeper.log_batch import ENDED
 from everstep.keeper.recordable import LogKeeper
 from everstep.keeper.save import Save
 from everstep.options import Options
-from everstep.seams.conditions import Condition
+from everstep.seams.conditions import Condition, is_over
 
 __all__ = ["DiskLog"]
 
@@ -118,7 +117,7 @@ class DiskLog:
         which whoever writes it tells, as of a keeper that is gone: then another base is due."""
         while self._keeper is not None and not base.durable.done():
             written_bytes = self._keeper.written_bytes
-            wait([base.durable], self._timeout_s)
+            is_over(base.durable, self._timeout_s)
             if not base.durable.done() and self._keeper.written_bytes == written_bytes:
                 return False
         return True

@@ -37,7 +37,7 @@ from everstep.seams import Seams
 from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.mailbox import Mailbox
-from everstep.seams.progress import ProgressSink, progress, silent
+from everstep.seams.progress import Counted, ProgressSink, progress, silent
 from everstep.state.body import Body
 from everstep.state.layout import ShardLayout
 from everstep.tiers.disk import storage_errors
@@ -92,14 +92,6 @@ class KeeperStats:
     peered_steps: int = 0
     peer_missed: int = 0
     durable_step: int | None = None
-
-
-class _Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def advance(self, amount: int) -> None:
-        self.count += amount
 
 
 class LocalKeeper:
@@ -181,7 +173,7 @@ class LocalKeeper:
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._changed, self._written = Condition(), _Counter()
+        self._changed, self._written = Condition(), Counted()
         self._waiting: list[Capture] = []
 
     @property
@@ -373,6 +365,12 @@ class LocalKeeper:
                 self._thread.start()
 
     def _work(self) -> None:
+        with contextlib.ExitStack() as stack:  # whatever of this hangs, training is told
+            with self._reporting("in starting a thread", None):
+                stack.enter_context(self._clock.ticking())
+            self._do_all()
+
+    def _do_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             if not isinstance(job, Capture):
                 with self._reporting("in cleaning up", None):

@@ -10,7 +10,6 @@ import dataclasses
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from everstep.keeper.log_batch import ENDED, Batch, batch_of
 from everstep.keeper.log_room import LogRoom, NoRoomError
 from everstep.keeper.log_writer import SegmentWriter
 from everstep.seams import Seams
+from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
 from everstep.seams.threads import IoThreads
 from everstep.state.layout import ShardLayout
@@ -257,13 +257,11 @@ class LogStore:
         Raises:
             DeadlineError: not within ``timeout_s``.
         """
-        try:
-            self._threads.submit(lambda: None).result(timeout_s)
-        except FutureTimeout as error:
+        if not is_over(self._threads.submit(lambda: None), timeout_s):
             raise DeadlineError(
                 f"the log was not written within {timeout_s:g} s: the storage hangs",
                 hint="look at the disk or the network file system (dmesg, df, iostat)",
-            ) from error
+            )
 
     def to_wire(self) -> dict[str, Any]:
         """Records for another training process; after :meth:`settle`."""

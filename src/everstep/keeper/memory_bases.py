@@ -116,7 +116,7 @@ class MemoryBases:
         last, is_past = self._last, self._is_past
         if last is None or is_past is None:
             return
-        since_s = self._clock.monotonic_s()
+        since_s = self._clock.running_s()
         while not is_past(last):
             if self._released.wait(_LOOK_AGAIN_S):
                 raise StateError(
@@ -124,7 +124,7 @@ class MemoryBases:
                     step=base.step,
                 )
             progress.advance(0)  # it is not this one that hangs
-            if self._clock.monotonic_s() - since_s > _LATE * self._timeout_s:
+            if self._clock.running_s() - since_s > _LATE * self._timeout_s:
                 raise DeadlineError(
                     f"the base of step {last.step} is not whole with all ranks yet",
                     step=base.step,

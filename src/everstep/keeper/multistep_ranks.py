@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from everstep.errors import DeadlineError, EverstepError
@@ -22,6 +21,7 @@ from everstep.keeper.multistep_together import Here, Together
 from everstep.keeper.multistep_window import Window
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.save import Save
+from everstep.seams.conditions import is_over
 from everstep.state.survey import Survey
 
 __all__ = ["RankMultistep"]
@@ -195,9 +195,7 @@ class RankMultistep(Multistep):
         """Behind a look at everything that was captured until now: that it is what its steps had is
         known before other ranks rely on it."""
         self._updates.held.gate()
-        try:
-            self._lane.run(lambda: None).result(self._options.progress_timeout_s)
-        except FutureTimeout:
+        if not is_over(self._lane.run(lambda: None), self._options.progress_timeout_s):
             late = DeadlineError("copying the state hangs", step=identity.step)
             window.failed = window.failed or late
         super()._end_at(window, identity)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ from everstep.keeper.save import Save, as_ours
 from everstep.keeper.untold import Untold
 from everstep.options import Options
 from everstep.seams import Clock
+from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
 from everstep.state.image import State
@@ -272,7 +272,7 @@ class Recorder:
         staged, led = save.staged, self._leads_here
         if not led and self.rooms.into is not None:
             with self._timed():  # whatever fails, or hangs, is told by whoever copies
-                wait([staged], self._options.progress_timeout_s)
+                is_over(staged, self._options.progress_timeout_s)
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
         self.untold.follows_base = True
@@ -337,9 +337,9 @@ class Recorder:
             return
         # Or more than the step in flight could be lost. Behind it on the lane is nothing but the
         # updates of this step: no update begins while a base is being copied.
-        try:
-            told.result(self._options.progress_timeout_s)
-        except FutureTimeout:
+        if is_over(told, self._options.progress_timeout_s):
+            told.result()
+        else:
             self._hole("the keeper takes no records")
             self._channel.post(DeadlineError("recording a step hangs", step=step))
         step_bytes, self._step_bytes = self._step_bytes, 0

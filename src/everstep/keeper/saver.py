@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Protocol
@@ -32,6 +31,7 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.options import Options
 from everstep.seams import Clock
+from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.survey import Survey
@@ -262,10 +262,8 @@ class Saver:
         self.finish_first()
         self.gate(None)
         timeout_s = self._options.progress_timeout_s
-        try:
-            self._lane.run(lambda: None).result(timeout_s)
-        except FutureTimeout as error:
-            raise DeadlineError(f"copying the state has hung for {timeout_s:g} s") from error
+        if not is_over(self._lane.run(lambda: None), timeout_s):
+            raise DeadlineError(f"copying the state has hung for {timeout_s:g} s")
 
     def _take(
         self, identity: ShardIdentity, save: Save, survey: Survey | None, *, show: bool

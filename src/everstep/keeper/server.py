@@ -146,6 +146,7 @@ class Server:
 
     def _tick(self) -> None:
         duties = self._duties
+        self._clock.running_s()  # goes on, for all deadlines in this process
         duties.pass_on(duties.channel)
         now_s = self._clock.monotonic_s()
         for guest in [guest for guest, s in self._guests.items() if now_s - s > _GUEST_S]:

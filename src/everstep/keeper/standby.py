@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 
 import torch
 
@@ -20,6 +20,7 @@ from everstep.keeper.save import Save, done
 from everstep.keeper.saver import Saver
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
+from everstep.seams.conditions import all_over, is_over
 from everstep.state.image import State
 from everstep.state.log_parts import written_apart
 from everstep.state.optimizers import OptimizerProvider
@@ -122,7 +123,7 @@ class Standby:
     def settle(self, timeout_s: float) -> None:
         """Waits for bases of no later step that were asked for: a base of the training process's
         own takes the place of the replica that they are to be made of."""
-        wait([save.durable for save in self._exact], timeout_s)
+        all_over([save.durable for save in self._exact], timeout_s)
 
     def has_failed(self) -> bool:
         """Whether the newest base that was asked for is none: nothing was there that it could be
@@ -171,7 +172,7 @@ class Standby:
         waiting = [save.durable for save in self._exact if not save.durable.done()]
         if len(waiting) > 1:
             start_s = self._clock.monotonic_s()
-            wait([waiting[-2]], self._timeout_s)
+            is_over(waiting[-2], self._timeout_s)
             self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
 
     def _stopped(self, why: str, for_good: bool) -> None:

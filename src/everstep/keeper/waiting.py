@@ -51,15 +51,15 @@ class Moves:
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock, self._timeout_s = clock, max(_NOWHERE_S, 2 * timeout_s)
         self._at: tuple[object, ...] = ()
-        self._since_s = clock.monotonic_s()
+        self._since_s = clock.running_s()
 
     def look(self, *at: object) -> None:
-        """It is ``at`` that now.
+        """It is ``at`` that now; asked several times a second.
 
         Raises:
             DeadlineError: as it was for too long.
         """
-        now_s = self._clock.monotonic_s()
+        now_s = self._clock.running_s()
         if at != self._at:
             self._at, self._since_s = at, now_s
         elif now_s - self._since_s > self._timeout_s:

@@ -23,6 +23,7 @@ import msgpack
 
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.seams.running import Allowance
 from everstep.seams.sockets import (
     FDS_MAX,
     Peer,
@@ -177,17 +178,17 @@ class Connection:
         if len(fds) > FDS_MAX:
             raise ValueError(f"{len(fds)} descriptors in one message, at most {FDS_MAX}")
         frame = encode_message(message)
-        deadline_s = time.monotonic() + self._send_timeout_s
+        left = Allowance(self._send_timeout_s)
         self._usable()
         if not self._send_lock.acquire(timeout=self._send_timeout_s):
             raise self._no_room()
         try:
             self._usable()
-            self._send(frame, fds, deadline_s)
+            self._send(frame, fds, left)
         finally:
             self._send_lock.release()
 
-    def _send(self, frame: bytes, fds: Sequence[int], deadline_s: float) -> None:
+    def _send(self, frame: bytes, fds: Sequence[int], left: Allowance) -> None:
         rest = memoryview(frame)
         whole = False
         touched = False
@@ -200,10 +201,9 @@ class Connection:
                     fds = ()
                     continue
                 touched = rest.nbytes < len(frame)
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
+                if not left.left_s:
                     raise self._end_sending(self._no_room())
-                self._stream.wait(write=True, timeout_s=left_s)
+                left.spend(lambda slice_s: self._stream.wait(write=True, timeout_s=slice_s))
             whole = True
         except OSError as error:
             raise self._end_sending(self._failed(error)) from error

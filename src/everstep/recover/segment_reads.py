@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 
 from everstep.arena.reused import ReusedMemory
@@ -20,6 +19,7 @@ from everstep.format.log import LogRecord, RecordIndex, gathered, index_of_segme
 from everstep.format.reader import read_result
 from everstep.format.writer import ChunkRing
 from everstep.recover.segments import SegmentFound, open_segment, read_index
+from everstep.seams.conditions import all_over
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
 from everstep.seams.machine import memory_available_bytes
 
@@ -222,7 +222,7 @@ class SegmentReads:
         for future in futures:
             future.cancel()
         # A read that hangs may still write: into memory that it keeps from being used again.
-        wait_futures(futures, timeout=self._timeout_s)
+        all_over(futures, self._timeout_s)
         for coming in self._coming:
             self._is_asked_for(coming)
         self._coming.clear()

@@ -16,7 +16,7 @@ from everstep.seams.messages import Unfailing, say
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["ProgressSink", "progress", "silent"]
+__all__ = ["Counted", "ProgressSink", "progress", "silent"]
 
 _QUIET_S = 0.5
 _LINE_FIRST_S, _LINE_EVERY_S = 1.0, 3.0
@@ -33,6 +33,16 @@ class ProgressSink(Protocol):
 class _Silent:
     def advance(self, amount: int) -> None:
         pass
+
+
+class Counted:
+    """Shows nothing, and knows how far it is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def advance(self, amount: int) -> None:
+        self.count += amount
 
 
 silent: ProgressSink = _Silent()

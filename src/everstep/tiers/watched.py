@@ -37,7 +37,7 @@ class WatchedTier:
         What is being written moves with each piece that is read for it. What is read from an
         object that is open is not looked at.
         """
-        now_s = self._clock.monotonic_s()
+        now_s = self._clock.running_s()
         with self._lock:
             calls = list(self._calls.values())
         what, moved_s = min(calls, key=lambda call: call[1], default=("", now_s))
@@ -95,7 +95,7 @@ class WatchedTier:
 
         def moves() -> None:
             with self._lock:
-                self._calls[call] = what, self._clock.monotonic_s()
+                self._calls[call] = what, self._clock.running_s()
 
         moves()
         try:
