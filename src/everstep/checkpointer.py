@@ -87,7 +87,7 @@ class Checkpointer:
         keep: bases to keep.
         budget: upper bounds for host memory, disk, and what is written in a day.
         on_failure: ``"raise"`` background errors at the next call, ``"warn"``, or call this.
-        progress_timeout_s: a transfer or base that gets nowhere for so long is reported as hung.
+        progress_timeout_s: what gets nowhere for so long, pauses of the job aside, is called hung.
         keeper: the process that makes bases durable: where it runs, and how long it stays.
         log: where the gradient log is kept, if the method has one.
         declared: patterns (``"ema/*"``) of entries that change only between :meth:`before_update`

@@ -3,6 +3,7 @@
 ``filesystem``  the contract for files and directories
 ``posix``       that contract on a real Linux file system
 ``clock``       time, real and manual
+``running``     time in which this process runs, for deadlines of progress
 ``memory``      memory that processes share
 ``claims``      what processes that share a file have claimed
 ``sockets``, ``locks``, ``processes``, ``runtime``   what a keeper is started and found with
