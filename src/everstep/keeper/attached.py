@@ -23,7 +23,7 @@ class Attached:
         captures: those it has begun, by number, until they are durable or have failed.
         objects: parts that have come so far, by capture and name.
         layouts: as messages hold them, by number.
-        log_layouts: of records of the log, by number.
+        log_layouts: of records of the log, by the numbers that stand for them now.
         gone: nothing can be said to it any more.
         said_bye: it waits for our end.
     """

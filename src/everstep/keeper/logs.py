@@ -12,12 +12,13 @@ import msgpack
 
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, KeeperError
-from everstep.format.log import RecordHead, layout_from_index
+from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attached import Attached
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.histories import Histories
 from everstep.keeper.log import LogStore, open_log
+from everstep.keeper.log_layouts import take_layout
 from everstep.keeper.messages import identity_from_wire
 from everstep.seams import Seams
 
@@ -89,7 +90,7 @@ class Logs:
         """
         kind = message["kind"]
         if kind == "log_layout":
-            trainer.log_layouts[message["number"]] = layout_from_index(message["layout"])
+            take_layout(trainer.log_layouts, message)
         elif kind == "log_to_disk":
             if self._current is not None and self._current.arena is trainer.arena:
                 self._current.to_disk(bool(message["on"]))

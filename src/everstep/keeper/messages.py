@@ -2,12 +2,12 @@
 
 Trainer to keeper: ``attach`` (who, and how large an arena), ``serve`` (a timeline), ``layout``
 (once per layout of files), ``begin`` (a capture), ``object`` (a part of one), ``captured``,
-``persist`` (what was to stay in memory only),
-``redo`` (an update that concerns a capture over several steps), ``assemble`` (one is all there),
-``abandon``, ``ask`` (for a base of the replica's), ``no_replica`` (any more), ``forget`` (a kept
-block is going to be overwritten), ``log_layout`` (once per layout of records), ``log`` (a record is
-whole), ``forget_log`` (the memory of records likewise), ``log_to_disk`` (or no more), ``settle``
-(finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
+``persist`` (what was to stay in memory only), ``redo`` (an update that concerns a capture over
+several steps), ``assemble`` (one is all there), ``abandon``, ``ask`` (for a base of the replica's),
+``no_replica`` (any more), ``forget`` (a kept block is going to be overwritten), ``log_layout``
+(what a number stands for from now on, and which numbers stand for nothing any more), ``log`` (a
+record is whole), ``forget_log`` (the memory of records likewise), ``log_to_disk`` (or no more),
+``settle`` (finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
 
 Keeper to trainer: ``welcome`` (with the arena's descriptor), ``refused``, ``durable``,
 ``failed``, ``error``, ``done`` (with a capture, retention included), ``rebuilt`` (a capture over

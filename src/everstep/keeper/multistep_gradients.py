@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from everstep.capture.cuda import on_cuda
 from everstep.capture.lane import Transfer
+from everstep.keeper.recent import RecentLayouts
 from everstep.seams.gather import Gather
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
@@ -41,7 +42,6 @@ from everstep.state.providers import unwrap
 __all__ = ["GradientCheck", "GradientPlaces", "GraphMemory", "HeldGradients", "are_alone"]
 
 _SAMPLES = 4  # of a gradient
-_PLACES_MAX = 256  # layouts, and turns
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED = 32  # gradients of an update: views of all of them would take milliseconds
 
@@ -146,7 +146,7 @@ class GradientPlaces:
     """Which elements of gradients are looked at: found out once for each layout of a record."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[ShardLayout, int, Mapping[_Kind, _Few]]] = {}
+        self._found = RecentLayouts[tuple[int, dict[int, Mapping[_Kind, _Few]]]]()  # by turn
 
     def of(
         self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
@@ -159,15 +159,17 @@ class GradientPlaces:
             turn: other gradients with the next number, where there are many.
         """
         turn %= -(-len(gradients) // _SAMPLED)
-        known = self._found.get((id(layout), turn))
-        if known is None or known[0] is not layout or not _are_there(gradients, known[2]):
-            if len(self._found) >= _PLACES_MAX:
-                self._found.clear()
+        known = self._found.get(layout)
+        if known is None:
             names = {name for name, _ in gradients}
             end = max(place.end for place in layout.placed if place.entry.name in names)
-            found = _places_of(gradients, layout, turn)
-            known = self._found[id(layout), turn] = layout, end, found
-        return known[1:]
+            known = end, {}
+            self._found.add(layout, known)
+        end, turns = known
+        found = turns.get(turn)
+        if found is None or not _are_there(gradients, found):
+            found = turns[turn] = _places_of(gradients, layout, turn)
+        return end, found
 
 
 def _places_of(

@@ -17,6 +17,7 @@ from everstep.compress.sparse import Sparse
 from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
+from everstep.keeper.recent import Recent
 from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.entries import Entry
 from everstep.state.image import State
@@ -99,7 +100,7 @@ def record_layout(entries: Iterable[Entry]) -> ShardLayout:
 class Layouts:
     """Layouts of records, by all that they depend on."""
 
-    found: dict[Any, ShardLayout] = field(default_factory=dict)
+    found: Recent[Any, ShardLayout] = field(default_factory=Recent)
 
     def of(self, named: Mapping[str, torch.Tensor]) -> ShardLayout:
         """The layout of a record of these tensors.
@@ -111,9 +112,7 @@ class Layouts:
         layout = self.found.get(key)
         if layout is None:
             layout = record_layout([stored_form(name, tensor) for name, tensor in named.items()])
-            if len(self.found) > 64:
-                self.found.clear()
-            self.found[key] = layout
+            self.found.add(key, layout, len(layout.placed))
         return layout
 
 

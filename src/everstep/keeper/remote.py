@@ -15,13 +15,14 @@ from typing import Any
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
-from everstep.format.log import RecordHead, layout_to_index
+from everstep.format.log import RecordHead
 from everstep.keeper.asked import Asked
 from everstep.keeper.assembly import Assembly, assembly_to_wire
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import recalled_from_wire
 from everstep.keeper.local import KeeperStats
+from everstep.keeper.log_layouts import LogLayouts
 from everstep.keeper.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.keeper.replies import Replies
 from everstep.keeper.samples import Samples
@@ -79,7 +80,7 @@ class RemoteKeeper:
         self._untold: dict[int, dict[str, Any]] = {}
         self._layouts, self._abandoned = set[int](), set[int]()
         self._telling = threading.Lock()  # of captures
-        self._log_layouts: dict[int, tuple[int, ShardLayout]] = {}
+        self._log_layouts = LogLayouts(self._send)
         self._asked = Asked(self._changed)
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
@@ -224,22 +225,14 @@ class RemoteKeeper:
         """
         self._send_objects(capture.number, objects)
         self._rebuilding[capture.number] = on_rebuilt
-        for message in assembly_to_wire(capture.number, assembly, self._log_layout):
-            self._send(message)
+        with self._log_layouts.lock:
+            for message in assembly_to_wire(capture.number, assembly, self._log_layouts.number):
+                self._send(message)
 
     def _send_objects(self, number: int, objects: Mapping[str, bytes]) -> None:
         for name, data in objects.items():
             for part in parts_of(data):
                 self._send({"kind": "object", "number": number, "name": name, "part": part})
-
-    def _log_layout(self, layout: ShardLayout) -> int:
-        """The number of a layout of records, which the keeper has been told."""
-        known = self._log_layouts.get(id(layout))
-        if known is None:
-            known = self._log_layouts[id(layout)] = (len(self._log_layouts), layout)
-            index = layout_to_index(layout)
-            self._send({"kind": "log_layout", "number": known[0], "layout": index})
-        return known[0]
 
     def set_aside(self, capture: Capture) -> None:
         """It is whole, and stays in memory: nobody waits for it."""
@@ -276,20 +269,20 @@ class RemoteKeeper:
         offset: int,
     ) -> None:
         """A record of the log lies whole in the arena."""
-        told = self._log_layout(layout)
         inline = sum(map(len, objects.values())) <= OBJECT_PART_BYTES // 2
         if not inline:
             self._send_objects(-number, objects)
-        self._send(
-            {
-                "kind": "log",
-                "number": number,
-                "head": dataclasses.astuple(head),
-                "layout": told,
-                "objects": dict(objects) if inline else None,
-                "offset": offset,
-            }
-        )
+        with self._log_layouts.lock:
+            self._send(
+                {
+                    "kind": "log",
+                    "number": number,
+                    "head": dataclasses.astuple(head),
+                    "layout": self._log_layouts.number(layout),
+                    "objects": dict(objects) if inline else None,
+                    "offset": offset,
+                }
+            )
 
     def ask(self, save: Save, samples: Sequence[Samples], *, exact: bool) -> None:
         """Asks for a base of the replica's, of the step of ``save`` or (not ``exact``) later.
