@@ -486,6 +486,24 @@ def test_at_most_so_many_are_watched() -> None:
     events.close()
 
 
+def test_updates_of_ever_new_parameters_are_told_apart_and_forgotten() -> None:
+    events = StepEvents(lambda event: None, lambda: None)
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(10)]
+    events.watch([], {"o": torch.optim.SGD(parameters, lr=0.1)})
+    seen: dict[int, int] = {}
+    for number in [*range(1, 600), *range(590, 600), *range(1, 9)]:
+        for bit, parameter in enumerate(parameters):
+            parameter.grad = torch.zeros(1) if number >> bit & 1 else None
+        events.begin()
+        events.update("o")
+        observed = events.end()
+        assert observed is not None
+        assert seen.setdefault(observed.keys[-1], number) == number
+    assert len(seen) == 599 + 8  # of the first, nobody knew any more
+    assert len(events._numbers) + len(events._patterns) <= 256 + 10 + 1
+    events.close()
+
+
 def test_an_update_waits_for_a_capture_before_the_last_one_too() -> None:
     """A step without an update: at the next one two captures may be under way, and of the newer
     one everything may be duplicated."""

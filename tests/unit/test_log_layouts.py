@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.keeper import recent
 from everstep.keeper.log_layouts import LogLayouts, take_layout
 from everstep.keeper.multistep_gradients import GradientPlaces
-from everstep.keeper.recent import Recent, RecentLayouts
 from everstep.keeper.recordable import Layouts, record_layout
 from everstep.keeper.remote import RemoteKeeper
 from everstep.options import KeeperOptions, LogOptions
+from everstep.state import recent
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout
+from everstep.state.recent import Recent, RecentLayouts
 from tests.unit.following import until
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_lost_waiting import kill_keeper

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from everstep.state.recent import Recent
+
 __all__ = ["Observed", "StepEvents"]
 
 _WATCHED_MAX = 64  # modules, and parameters
@@ -72,6 +74,8 @@ class StepEvents:
         self._now_s = now_s
         self._handles: list[Any] = []
         self._numbers: dict[Hashable, int] = {}
+        self._patterns = Recent[Hashable, int]()  # likewise of updates
+        self._next = itertools.count()
         self._roots: tuple[nn.Module, ...] = ()
         self._optimizers: Mapping[str, Optimizer] = {}
         self._on = False
@@ -142,7 +146,11 @@ class StepEvents:
         parameters = _parameters(self._optimizers[key])
         lacking = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is None)
         modes = tuple(root.training for root in self._roots)
-        number = self._number(("update", key, lacking, modes))
+        what = key, lacking, modes
+        number = self._patterns.get(what)
+        if number is None:  # never one that was another's: plans may still go by that
+            number = next(self._next)
+            self._patterns.add(what, number, 1 + len(lacking))
         event = len(self._keys)
         self._updates.setdefault(key, event)
         self._note(number)
@@ -170,6 +178,7 @@ class StepEvents:
             handle.remove()
         self._handles.clear()
         self._numbers.clear()
+        self._patterns = Recent()
         self._on = self._follows = False
 
     def _note(self, number: int) -> None:
@@ -181,7 +190,10 @@ class StepEvents:
             self._strayed()
 
     def _number(self, what: Hashable) -> int:
-        return self._numbers.setdefault(what, len(self._numbers))
+        number = self._numbers.get(what)
+        if number is None:
+            number = self._numbers[what] = next(self._next)
+        return number
 
 
 class _ModuleHook:

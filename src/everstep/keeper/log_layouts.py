@@ -1,8 +1,8 @@
 """Layouts of records, of which a keeper is told once: from then on a number stands for each.
 
-Both sides forget those that were not used for longest (:mod:`.recent`), and their numbers stand for
-others: messages of one connection arrive in their order, and what the keeper holds of a record
-refers to its layout.
+Both sides forget those that were not used for longest (:mod:`everstep.state.recent`), and their
+numbers stand for others: messages of one connection arrive in their order, and what the keeper
+holds of a record refers to its layout.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.format.log import layout_from_index, layout_to_index
-from everstep.keeper.recent import RecentLayouts
 from everstep.state.layout import ShardLayout
+from everstep.state.recent import RecentLayouts
 
 __all__ = ["LogLayouts", "take_layout"]
 

@@ -32,12 +32,12 @@ from torch.optim import Optimizer
 
 from everstep.capture.cuda import on_cuda
 from everstep.capture.lane import Transfer
-from everstep.keeper.recent import RecentLayouts
 from everstep.seams.gather import Gather
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
 from everstep.state.providers import unwrap
+from everstep.state.recent import RecentLayouts
 
 __all__ = ["GradientCheck", "GradientPlaces", "GraphMemory", "HeldGradients", "are_alone"]
 

@@ -17,13 +17,13 @@ from everstep.compress.sparse import Sparse
 from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
-from everstep.keeper.recent import Recent
 from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.log import INDICES, INT8, SCALES, VALUES
 from everstep.state.optimizers import OptimizerProvider
+from everstep.state.recent import Recent
 from everstep.state.shapes import shape_digest
 from everstep.state.survey import Shape, Survey, same_objects
 from everstep.state.tensors import stored_form

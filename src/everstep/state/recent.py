@@ -13,7 +13,7 @@ __all__ = ["COUNT_MAX", "ENTRIES_MAX", "Recent", "RecentLayouts"]
 
 COUNT_MAX = 256
 ENTRIES_MAX = 1 << 17
-"""Of all layouts together, each a few hundred bytes."""
+"""Of all patterns together: what is remembered of each parameter takes a few hundred bytes."""
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
