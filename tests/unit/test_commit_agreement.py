@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.agreement import (
-    Agreement,
+from everstep.commit.agreed import (
+    Compare,
+    Compared,
     Go,
     InventorySeen,
     IsSilent,
@@ -22,12 +23,14 @@ from everstep.commit.agreement import (
     TakeInventory,
     Tell,
 )
+from everstep.commit.agreement import Agreement
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.commit.messages import Command
 from everstep.commit.offers import Choice, Offer, Source
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
+from everstep.state.in_common import in_common
 from tests.unit.test_commit_offers import marker, offer, own
 
 
@@ -49,12 +52,14 @@ class Ranks:
     damaged: set[Source] = field(default_factory=set)
     at_open: Any = None
     relaid: int | None = None  # a rank that notices another layout
+    compared: dict[int, Compared] | None = None  # by rank; None: nothing may be left out
     done: list[tuple[int, Any]] = field(default_factory=list)
 
     def run(self) -> dict[int, Any]:
         """What each rank came to: Go or Refuse."""
         world = len(self.offers)
-        ranks = [Agreement(r, world, record_of=record_of, step=self.step) for r in range(world)]
+        about: dict[str, Any] = {"step": self.step, "compares": self.compared is not None}
+        ranks = [Agreement(r, world, record_of=record_of, **about) for r in range(world)]
         ends: dict[int, Any] = {}
         mail: list[tuple[int, int, Any]] = []
 
@@ -85,14 +90,20 @@ class Ranks:
     def _do(self, rank: int, action: Any) -> Any:
         if isinstance(action, TakeInventory):
             return InventorySeen(self.offers[rank])
+        if isinstance(action, Compare):
+            assert self.compared is not None
+            found = self.compared.get(rank, Compared())
+            return found if action.choice.reach else replace(found, spoilt=None)
         if isinstance(action, Restore):
-            found = [
+            damaged = [
                 (of, source)
                 for of, sources in action.choice.sources.items()
                 for source in sources
                 if source in self.damaged
             ]
-            return Restored(tuple(found), relaid=rank == self.relaid and not action.choice.readers)
+            return Restored(
+                tuple(damaged), relaid=rank == self.relaid and not action.choice.readers
+            )
         assert isinstance(action, OpenTimeline)
         if action.record.timeline in self.taken:
             return Opened(False)
@@ -120,6 +131,55 @@ def test_nobody_is_in_the_next_step_before_all_are_done() -> None:
     ranks.run()
     kinds = [type(action) for _, action in ranks.done]
     assert kinds == [TakeInventory] * 2 + [Restore] * 2 + [OpenTimeline] * 2 + [TakeInventory] * 2
+
+
+def left(rank: int, *names: str) -> Compared:
+    """A rank leaves this out of what both have in common."""
+    common = in_common({((0, 1), "model"): names}) if names else ()
+    return Compared(common=common, why=tuple(f"{name}: not in the checkpoint" for name in names))
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+@pytest.mark.parametrize("names", [(), ("model/a", "model/b")], ids=["nothing", "the same"])
+def test_what_all_leave_out_is_compared_first(loss: float, names: tuple[str, ...]) -> None:
+    compared = {rank: left(rank, *names) for rank in range(2)}
+    ranks = Ranks(two(), loss=loss, rng=random.Random(3), compared=compared)
+    assert {end.choice.base for end in ranks.run().values()} == {BaseId(1, 20)}
+    kinds = [type(action) for _, action in ranks.done]
+    first = [TakeInventory] * 2 + [Compare] * 2 + [Restore] * 2
+    assert kinds == first + [OpenTimeline] * 2 + [TakeInventory] * 2
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+@pytest.mark.parametrize("other", [(), ("model/b",)], ids=["nothing", "another"])
+def test_what_only_some_leave_out_is_restored_by_none(loss: float, other: tuple[str, ...]) -> None:
+    compared = {0: left(0, *other), 1: left(1, "model/a")}
+    ranks = Ranks(two(), loss=loss, rng=random.Random(4), compared=compared)
+    ends = ranks.run()
+    assert all(isinstance(end, Refuse) and end.unlike for end in ends.values())
+    assert ends[0].reason == ends[1].reason
+    assert "some ranks leave out of step 20 of timeline 1 what others" in ends[0].reason
+    assert "rank 1: model/a: not in the checkpoint" in ends[0].reason
+    assert {type(action) for _, action in ranks.done} == {TakeInventory, Compare}
+
+
+def test_what_is_damaged_or_of_no_use_as_ranks_compare_is_chosen_by_none() -> None:
+    """A log that leads on from a whole state only: then the base alone."""
+    runs = (LogRun(1, 21, 20, (21, 22), "a"),)
+    offers = [replace(one, log=runs) for one in two()]
+    ranks = Ranks(offers, compared={1: Compared(spoilt=(1, 21))})
+    ends = ranks.run()
+    assert {(end.choice.end, end.choice.reach) for end in ends.values()} == {(BaseId(1, 20), None)}
+    ranks = Ranks(two(), compared={1: Compared(((1, Source(2, 1)),))})
+    ends = ranks.run()
+    assert all(isinstance(end, Refuse) and not end.unlike for end in ends.values())
+    assert not any(isinstance(action, Restore) for _, action in ranks.done)
+
+
+def test_without_a_base_there_is_nothing_to_compare() -> None:
+    ranks = Ranks([own(0), own(1)], compared={1: left(1, "model/a")})
+    assert {end.choice.base for end in ranks.run().values()} == {None}
+    assert not any(isinstance(action, Compare) for _, action in ranks.done)
 
 
 @pytest.mark.parametrize("notices", [0, 1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.commit.agreement import TakeInventory
+from everstep.commit.agreed import TakeInventory
 from everstep.commit.lineage import BaseId
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.recover import loading, ranklog, together

@@ -4,7 +4,8 @@ Rank 0 leads all ranks through the same steps, one after the other; nobody is in
 before all are done with this one::
 
     offer     take inventory, say what can be read
-    restore   load what rank 0 chose from all offers (what is damaged: choose again)
+    compare   only where parts may be left out: say which, of what rank 0 chose from all offers
+    restore   load what rank 0 chose (what is damaged: choose again)
     open      open the new timeline on every disk: from now on older processes are fenced off
     confirm   take inventory once more: is the choice still there, and still the newest?
               (``adr/004``; if not, choose again, with one more timeline)
@@ -17,41 +18,44 @@ as another session, and nothing that this one has done is in the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
+from everstep.commit.agreed import (
+    AgreementEvent,
+    AgreementOut,
+    Compare,
+    Compared,
+    Go,
+    InventorySeen,
+    IsSilent,
+    OpenTimeline,
+    Refuse,
+    Restore,
+    Restored,
+    TakeInventory,
+    Tell,
+)
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.lineage import BaseId
 from everstep.commit.messages import Answer, Command, Message
 from everstep.commit.offers import Choice, Needs, Offer, Source, all_ranks, choose
 from everstep.commit.offers_wire import (
     decode_choice,
+    decode_compared,
     decode_offer,
     decode_restored,
     encode_choice,
+    encode_compared,
     encode_offer,
     encode_restored,
 )
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
+from everstep.state.in_common import parted
 
-__all__ = [
-    "NO_WAY_BACK",
-    "NO_WAY_BACK_HINT",
-    "Agreement",
-    "AgreementOut",
-    "Go",
-    "InventorySeen",
-    "IsSilent",
-    "OpenTimeline",
-    "Opened",
-    "Refuse",
-    "Restore",
-    "Restored",
-    "TakeInventory",
-    "Tell",
-]
+__all__ = ["NO_WAY_BACK", "NO_WAY_BACK_HINT", "Agreement"]
 
 NO_WAY_BACK = (
     "there is no base of step 0, and this process has trained: its state is not that of a fresh "
@@ -65,108 +69,6 @@ _WIRE = PurePath("message")
 _RELAID, _PARTLY = b"relaid", b"partly"
 
 
-@dataclass(frozen=True, slots=True)
-class TakeInventory:
-    """Look at what this rank can read; answer with :class:`InventorySeen`.
-
-    Attributes:
-        relaid: also at the logs of as many ranks as there are now, as at those of another number.
-        partly: say also what manifests list and is not there.
-    """
-
-    relaid: bool = False
-    partly: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Load what this rank needs of ``choice.base`` (nothing on a fresh start), check its digests,
-    and replay this rank's log up to ``choice.reach``; answer with :class:`Restored`."""
-
-    choice: Choice
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTimeline:
-    """Create, on this rank's disk and durably: the record of the run, those of the timelines of
-    ``choice`` that are missing there, its manifests where they are missing, and last, exclusively,
-    ``record``, the fence. Answer with :class:`Opened`."""
-
-    record: TimelineRecord
-    choice: Choice
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    """All ranks have restored ``choice`` and opened ``timeline``: train.
-
-    Attributes:
-        exact: what all of them have restored is bit for bit what training had.
-    """
-
-    timeline: int
-    choice: Choice
-    exact: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """There is nothing that all ranks can restore, or what was asked for is not there."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class IsSilent:
-    """Rank 0 waits for the answers of ``ranks`` in ``phase``; to be reported."""
-
-    phase: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send ``message`` to ``rank``."""
-
-    rank: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class InventorySeen:
-    """What this rank can read."""
-
-    offer: Offer
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The state is that of the step that was chosen; or not.
-
-    Attributes:
-        damaged: files that are damaged: of which rank, and where.
-        spoilt: timeline and step at which this rank's log turned out to be of no use.
-        exact: it is bit for bit what training had.
-        relaid: the log behind the base is of another layout than this rank has now.
-    """
-
-    damaged: tuple[tuple[int, Source], ...] = ()
-    spoilt: tuple[int, int] | None = None
-    exact: bool = True
-    relaid: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Whether the timeline is this session's on this rank's disk; else its number was taken by
-    another start of the job."""
-
-    ours: bool
-
-
-AgreementOut = TakeInventory | Restore | OpenTimeline | Go | Refuse | IsSilent | Tell
-AgreementEvent = InventorySeen | Restored | Opened
-
 RecordOf = Callable[[Choice, int], TimelineRecord]
 """Makes the record of the timeline of that number; no other session's has the same bytes."""
 
@@ -179,6 +81,7 @@ class Agreement:
         record_of: for rank 0: makes the record of the new timeline.
         step, needs, fetch: of :func:`everstep.commit.offers.choose`.
         trained: the ranks' state is not that of a fresh start.
+        compares: parts of the state may be left out.
         repeat_s: until what was not answered is said again.
         silent_s: until ranks that do not answer are reported.
     """
@@ -193,6 +96,7 @@ class Agreement:
         needs: Needs = all_ranks,
         fetch: bool = True,
         trained: bool = False,
+        compares: bool = False,
         repeat_s: float = 1.0,
         silent_s: float = 60.0,
     ) -> None:
@@ -215,7 +119,7 @@ class Agreement:
         self._relaid: set[int] = set()  # timelines: their ranks had another layout
         self._partly = False  # nothing else is left
         self._exact = True
-        self._trained = trained
+        self._trained, self._compares = trained, compares
         self._loaded = False  # ranks were told to load a base: so their state is not, either
         self._opened: set[int] = set()
         self._taken = 0
@@ -250,6 +154,9 @@ class Agreement:
         """What an action has led to."""
         if isinstance(event, InventorySeen):
             return self._say(encode_offer(event.offer))
+        if isinstance(event, Compared):
+            about = event.damaged, event.spoilt, event.common, event.why
+            return self._say(encode_compared(*about))
         if isinstance(event, Restored):
             return self._say(
                 encode_restored(event.damaged, event.spoilt, event.exact, event.relaid)
@@ -283,6 +190,8 @@ class Agreement:
         if command.phase in ("offer", "confirm"):
             asked = command.payload.split()
             return [TakeInventory(_RELAID in asked, _PARTLY in asked)]
+        if command.phase == "compare":
+            return [Compare(decode_choice(command.payload))]
         if command.phase == "restore":
             return [Restore(decode_choice(command.payload))]
         if command.phase == "open":
@@ -293,7 +202,8 @@ class Agreement:
         if command.phase == "go":
             choice, record = _split(command.payload)
             return [Go(record.timeline, choice, record.exact), *said]
-        return [Refuse(command.payload.decode("utf-8", "replace")), *said]
+        reason = command.payload.decode("utf-8", "replace")
+        return [Refuse(reason, command.phase == "unlike"), *said]
 
     def _say(self, payload: bytes) -> list[AgreementOut]:
         self._answer = Answer(self._at, payload)
@@ -328,6 +238,8 @@ class Agreement:
         answers = [self._answers[rank] for rank in range(self.world)]
         if phase == "offer":
             return self._choose(answers)
+        if phase == "compare":
+            return self._on_compared(answers)
         if phase == "restore":
             return self._on_restored(answers)
         if phase == "open":
@@ -356,6 +268,11 @@ class Agreement:
             self._partly = self._partly or again  # replicas that are left are the last resort
             self._refusal = str(error)
             return self._ask("offer")
+        compares = self._compares and self._choice.base is not None
+        return self._lead("compare", encode_choice(self._choice)) if compares else self._load()
+
+    def _load(self) -> list[AgreementOut]:
+        assert self._choice is not None
         self._loaded = self._loaded or self._choice.base is not None
         return self._lead("restore", encode_choice(self._choice))
 
@@ -387,19 +304,43 @@ class Agreement:
         timelines = {n: r for n, r in offer.timelines.items() if n not in self._opened}
         return replace(offer, timelines=timelines)
 
+    def _on_compared(self, answers: Collection[bytes]) -> list[AgreementOut]:
+        assert self._choice is not None
+        told = [Compared(*decode_compared(answer)) for answer in answers]
+        damaged = any(one.damaged for one in told)
+        if not damaged and (differ := parted({r: one.common for r, one in enumerate(told)})):
+            listed = [f"\n  rank {r}: {why}" for r, one in enumerate(told) for why in one.why]
+            text = (
+                f"with strict=False some ranks leave out of {self._choice.base} what others, that "
+                f"have it in common with them, restore: their replicas would part ({differ}):"
+            )
+            return self._lead("unlike", "".join([text, *listed]).encode("utf-8"))
+        return self._load() if self._all_can(told) else self._ask("offer")
+
+    def _all_can(self, told: Sequence[Compared | Restored], *, relaid: bool = False) -> bool:
+        """Whether nothing is in the way of the choice; what is, is not chosen again.
+
+        Args:
+            relaid: the log is of another layout: what is spoilt of it shows when it is replayed as
+                it was written.
+        """
+        assert self._choice is not None
+        damaged = {found for one in told for found in one.damaged}
+        log = {(rank, *one.spoilt) for rank, one in enumerate(told) if one.spoilt is not None}
+        if not damaged and not log and not relaid:
+            return True
+        assert self._choice.base is not None
+        self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
+        if relaid:
+            self._relaid.add(self._choice.base.timeline)
+        else:
+            self._spoilt_log |= log
+        return False
+
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
         told = [Restored(*decode_restored(answer)) for answer in answers]
-        damaged = {found for one in told for found in one.damaged}
-        log = {(rank, *one.spoilt) for rank, one in enumerate(told) if one.spoilt is not None}
-        relaid = any(one.relaid for one in told)
-        if damaged or log or relaid:
-            assert self._choice.base is not None
-            self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
-            if relaid:  # what is spoilt of the log shows when it is replayed as it was written
-                self._relaid.add(self._choice.base.timeline)
-            else:
-                self._spoilt_log |= log
+        if not self._all_can(told, relaid=any(one.relaid for one in told)):
             return self._ask("offer")
         self._exact = all(one.exact for one in told)
         return self._open(self._choice)

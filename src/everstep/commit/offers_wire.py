@@ -15,12 +15,15 @@ from everstep.commit.offers import BaseOffer, Choice, Offer, Piece, Source
 from everstep.commit.reclaim import TIERS
 from everstep.errors import EverstepError, FormatError
 from everstep.format.records import Manifest, Marker, TimelineRecord
+from everstep.state.in_common import InCommon
 
 __all__ = [
     "decode_choice",
+    "decode_compared",
     "decode_offer",
     "decode_restored",
     "encode_choice",
+    "encode_compared",
     "encode_offer",
     "encode_restored",
     "run_from_wire",
@@ -30,6 +33,9 @@ __all__ = [
 _WIRE = PurePath("message")
 _T = TypeVar("_T")
 _Restored = tuple[tuple[tuple[int, Source], ...], tuple[int, int] | None, bool, bool]
+_Compared = tuple[
+    tuple[tuple[int, Source], ...], tuple[int, int] | None, tuple[InCommon, ...], tuple[str, ...]
+]
 
 
 def encode_offer(offer: Offer) -> bytes:
@@ -120,11 +126,50 @@ def decode_restored(data: bytes) -> _Restored:
 
     def make(found: Any) -> _Restored:
         files, spoilt, exact, relaid = found
-        damaged = tuple((int(r), Source(int(cost), int(at))) for r, cost, at in files)
-        at = None if spoilt is None else (int(spoilt[0]), int(spoilt[1]))
-        return damaged, at, bool(exact), bool(relaid)
+        return _damaged(files), _step(spoilt), bool(exact), bool(relaid)
 
     return _unpack(data, make)
+
+
+def encode_compared(
+    damaged: Iterable[tuple[int, Source]],
+    spoilt: tuple[int, int] | None,
+    common: Iterable[InCommon],
+    why: Iterable[str],
+) -> bytes:
+    """Bytes for what a rank would leave out of a base.
+
+    Args:
+        damaged, spoilt: as of :func:`encode_restored`.
+        common: of what it has in common with others.
+        why: in words.
+    """
+    files = [[rank, source.cost, source.rank] for rank, source in damaged]
+    return _pack([files, spoilt, [[*astuple(one)] for one in common], list(why)])
+
+
+def decode_compared(data: bytes) -> _Compared:
+    """What :func:`encode_compared` wrote.
+
+    Raises:
+        FormatError: it is something else.
+    """
+
+    def make(found: Any) -> _Compared:
+        files, spoilt, common, why = found
+        damaged, at = _damaged(files), _step(spoilt)
+        said = (InCommon(str(r), str(s), int(n), str(d)) for r, s, n, d in common)
+        return damaged, at, tuple(said), tuple(map(str, why))
+
+    return _unpack(data, make)
+
+
+def _damaged(files: Any) -> tuple[tuple[int, Source], ...]:
+    return tuple((int(rank), Source(int(cost), int(at))) for rank, cost, at in files)
+
+
+def _step(spoilt: Any) -> tuple[int, int] | None:
+    return None if spoilt is None else (int(spoilt[0]), int(spoilt[1]))
 
 
 def _offer(found: Any) -> Offer:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
-from everstep.errors import OptionError, RecoveryError, StateError
+from everstep.errors import ForeignDirectoryError, OptionError, RecoveryError, StateError
 from everstep.options import Options, presets
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "refuse_errors",
     "refuse_other_calls",
     "refuse_other_options",
+    "same_as_copies",
     "same_run",
 ]
 
@@ -82,6 +84,21 @@ def same_run(found: Sequence[Mapping[str, Any]], rank: int) -> str:
             hint="give every rank the same run folder, or remove those of other runs",
         )
     return str(next(iter(runs), found[0]["name"]))
+
+
+def same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str | None:
+    """The run that a folder and the places for copies are of; None: they are of none yet.
+
+    Raises:
+        ForeignDirectoryError: they are of different ones.
+    """
+    if None not in (run, copied) and run != copied:
+        raise ForeignDirectoryError(
+            f"the places for copies hold those of another run than {path}",
+            path=path,
+            hint="give each run a place of its own",
+        )
+    return run if run is not None else copied
 
 
 def refuse_errors(found: Sequence[Mapping[str, Any]], rank: int) -> None:

@@ -13,7 +13,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.left_keepers import left_logs
 from everstep.recover.copies import RunWithCopies
 from everstep.recover.held import Recalled
-from everstep.recover.loading import loader, needs_here
+from everstep.recover.loading import comparer, loader, needs_here
 from everstep.recover.peers import Fetched
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
@@ -96,6 +96,7 @@ def resume_behind_several(
             copies=copies,
             log=log,
             ready=ready,
+            compare=None if strict else comparer(state, ring, strict=False, timeout_s=timeout_s),
         )
     copies.forget()
     resumed = dataclasses.replace(resumed, reads=())  # they say which of several ranks has read

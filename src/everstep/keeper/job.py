@@ -20,7 +20,6 @@ from everstep.commit.offers import Choice, Offer
 from everstep.errors import (
     DeadlineError,
     EverstepError,
-    ForeignDirectoryError,
     OptionError,
 )
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
@@ -31,6 +30,7 @@ from everstep.keeper.alike import (
     refuse_errors,
     refuse_other_calls,
     refuse_other_options,
+    same_as_copies,
     same_run,
 )
 from everstep.keeper.copies import open_places
@@ -43,7 +43,7 @@ from everstep.options import Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.lent_files import opens_in
-from everstep.recover.loading import loader, needs_here
+from everstep.recover.loading import Compares, comparer, loader, needs_here
 from everstep.recover.node_reads import NodeStart, memory_name
 from everstep.recover.others import failed_there, in_words
 from everstep.recover.outcome import told_back, with_ranks
@@ -139,7 +139,7 @@ class Job:
             with storage_errors("open the run folder", run, rank=rank):
                 ensure_dirs(filesystem, run)
                 mine["run"] = scan_run(filesystem, run).run
-            mine["run"] = _same_as_copies(mine["run"], copies.run_id(), run)
+            mine["run"] = same_as_copies(mine["run"], copies.run_id(), run)
         except EverstepError as error:
             failed, mine["error"] = error, error.message
         found = self._say(what, mine)
@@ -192,7 +192,8 @@ class Job:
         left = replace(left, held=(*recalled.logs, *left.held))
         mine = seams, run, state, ring, recalled.records
         log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)
-        about = load, log, step, trained
+        compare = comparer(state, ring, strict=strict, timeout_s=timeout_s)
+        about = load, log, step, trained, strict, compare
         with contextlib.closing(log):
             return self._start(seams, run, state, recalled, keeper, *about)
 
@@ -209,7 +210,7 @@ class Job:
         Raises:
             StateError: there is something to resume.
         """
-        return self._start(seams, run, state, recalled, keeper, None, None, None, False)
+        return self._start(seams, run, state, recalled, keeper, None, None, None, False, True)
 
     def _start(
         self,
@@ -222,6 +223,8 @@ class Job:
         log: RankLog | None,
         step: int | None,
         trained: bool,
+        strict: bool,
+        compare: Compares | None = None,
     ) -> Resumed:
         what = (
             "take the first step"
@@ -244,6 +247,7 @@ class Job:
                     "trainer": mailbox.address,
                     "keeper": keeper.listen(self._group.host),
                     "shared": state.is_shared(),
+                    "strict": strict,
                     "fingerprint": fingerprint(),
                     "error": None,
                 }
@@ -290,6 +294,7 @@ class Job:
                 fetch=fetch if self._fetches or apart_disks else None,
                 apart=apart,
                 ready=keeper.ready,
+                compare=None if all(said["strict"] for said in found) else compare,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             back = told_back(resumed) | said_apart(state.apart)
@@ -448,16 +453,6 @@ def job_of(seams: Seams, timeout_s: float) -> Job | None:
     """
     group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
     return None if group is None else Job(group, timeout_s)
-
-
-def _same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str | None:
-    if None not in (run, copied) and run != copied:
-        raise ForeignDirectoryError(
-            f"the places for copies hold those of another run than {path}",
-            path=path,
-            hint="give each run a place of its own",
-        )
-    return run if run is not None else copied
 
 
 def open_together(

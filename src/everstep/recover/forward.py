@@ -38,9 +38,10 @@ from everstep.seams.messages import say
 from everstep.seams.progress import progress
 from everstep.state.image import State
 
-__all__ = ["Loader", "Restored", "bring_forward", "redoable", "replay"]
+__all__ = ["OTHER_STATE", "Loader", "Restored", "bring_forward", "redoable", "replay"]
 
-_OTHER_STATE = "the log behind it is of a state that consists of something else"
+OTHER_STATE = "the log behind it is of a state that consists of something else"
+"""Why a log is not replayed."""
 
 
 @dataclass(slots=True)
@@ -198,7 +199,7 @@ def bring_forward(
             if loader.strict:
                 raise
             first, what = error.mismatches[0]
-            raise ReplayError(f"{_OTHER_STATE} ({first}: {what})", step=base.id.step) from error
+            raise ReplayError(f"{OTHER_STATE} ({first}: {what})", step=base.id.step) from error
         restored.skipped += skipped
         start_s = clock.monotonic_s()
         try:
@@ -296,7 +297,7 @@ def replay(
     shape = log.index.marks[chain.steps[0]].shape
     if loaded.shape != shape or loaded.mismatches:
         timeline, at = chain.steps[0]
-        restored.skipped.append(Skipped(timeline, at, _OTHER_STATE))
+        restored.skipped.append(Skipped(timeline, at, OTHER_STATE))
         return
     if loaded.tied:
         why = f"the log behind it cannot be replayed: {loaded.tied[0]}"

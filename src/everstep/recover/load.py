@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
-from everstep.errors import FormatError, MismatchError, RecoveryError
+from everstep.errors import FormatError, MismatchError
 from everstep.format.digests import digest
 from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.records import Marker
@@ -27,6 +25,7 @@ from everstep.recover.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.recover.reshard import SavedRanks, View, read_object
 from everstep.recover.shape import shape_of_base
 from everstep.recover.targets import Looks, Targets, relaid
+from everstep.recover.ties import sharing_memory, tied_otherwise, untied
 from everstep.recover.versions import unclear
 from everstep.recover.whole_ranks import MakeWhole
 from everstep.seams.machine import memory_available_bytes
@@ -34,18 +33,29 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.left_out import LeftOut
 from everstep.state.placing import Box
+from everstep.state.restoring import RestorePlan
 from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
 
 __all__ = [
     "LoadedBase",
     "all_contents",
+    "compare_ranks",
     "contents",
     "load_base",
     "load_ranks",
     "own_contents",
 ]
+
+
+_ANEW = "to begin anew take another folder"
+_HINT = f"build the same model and optimizer, or resume(strict=False) to load the rest; {_ANEW}"
+_HINT_OF_SEVERAL = (
+    "build the same model and optimizer on every rank; resume(strict=False) loads the rest where "
+    f"ranks leave out the same of what they have in common; {_ANEW}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +209,22 @@ def load_ranks(
         return _load(saved, opened, state, *about)
 
 
+def compare_ranks(
+    opened: Sequence[OpenBase],
+    state: State,
+    *,
+    strict: bool,
+    partly: bool,
+    whole: MakeWhole,
+) -> LeftOut:
+    """What :func:`load_ranks` would leave out; touches nothing. Arguments and errors as there."""
+    alone = opened[0].marker.world == 1
+    saved = SavedRanks(opened, contents(opened[0])[0] if alone else None, partly=partly)
+    planned = _plan(saved, opened, state, strict, whole)
+    taken = {name: planned.view.pieces[name][0].placement.text for name, _ in planned.apart}
+    return LeftOut(planned.mismatches, state.left_out(planned.plans, taken))
+
+
 def _read_ahead(
     opened: Sequence[OpenBase], ring: ChunkRing, timeout_s: float
 ) -> contextlib.AbstractContextManager[ReadsAhead | None]:
@@ -226,6 +252,86 @@ def _load(
     reads: ReadsAhead | None,
     whole: MakeWhole | None,
 ) -> LoadedBase:
+    planned = _plan(saved, opened, state, strict, whole)
+    view, plans, fuzzy = planned.view, planned.plans, planned.fuzzy
+    targets = Targets.of(plans, view.entries)
+    shared = sharing_memory(view, targets)
+    memory = targets.memory.items()
+    asked = ((name, view.pieces[name], box, host_bytes(tensor)) for name, (tensor, box) in memory)
+    wanted = fills_by_file(saved, asked)
+    looks = Looks.of(state, targets, view)
+    on_touch()
+    made = _Made()
+    if whole is not None:
+        made.read(saved, fuzzy, wanted, whole)
+    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
+    tensors = targets.finish()
+    for name, expected in shared.items():
+        flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
+        if digest(host_bytes(flat)) != expected:
+            raise untied(name)
+    held = {name for plan in plans.values() for name in plan.in_place}
+    held |= set(filter(state.is_plain, targets.tensors))  # anew: the one that it was is not
+    tied = tied_otherwise(view, targets, held)
+    notes = [*view.notes, *made.doubts, *tied]
+    for section in state.restore_order():
+        plan = plans[section]
+        if not plan.left_out:
+            tree = join(plan.tree, tensors)
+            notes += state.providers[section].restore(tree, strict=strict)
+    placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
+    state.apart.restored(placed, saved.world, state.ranks.world)
+    shape = ""
+    if saved.world == 1:
+        aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
+        shape = shape_of_base(opened[0].placed(), aliases, view.trees)
+    layout = None
+    if saved.world != state.ranks.world:
+        layout = OldLayout.of(saved, opened, state.optimizers)
+    size_bytes = sum(rank_bytes.values())
+    return LoadedBase(
+        planned.marker,
+        size_bytes,
+        entries,
+        planned.mismatches,
+        tuple(notes),
+        shape,
+        made.updates,
+        rank_bytes=rank_bytes,
+        finite=frozenset(looks.finite),
+        layout=layout,
+        relaid=relaid(view, tensors),
+        tied=tied,
+        aliases={name: one.name for name, one in view.entries.items() if one.name != name},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What is going to be restored of a base.
+
+    Attributes:
+        mismatches: what is left out, or taken as it may not be meant.
+        apart: of these the latter (:mod:`.versions`).
+        fuzzy: files of several updates.
+    """
+
+    view: View
+    plans: Mapping[str, RestorePlan]
+    marker: Marker
+    mismatches: tuple[tuple[str, str], ...]
+    apart: Sequence[tuple[str, str]]
+    fuzzy: Sequence[OpenBase]
+
+
+def _plan(
+    saved: SavedRanks,
+    opened: Sequence[OpenBase],
+    state: State,
+    strict: bool,
+    whole: MakeWhole | None,
+) -> _Planned:
+    """Compares all of it with the live state; touches nothing. Errors as of :func:`load_ranks`."""
     view = saved.view(state)
     apart = unclear(saved, state, view)
     fuzzy = [one for one in opened if one.redo is not None]
@@ -245,59 +351,9 @@ def _load(
             mismatches=mismatches,
             step=marker.step,
             path=next((path.parent for *_, path in opened[0].shards), None),
-            hint="build the same model and optimizer, or resume(strict=False) to load the rest; "
-            "to begin anew take another folder",
+            hint=_HINT if state.ranks.world == 1 else _HINT_OF_SEVERAL,
         )
-    targets = Targets.of(plans, view.entries)
-    shared = _sharing_memory(view, targets)
-    memory = targets.memory.items()
-    asked = ((name, view.pieces[name], box, host_bytes(tensor)) for name, (tensor, box) in memory)
-    wanted = fills_by_file(saved, asked)
-    looks = Looks.of(state, targets, view)
-    on_touch()
-    made = _Made()
-    if whole is not None:
-        made.read(saved, fuzzy, wanted, whole)
-    rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
-    tensors = targets.finish()
-    for name, expected in shared.items():
-        flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
-        if digest(host_bytes(flat)) != expected:
-            raise _untied(name)
-    held = {name for plan in plans.values() for name in plan.in_place}
-    held |= set(filter(state.is_plain, targets.tensors))  # anew: the one that it was is not
-    tied = _tied_otherwise(view, targets, held)
-    notes = [*view.notes, *made.doubts, *tied]
-    for section in state.restore_order():
-        plan = plans[section]
-        if not plan.left_out:
-            tree = join(plan.tree, tensors)
-            notes += state.providers[section].restore(tree, strict=strict)
-    placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
-    state.apart.restored(placed, saved.world, state.ranks.world)
-    shape = ""
-    if saved.world == 1:
-        aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
-        shape = shape_of_base(opened[0].placed(), aliases, view.trees)
-    layout = None
-    if saved.world != state.ranks.world:
-        layout = OldLayout.of(saved, opened, state.optimizers)
-    size_bytes = sum(rank_bytes.values())
-    return LoadedBase(
-        marker,
-        size_bytes,
-        entries,
-        mismatches,
-        tuple(notes),
-        shape,
-        made.updates,
-        rank_bytes=rank_bytes,
-        finite=frozenset(looks.finite),
-        layout=layout,
-        relaid=relaid(view, tensors),
-        tied=tied,
-        aliases={name: one.name for name, one in view.entries.items() if one.name != name},
-    )
+    return _Planned(view, plans, marker, mismatches, apart, fuzzy)
 
 
 def _objects(opened: OpenBase) -> dict[str, Any]:
@@ -414,83 +470,3 @@ def _refuse_unused(
         name = place.entry.name
         if name not in used and not name.startswith(OBJECT_PREFIX):
             raise FormatError(f"entry {name!r} is there, but nothing refers to it")
-
-
-def _sharing_memory(view: View, targets: Targets) -> dict[str, str]:
-    """``name -> digest`` of tensors that overlap in memory here, but are different entries:
-    only what they hold in the end tells whether all of them got what was saved for them.
-
-    Raises:
-        RecoveryError: where two of them are the same memory and cannot both get their values.
-    """
-    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
-    spans = sorted(
-        (str(t.device), t.data_ptr(), t.data_ptr() + _extent_bytes(t), name)
-        for name, t in live.items()
-        if t.numel()
-    )
-    found: dict[str, str] = {}
-    cluster: list[str] = []
-    same: dict[tuple[Any, ...], str] = {}
-    on, reach = "", 0
-    for device, begin, end, name in [*spans, ("end", 0, 0, "")]:
-        if device != on or begin >= reach:
-            if len({view.entries[other].name for other in cluster}) > 1:
-                found.update({other: _digest_of(view, other) for other in cluster})
-            on, reach, cluster, same = device, end, [], {}
-        if not name:
-            break
-        cluster.append(name)
-        reach = max(reach, end)
-        tensor, mine = live[name], view.pieces[name][0].digest
-        if same.setdefault((begin, tensor.shape, tensor.stride(), tensor.dtype), mine) != mine:
-            raise _untied(name)
-    return found
-
-
-def _tied_otherwise(view: View, targets: Targets, held: set[str]) -> tuple[str, ...]:
-    """Which tensors of the program were one when they were saved, and are several now, or the
-    other way round. All have got their values; training goes on as another one would.
-
-    Args:
-        held: names of those that the program had before, or has for itself.
-    """
-    names: dict[tuple[str, Any], str] = {}  # the first of each entry, and of each memory
-    for name in sorted(targets.tensors.keys() & held):
-        here = local_of(targets.tensors[name])
-        if here.numel():
-            where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
-            names.setdefault((view.entries[name].name, where), name)
-    apart: dict[str, list[str]] = {}
-    together: dict[Any, list[str]] = {}
-    for (entry, where), name in names.items():
-        apart.setdefault(entry, []).append(name)
-        together.setdefault(where, []).append(name)
-    were_one = "were one tensor when they were saved, and are several now"
-    were_several = "were several tensors when they were saved, and are one now"
-    return (
-        *(f"{', '.join(tied)} {were_one}" for tied in apart.values() if len(tied) > 1),
-        *(f"{', '.join(tied)} {were_several}" for tied in together.values() if len(tied) > 1),
-    )
-
-
-def _digest_of(view: View, name: str) -> str:
-    """What a whole tensor will have as its digest."""
-    pieces = view.pieces[name]
-    if len(pieces) != 1 or pieces[0].entry.shape != view.entries[name].shape:
-        raise _untied(name)
-    return pieces[0].digest
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element, gaps included."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
-
-
-def _untied(name: str) -> RecoveryError:
-    return RecoveryError(
-        f"{name!r} shares its memory with another tensor here, but different values are saved "
-        "for the two",
-        hint="build the model with the same tied weights and views as when it was saved",
-    )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from everstep.commit.offers import Needs
 from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.held import HeldBase
-from everstep.recover.load import LoadedBase, load_ranks
+from everstep.recover.load import LoadedBase, compare_ranks, load_ranks
 from everstep.recover.node_reads import NodeReads
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.opened import OpenBase
@@ -20,10 +21,11 @@ from everstep.recover.reshard import HoleError, SavedRanks, needs_of
 from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
 from everstep.recover.whole_ranks import made_whole
-from everstep.seams.progress import ProgressSink, progress
+from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.image import State
+from everstep.state.left_out import LeftOut
 
-__all__ = ["Load", "LoadWithNode", "layout_in", "loader", "needs_here"]
+__all__ = ["Compares", "Load", "LoadWithNode", "comparer", "layout_in", "loader", "needs_here"]
 
 _log = logging.getLogger("everstep")
 
@@ -48,6 +50,20 @@ class Load(Protocol):
             timelines: records of the history: where it was trained.
         """
         ...
+
+
+class Compares(Protocol):
+    """Says what of a base this rank would leave out. Arguments as of :class:`Load`."""
+
+    def __call__(
+        self,
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
+    ) -> LeftOut: ...
 
 
 class LoadWithNode(Protocol):
@@ -121,6 +137,31 @@ def layout_in(
 def _open(base: BaseFound, number: int, place: Place) -> OpenBase:
     files = place.files
     return files.open() if isinstance(files, HeldBase) else OpenBase.open(files, base, rank=number)
+
+
+def comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: float) -> Compares:
+    """What compares ``state``. With ``strict`` nothing may be left out (``MismatchError``)."""
+
+    def compare(
+        base: BaseFound,
+        places: Mapping[int, Place],
+        alive: Callable[[], None],
+        *,
+        partly: bool = False,
+        timelines: Sequence[TimelineRecord] = (),
+    ) -> LeftOut:
+        trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
+        about: dict[str, Any] = {"ring": ring, "trained": trained, "timeout_s": timeout_s}
+        whole = partial(made_whole, **about, progress=silent, alive=alive)
+        with contextlib.ExitStack() as stack:
+            opened: list[OpenBase] = []
+            for number, place in places.items():
+                opened.append(_open(base, number, place))
+                stack.callback(opened[-1].close)
+                alive()
+            return compare_ranks(opened, state, strict=strict, partly=partly, whole=whole)
+
+    return compare
 
 
 def loader(

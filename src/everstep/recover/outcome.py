@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.agreement import Go, Restored
+from everstep.commit.agreed import Go, Refuse, Restored
 from everstep.commit.lineage import BaseId
-from everstep.format.records import AuditRecord
+from everstep.commit.offers import Choice, Source
+from everstep.errors import MismatchError, RecoveryError
+from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.decide import Skipped
 from everstep.recover.inexact import why_not_exact
 from everstep.recover.load import LoadedBase
 from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.recover.others import Meeting
 from everstep.recover.ranklog import Redone
 from everstep.recover.resume import Resumed, not_finite
 from everstep.recover.scan import Inventory
-from everstep.recover.sources import RankBack, RankRead
+from everstep.recover.sources import Place, RankBack, RankRead, name_of
+from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
 from everstep.state.image import State
 
-__all__ = ["Outcome", "resumed_of", "told_back", "with_ranks"]
+__all__ = ["Outcome", "record_of", "refused", "resumed_of", "told_back", "with_ranks"]
 
+_HINT_UNLIKE = (
+    "build what these ranks have in common as it was saved, alike on all of them; what is new on "
+    "one (a head, say) can be added to the optimizer behind resume(strict=False), by "
+    "add_param_group()"
+)
 _ELSEWHERE = "what another rank has restored is not exact"
 
 
@@ -42,6 +52,39 @@ class Outcome:
     redone: Redone = field(default_factory=Redone)
     audit: AuditRecord | None = None
 
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedBase,
+        manifest: Manifest,
+        picked: Mapping[int, Place],
+        rank: int,
+        *,
+        load_s: float,
+        inventory: Inventory | None,
+    ) -> Outcome:
+        """What was restored, and from where.
+
+        Args:
+            picked: where the files of each rank that wrote some were read.
+            rank: that has read them.
+        """
+        read_bytes: dict[Source, int] = {}
+        for writer, size_bytes in loaded.rank_bytes.items():
+            source = picked[writer].source
+            read_bytes[source] = read_bytes.get(source, 0) + size_bytes
+        return cls(
+            loaded,
+            name_of({place.source.tier for place in picked.values()}),
+            manifest.exact and not loaded.mismatches and not loaded.notes,
+            load_s,
+            inventory,
+            tuple(
+                RankRead(rank, source.tier, size_bytes)
+                for source, size_bytes in sorted(read_bytes.items())
+            ),
+        )
+
     def audited(self, restored: Restored, end: BaseId | None) -> Restored:
         """What was restored, not exact where it rests on a base that audits have found different
         (I9), which is noted.
@@ -58,6 +101,52 @@ class Outcome:
     def is_doubted(self) -> bool:
         """Whether an audit has found a difference."""
         return self.audit is not None and self.audit.verdict == "different"
+
+
+def record_of(
+    choice: Choice, number: int, meeting: Meeting, *, exact: bool, unix_s: float
+) -> TimelineRecord:
+    """Of the timeline that all ranks open.
+
+    Args:
+        exact: what was restored is bit for bit what training had.
+        unix_s: now.
+    """
+    assert choice.run is not None, "every disk has the record of the run by now"
+    known = fingerprint_of_all(meeting.fingerprints or (fingerprint(),))
+    return TimelineRecord(
+        run=choice.run,
+        timeline=number,
+        parent=None if choice.end is None else choice.end.timeline,
+        fork_step=0 if choice.end is None else choice.end.step,
+        exact=exact,
+        world=meeting.world,
+        fingerprint={**known, "session": meeting.session},
+        created_unix_s=unix_s,
+        base=None if choice.base is None or choice.reach is None else astuple(choice.base),
+    )
+
+
+def refused(
+    refuse: Refuse,
+    why: Iterable[str],
+    left_out: tuple[tuple[str, str], ...],
+    *,
+    rank: int,
+    run: PurePath,
+) -> RecoveryError | MismatchError:
+    """What this rank raises where all ranks have agreed on restoring nothing.
+
+    Args:
+        why: files could not be used here.
+        left_out: what does not fit here.
+    """
+    if refuse.unlike:
+        return MismatchError(
+            refuse.reason, mismatches=left_out, rank=rank, path=run, hint=_HINT_UNLIKE
+        )
+    text = "\n".join([refuse.reason, *(f"  {one}" for one in why)])
+    return RecoveryError(text, rank=rank, path=run)
 
 
 def resumed_of(

@@ -162,6 +162,11 @@ class RankLog:
             return iter(())
         return self._log.in_copies(_steps_of(choice.reach, choice.timelines))
 
+    def first_of(self, choice: Choice) -> tuple[int, int]:
+        """Timeline and step of the first that is redone."""
+        assert choice.reach is not None
+        return _steps_of(choice.reach, choice.timelines)[0]
+
     def with_layout(
         self, loaded: LoadedBase, base: BaseFound, places: Mapping[int, Place]
     ) -> LoadedBase:

@@ -10,12 +10,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import PurePath
+from typing import Any, TypeVar
 
-from everstep.commit.agreement import (
-    Agreement,
+from everstep.commit.agreed import (
     AgreementOut,
+    Compare,
+    Compared,
     Go,
     InventorySeen,
     IsSilent,
@@ -27,47 +29,44 @@ from everstep.commit.agreement import (
     TakeInventory,
     Tell,
 )
+from everstep.commit.agreement import Agreement
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.commit.offers import Choice, Needs, Offer, Source
 from everstep.commit.reclaim import VOLATILE_TIERS
-from everstep.errors import (
-    DamageError,
-    FormatError,
-    NewerFormatError,
-    RecoveryError,
-    StateError,
-)
+from everstep.errors import StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped
 from everstep.recover.files_ahead import Apart, CopiesAhead
+from everstep.recover.forward import OTHER_STATE
 from everstep.recover.held import HeldBase
 from everstep.recover.lent_files import Covers, covered
 from everstep.recover.load import LoadedBase
-from everstep.recover.loading import Load
+from everstep.recover.loading import Compares, Load
 from everstep.recover.log_post import LogPost
 from everstep.recover.others import Meeting, Others
-from everstep.recover.outcome import Outcome, resumed_of
+from everstep.recover.outcome import Outcome, record_of, refused, resumed_of
 from everstep.recover.peers import Fetch, Fetched, Lent
+from everstep.recover.picking import with_files
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.ranks import offer_of, open_on_disk
-from everstep.recover.reshard import HoleError
 from everstep.recover.resume import Resumed
 from everstep.recover.scan import BaseFound, scan_run
-from everstep.recover.sources import Place, Places, RankRead, name_of, rank_of
+from everstep.recover.sources import Place, Places
 from everstep.recover.told import unproven_in
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
 from everstep.state.image import State
+from everstep.state.left_out import LeftOut
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["Load", "Meeting", "resume_together"]
 
 _log = logging.getLogger("everstep")
+_T = TypeVar("_T")
 _LOOKS_MAX = 8
 
 
@@ -88,8 +87,9 @@ class _Start:
         needs: Needs,
         apart: Apart,
         timeout_s: float,
+        compare: Compares | None,
     ) -> None:
-        self._copies, self._log = copies, log
+        self._copies, self._log, self._compare = copies, log, compare
         self.ahead = CopiesAhead(run, meeting.rank, needs, apart)
         self.ready: Callable[[], None] = lambda: None
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
@@ -99,7 +99,8 @@ class _Start:
         self.outcome = Outcome()
         self.skipped: list[Skipped] = []
         self.went: Go | None = None
-        self._refused: str | None = None
+        self._refused: Refuse | None = None
+        self.left_out: tuple[tuple[str, str], ...] = ()  # of what was compared last
         self._looked: Offer | None = None
         self._stands: tuple[Manifest, Outcome] | None = None  # restored, and nothing replayed
         self._why: dict[str, None] = {}  # files could not be used
@@ -115,6 +116,7 @@ class _Start:
             needs=needs,
             fetch=False,
             trained=meeting.trained,
+            compares=compare is not None,
             silent_s=timeout_s,
         )
         self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
@@ -126,6 +128,7 @@ class _Start:
 
         Raises:
             RecoveryError: there is nothing that all can restore, or not what was asked for.
+            MismatchError: ranks would leave out different parts of what they have in common.
             DeadlineError: a rank says nothing.
         """
         self._absorb(self._agreement.start())
@@ -137,8 +140,8 @@ class _Start:
             self._others.is_alive()
             self._others.check(self._agreement.waits_for)
         if self._refused is not None:
-            why = "\n".join([self._refused, *(f"  {one}" for one in self._why)])
-            raise RecoveryError(why, rank=self._meeting.rank, path=self._run)
+            about = self._refused, self._why, self.left_out
+            raise refused(*about, rank=self._meeting.rank, run=self._run)
         assert self.went is not None
         return self.went
 
@@ -160,6 +163,9 @@ class _Start:
                 self._in_order = False  # if ranks are asked again, what was chosen did not do
                 offer, self._looked = self._looked or self._offer(), None
                 todo += self._agreement.done(InventorySeen(offer))
+            elif isinstance(out, Compare):
+                self._others.begin(f"compares {out.choice.base} with its state")
+                todo += self._agreement.done(self._compared(out.choice))
             elif isinstance(out, Restore):
                 self._others.begin(f"restores {out.choice.base or 'nothing'}")
                 found = self._restore(out.choice)
@@ -173,7 +179,7 @@ class _Start:
             elif isinstance(out, Go):
                 self.went = out
             elif isinstance(out, Refuse):
-                self._refused = out.reason
+                self._refused = out
             else:
                 assert isinstance(out, IsSilent)  # judged by what was heard, see Others.check
 
@@ -318,42 +324,64 @@ class _Start:
             self._stands, self.outcome = stands, replace(stands[1], inventory=inventory)
             self._see_layout(choice, base, places)
             return ()
-        wanted = tuple(self._needs(self._meeting.rank, choice.manifest))
-        wanted = (choice.partly and places.readable) or wanted
-        while (picked := places.pick(wanted)) is not None:
+        start_s = self._clock.monotonic_s()
+
+        def load(picked: Mapping[int, Place]) -> LoadedBase:
+            nonlocal start_s
+            assert self._load is not None
             start_s = self._clock.monotonic_s()
-            try:
-                about = base, picked, self._post.attend
-                loaded = self._load(*about, partly=choice.partly, timelines=choice.timelines)
-            except (HoleError, RecoveryError) as error:
-                # Ranks wrote to other disks then: what they had in common others have, too.
-                if set(wanted) >= set(places.readable):
-                    if isinstance(error, RecoveryError):
-                        raise
-                    self._why[f"{choice.base}: {error.message}"] = None
-                    places.failed(picked, None)
-                wanted = places.readable or wanted
-            except NewerFormatError:
-                raise  # it is whole, and not ours to pass over
-            except (DamageError, FormatError, OSError) as error:
-                where = ", ".join(sorted({place.source.tier for place in picked.values()}))
-                _log.warning("%s could not be restored from %s: %s", choice.base, where, error)
-                self._why[f"{choice.base}, from {where}: {error}"] = None
-                places.failed(picked, rank_of(error))
-            else:
-                self._take(loaded, choice.manifest, picked, start_s)
-                self._see_layout(choice, base, places)
-                return ()
-        if not places.damaged:  # or the others would take this rank's state for that of the base
-            missing = ", ".join(str(r) for r in wanted if r not in places.readable)
-            raise RecoveryError(
-                f"rank {self._meeting.rank} was told to restore {choice.base}, and has not offered "
-                f"the files of rank(s) {missing}, which it needs",
-                rank=self._meeting.rank,
-                path=self._run,
-                hint="the ranks do not hold the same kinds of state; please report this",
-            )
-        return tuple(places.damaged)
+            about = base, picked, self._post.attend
+            return self._load(*about, partly=choice.partly, timelines=choice.timelines)
+
+        read = self._with_files(choice, choice.manifest, places, load)
+        if read is None:
+            return tuple(places.damaged)
+        self._take(read[0], choice.manifest, read[1], start_s)
+        self._see_layout(choice, base, places)
+        return ()
+
+    def _with_files(
+        self, choice: Choice, manifest: Manifest, places: Places, use: Callable[..., _T]
+    ) -> tuple[_T, Mapping[int, Place]] | None:
+        """See :func:`.picking.with_files`."""
+        assert choice.base is not None
+        rank = self._meeting.rank
+        wanted = tuple(self._needs(rank, manifest))
+        return with_files(
+            places,
+            (choice.partly and places.readable) or wanted,
+            use,
+            base=choice.base,
+            rank=rank,
+            run=self._run,
+            failed=lambda why: self._why.update({why: None}),
+        )
+
+    def _compared(self, choice: Choice) -> Compared:
+        """What would be left out. A log leads on from a whole state alone: where one is to be
+        replayed, that is no choice."""
+        assert choice.base is not None
+        assert choice.manifest is not None
+        assert self._compare is not None
+        compare, id_ = self._compare, choice.base
+        path = base_dir(self._run, id_.timeline, id_.step)
+        base = BaseFound(id_, path, "committed", choice.manifest, None, ())
+        places = self._places(choice, choice.manifest)
+
+        def use(picked: Mapping[int, Place]) -> LeftOut:
+            about = base, picked, self._post.attend
+            return compare(*about, partly=choice.partly, timelines=choice.timelines)
+
+        read = self._with_files(choice, choice.manifest, places, use)
+        if read is None:
+            return Compared(tuple(places.damaged))
+        found = self.left_out = read[0].mismatches
+        spoilt = None
+        if found and choice.reach is not None and self._log is not None:
+            spoilt = self._log.first_of(choice)
+            self.skipped.append(Skipped(*spoilt, OTHER_STATE))
+            self._why[f"step {spoilt[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
+        return Compared((), spoilt, read[0].common, read[0].words)
 
     def _see_layout(self, choice: Choice, base: BaseFound, places: Places) -> None:
         """Who had what, where another layout has written the log: most starts need not know."""
@@ -367,22 +395,9 @@ class _Start:
         self, loaded: LoadedBase, manifest: Manifest, picked: Mapping[int, Place], start_s: float
     ) -> None:
         """Notes what was restored, and from where."""
-        exact = manifest.exact and not loaded.mismatches and not loaded.notes
-        read_bytes: dict[Source, int] = {}
-        for rank, size_bytes in loaded.rank_bytes.items():
-            source = picked[rank].source
-            read_bytes[source] = read_bytes.get(source, 0) + size_bytes
-        self.outcome = Outcome(
-            loaded,
-            name_of({place.source.tier for place in picked.values()}),
-            exact,
-            self._clock.monotonic_s() - start_s,
-            self.outcome.inventory,
-            tuple(
-                RankRead(self._meeting.rank, source.tier, size_bytes)
-                for source, size_bytes in sorted(read_bytes.items())
-            ),
-        )
+        load_s, inventory = self._clock.monotonic_s() - start_s, self.outcome.inventory
+        about = loaded, manifest, picked, self._meeting.rank
+        self.outcome = Outcome.of(*about, load_s=load_s, inventory=inventory)
         self._stands = manifest, replace(self.outcome)
 
     def _places(self, choice: Choice, manifest: Manifest) -> Places:
@@ -406,19 +421,8 @@ class _Start:
         return [Place(source, files, url) for files, url in found]
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
-        assert choice.run is not None, "every disk has the record of the run by now"
-        known = fingerprint_of_all(self._meeting.fingerprints or (fingerprint(),))
-        return TimelineRecord(
-            run=choice.run,
-            timeline=number,
-            parent=None if choice.end is None else choice.end.timeline,
-            fork_step=0 if choice.end is None else choice.end.step,
-            exact=self.outcome.exact,
-            world=self._meeting.world,
-            fingerprint={**known, "session": self._meeting.session},
-            created_unix_s=self._clock.unix_s(),
-            base=None if choice.base is None or choice.reach is None else astuple(choice.base),
-        )
+        exact, unix_s = self.outcome.exact, self._clock.unix_s()
+        return record_of(choice, number, self._meeting, exact=exact, unix_s=unix_s)
 
 
 def resume_together(
@@ -438,6 +442,7 @@ def resume_together(
     fetch: Fetch | None = None,
     apart: Apart = lambda number, manifest: True,
     ready: Callable[[], None] = lambda: None,
+    compare: Compares | None = None,
 ) -> tuple[Resumed, Choice]:
     """Restores, on every rank, the newest step that all of them reach, by a base that all can read
     and the log of each of them, and opens a timeline.
@@ -455,17 +460,21 @@ def resume_together(
             none.
         apart: of what is read by several ranks of a node together nothing is read ahead.
         ready: returns when this rank's keeper is there; without one no timeline is opened.
+        compare: where parts may be left out: says which; nothing is touched before all that have
+            something in common leave out the same of it. None, on all ranks: nothing may be.
 
     Raises:
         RecoveryError: when there are bases and none can be used by all, or none of ``step``; or
             another rank has failed.
-        MismatchError: when the chosen one is of another model.
+        MismatchError: when the chosen one is of another model, or ranks would leave out different
+            parts of what they have in common.
         StateError: without ``load``, when there is something to restore.
         DeadlineError: a rank is silent.
     """
     copies = copies or Copies((), run)
     about = seams, run, meeting, held, load, copies, log
-    start = _Start(*about, step=step, needs=needs, apart=apart, timeout_s=timeout_s)
+    limits: dict[str, Any] = {"apart": apart, "timeout_s": timeout_s, "compare": compare}
+    start = _Start(*about, step=step, needs=needs, **limits)
     start.ready = ready
     start.fetched += own
     try:

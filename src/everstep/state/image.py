@@ -21,6 +21,7 @@ from everstep.errors import FormatError, OptionError, StateError, UnsupportedSta
 from everstep.seams.memory import copy_memory
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
+from everstep.state.in_common import InCommon
 from everstep.state.objects import TensorRef, join_path
 from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
 from everstep.state.owners import DeclaredUpdate, Memory, Told, memory_of
@@ -360,6 +361,17 @@ class State:
         """A parameter's entry, and which ranks have it in common, by its name, or that of an entry
         of an optimizer's state for it; None for all other entries."""
         return self._share.holders(self._survey())
+
+    def left_out(
+        self, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
+    ) -> tuple[InCommon, ...]:
+        """What is not restored of what this rank has in common with others.
+
+        Args:
+            plans: of :meth:`plan_restore`.
+            taken: entries that ranks had different ones of -> whose this one takes.
+        """
+        return self._share.left_out(self._survey(), plans, taken)
 
     def gather(self) -> None:
         """Replay has brought each rank's own parameters to a step: hands them to those that train

@@ -149,6 +149,11 @@ class OptimizerProvider:
         return list(dict(zip(names, parameters, strict=True)).items())
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that updates."""
+        return self._optimizer
+
+    @property
     def has_its_parameters(self) -> bool:
         """Whether they are proven to be those that it had when it was looked at last."""
         return self._proof is not None and self._proof.has_its_parameters(self._optimizer)

@@ -298,6 +298,11 @@ class StatefulProvider(Unproven):
         self.section = section
         self._value = value
 
+    @property
+    def value(self) -> Stateful:
+        """As the user gave it."""
+        return self._value
+
     def collect(self) -> Any:
         return self._value.state_dict()
 

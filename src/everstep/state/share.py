@@ -10,11 +10,14 @@ import torch
 
 from everstep.state.apart import Apart
 from everstep.state.common import common_of, frozen_for_ddp, why_not_shared
+from everstep.state.in_common import InCommon
+from everstep.state.left_out import left_out_in_common
 from everstep.state.objects import join_path
 from everstep.state.optimizers import OptimizerProvider
 from everstep.state.placing import WHOLE, Placement
 from everstep.state.providers import ModuleProvider, Provider
 from everstep.state.ranks import RankInfo
+from everstep.state.restoring import RestorePlan
 from everstep.state.sharing import Sharing
 from everstep.state.survey import Shape, Survey, unsupported
 
@@ -96,6 +99,15 @@ class OwnShare:
             return own if of_optimizer and kind == "state" else None
 
         return of
+
+    def left_out(
+        self, survey: Survey, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
+    ) -> tuple[InCommon, ...]:
+        """See :meth:`everstep.state.image.State.left_out`."""
+        if self._ranks.world == 1:
+            return ()
+        sharing, aliases = self._sharing(survey.shape), survey.shape.aliases
+        return left_out_in_common(self._providers, sharing, aliases, plans, taken)
 
     def _share_of(self, shape: Shape) -> Shape:
         self._refuse(shape)

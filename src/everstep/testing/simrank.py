@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from everstep.commit.agreement import (
-    Agreement,
+from everstep.commit.agreed import (
     Go,
     InventorySeen,
     IsSilent,
@@ -24,6 +23,7 @@ from everstep.commit.agreement import (
     TakeInventory,
     Tell,
 )
+from everstep.commit.agreement import Agreement
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.coordinator import Coordinator
 from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
