@@ -351,3 +351,28 @@ def test_of_which_rank_a_common_tensor_is_taken(tmp_path: Path) -> None:
         found = resume(ranks, strict=True)
         assert all(isinstance(one, EverstepError) for one in found)
         assert "build the same model and optimizer on every rank" in found[0].hint
+
+
+def test_more_ranks_than_before_with_a_head_on_one(tmp_path: Path) -> None:
+    """The new rank begins with what a rank had that was like it."""
+    saved(tmp_path, with_head)
+    with job(tmp_path, lambda rank: with_head(rank, 3), world=3) as ranks:
+        found = resume(ranks, strict=True)
+        assert [one.step for one in found] == [3] * 3, found
+        same_everywhere(ranks)
+        train(ranks, 2)
+        same_everywhere(ranks)
+        assert each(ranks, lambda one: (one.ckpt.save(), one.ckpt.wait(20))[0])
+    with job(tmp_path, lambda rank: with_head(rank, 3), world=3) as ranks:
+        assert [(one.step, one.mismatched) for one in resume(ranks, strict=True)] == [(5, ())] * 3
+
+
+def test_more_ranks_than_before_and_the_new_one_fits_none(tmp_path: Path) -> None:
+    saved(tmp_path, lambda rank: with_head(rank, on=(0, 1)))
+    with job(tmp_path, lambda rank: with_head(rank, 3, on=(0, 1)), world=3) as ranks:
+        found = resume(ranks, strict=True)
+        assert "head.weight: in the checkpoint, not in the optimizer" in str(found[2])
+        assert "where ranks leave out the same" in str(found[2])
+        found = resume(ranks)
+        assert [type(one) for one in found] == [MismatchError] * 3, found
+        assert "rank 2: " in found[0].message

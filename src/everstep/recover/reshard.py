@@ -370,15 +370,17 @@ class SavedRanks:
             )
 
     def _for_a_new_rank(self, view: View, state: State) -> None:
-        mine = state.ranks.rank
+        mine, like = state.ranks.rank, self._like(state)
         sections = list(dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]))
         for section in sections:
             ranks = [rank for rank in self.ranks if section in self._objects[rank]]
             provider = state.providers.get(section)
+            if provider is None and like is not None:
+                continue  # that one had not, either
             alike = self._is_alike(section, ranks)
             whole = isinstance(provider, ModuleProvider | OptimizerProvider)
             if (alike and (section != RNG_SECTION or self.world > 1)) or whole:
-                giver = ranks[mine % len(ranks)]
+                giver = like if like in ranks else ranks[mine % len(ranks)]
                 self._take(view, section, giver, state)
                 if not alike and not self._is_partitioned(section, giver):
                     view.notes.append(
@@ -390,6 +392,23 @@ class SavedRanks:
                 f"{section}: rank {mine} is new and begins with what its program made; each of "
                 f"{self.world} rank(s) had its own"
             )
+
+    def _like(self, state: State) -> int | None:
+        """The first rank, from r mod W' on, whose modules and optimizers fit those that this one
+        has, which is new, and that had no other sections; None: there is none."""
+        first, known = state.ranks.rank % len(self.ranks), state.providers
+        wanted = [s for s, p in known.items() if isinstance(p, ModuleProvider | OptimizerProvider)]
+        others = known.keys() - wanted
+        for rank in (*self.ranks[first:], *self.ranks[:first]):
+            theirs = self._objects[rank].keys()
+            if wanted and known.keys() >= theirs >= set(wanted):
+                view = View()
+                for section in wanted:
+                    self._take(view, section, rank, state)
+                plans = state.plan_restore(view.trees, view.entries, others)
+                if not any(plan.mismatches for plan in plans.values()):
+                    return rank
+        return None
 
     def _for_a_rank_without_files(self, view: View, state: State) -> None:
         """Takes what this rank had in common with those whose files are there. Of modules and
