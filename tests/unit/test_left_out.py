@@ -132,6 +132,14 @@ def otherwise_scheduled(rank: int) -> dict[str, Any]:
     return state
 
 
+def scaled(rank: int) -> dict[str, Any]:
+    return {**plain(rank), "scaler": torch.amp.GradScaler("cpu")}
+
+
+def otherwise_scaled(rank: int) -> dict[str, Any]:
+    return {**plain(rank), "scaler": torch.amp.GradScaler("cpu", enabled=rank == 1)}
+
+
 @contextlib.contextmanager
 def job(path: Path, build: Build, *, world: int = 2, **options: Any) -> Iterator[list[Rank]]:
     seams = rank_seams(world)
@@ -240,6 +248,11 @@ def test_another_scheduler_on_one_rank(tmp_path: Path) -> None:
     assert "'scheduler', tensors that ranks 0-1 have in common: rank(s) 0: none" in said
 
 
+def test_a_scaler_that_does_nothing_on_one_rank(tmp_path: Path) -> None:
+    said = refused(tmp_path, scaled, otherwise_scaled)
+    assert "rank 0: scaler: a scaler that is enabled, here it is not" in said
+
+
 @pytest.mark.parametrize("step", [None, 3, 4])
 def test_with_a_log_behind_the_base(tmp_path: Path, step: int | None) -> None:
     refused(tmp_path, plain, with_head, step, **LOGGED)
@@ -295,12 +308,15 @@ def test_a_rank_that_leaves_nothing_out_may_be_strict(tmp_path: Path) -> None:
 
 
 def test_a_strict_rank_and_one_that_would_leave_it_out(tmp_path: Path) -> None:
-    """It was no matter whether a rank is told ``strict=False`` that leaves nothing out."""
+    """Of which the strict one would restore all, or which would leave it out itself."""
     saved(tmp_path, plain)
     with job(tmp_path, with_head) as ranks:
         was = [one.weights for one in ranks]
         found = each(ranks, lambda one: one.ckpt.resume(strict=one.number == 1))
         assert [type(one) for one in found] == [MismatchError] * 2, found
+        found = each(ranks, lambda one: one.ckpt.resume(strict=one.number == 0))
+        assert [type(one) for one in found] == [MismatchError, RecoveryError], found
+        assert "rank 0 could not resume: the checkpoint and the live state differ" in str(found[1])
         for one, mine in zip(ranks, was, strict=True):
             assert all(map(torch.equal, one.weights, mine))
 
@@ -322,6 +338,21 @@ def test_a_step_of_the_log_of_another_state(tmp_path: Path) -> None:
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * 2, found
         train(ranks, 1)
         same_everywhere(ranks)
+
+
+def test_a_step_of_the_log_of_another_state_in_one_process(tmp_path: Path) -> None:
+    saved(tmp_path, plain, 6, **LOGGED)
+    state = with_a_layer(0)
+    keeper = everstep.KeeperOptions(process=False)
+    with everstep.Checkpointer(tmp_path, state, keeper=keeper, **LOGGED) as ckpt:
+        one = Rank(0, ckpt, state)
+        was = one.weights
+        with pytest.raises(RecoveryError, match="a state that consists of something else"):
+            ckpt.resume(3, strict=False)
+        assert all(map(torch.equal, one.weights, was))
+        assert not ckpt._overwritten.partly
+        found = ckpt.resume(4, strict=False)
+        assert (found.step, found.replayed, found.exact) == (4, 0, False)
 
 
 @pytest.mark.parametrize("build", [with_head_apart, with_a_layer])

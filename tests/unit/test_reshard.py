@@ -29,7 +29,9 @@ from everstep.recover.reshard import needs_of
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.in_common import parted
 from everstep.state.ranks import RankInfo
+from everstep.state.restoring import RestorePlan
 from tests.unit import sharding
 from tests.unit.relogged import logged, train
 from tests.unit.sharding import (
@@ -409,3 +411,23 @@ def test_wrappers_that_cannot_be_saved_are_refused() -> None:
         zero._overlap_with_ddp = True
         with pytest.raises(UnsupportedStateError, match="overlap_with_ddp"):
             State({"model": model, "optimizer": zero}, ranks=info)
+
+
+@pytest.mark.parametrize("job", [("ddp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp_tp", 4), ("zero", 2)])
+def test_where_all_leave_out_the_same_each_rank_says_the_same(job: tuple[str, int]) -> None:
+    """In all layouts, also where a part of a tensor is empty."""
+    layout, world = job
+    said, optimizers = {}, {}
+    for rank in range(world):
+        with as_rank(rank, world) as info:
+            state = State(build(layout, info, 1, stepped=False), ranks=info)
+            plans = {key: RestorePlan.without([(key, "no")]) for key in state.providers}
+            said[rank] = state.left_out(plans, {})
+            plans["model"] = RestorePlan(dict.fromkeys(state.values["model"].state_dict()))
+            plans["model"].tree |= {k.removeprefix("module."): 0 for k in plans["model"].tree}
+            optimizers[rank] = state.left_out(plans, {})
+    assert {one.section for one in said[0]} == {"model", "optimizer"}
+    assert sum(one.count for one in said[0]) == 12
+    assert {one.section for one in optimizers[0]} == {"optimizer"}
+    assert parted(said) == parted(optimizers) == ""
+    assert "'model'" in parted({**said, 0: optimizers[0]})
