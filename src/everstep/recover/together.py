@@ -379,7 +379,8 @@ class _Start:
         spoilt = None
         if found and choice.reach is not None and self._log is not None:
             spoilt = self._log.first_of(choice)
-            self.skipped.append(Skipped(*spoilt, OTHER_STATE))
+            one = Skipped(*spoilt, OTHER_STATE)
+            self.skipped += [one] if one not in self.skipped else []
             self._why[f"step {spoilt[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
         return Compared((), spoilt, read[0].common, read[0].words)
 
