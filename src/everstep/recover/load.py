@@ -38,6 +38,7 @@ from everstep.state.placing import Box
 from everstep.state.restoring import RestorePlan
 from everstep.state.tensors import host_bytes
 from everstep.state.tree import join, references
+from everstep.state.within import forget_gradients
 
 __all__ = [
     "LoadedBase",
@@ -279,6 +280,7 @@ def _load(
         if not plan.left_out:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
+    notes += forget_gradients(state.stateful, state.optimizers.values())
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
     state.apart.restored(placed, saved.world, state.ranks.world)
     shape = ""

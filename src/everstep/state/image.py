@@ -380,6 +380,12 @@ class State:
             if isinstance(provider, ZeroProvider):
                 provider.gather()
 
+    @property
+    def stateful(self) -> list[object]:
+        """What is saved by its own ``state_dict()``, whatever it has within it."""
+        found = self.providers.values()
+        return [one.value for one in found if isinstance(one, StatefulProvider)]
+
     def restore_order(self) -> list[str]:
         """Sections in the order of restoring: modules, optimizers, the rest, RNG last, so that
         nothing done while restoring disturbs what was restored before."""
