@@ -54,6 +54,7 @@ from everstep.recover.scan import (
     newest_timeline,
     scan_run,
 )
+from everstep.recover.segments import KnownSegments
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem
@@ -88,6 +89,7 @@ class Retention:
     ) -> None:
         self._history = History.parse(history)
         self._ages = SegmentAges(filesystem, clock)
+        self._segments = KnownSegments()
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -177,7 +179,8 @@ class Retention:
             for base in bases.values()
             if base.manifest is not None and base.id not in self._good.damaged
         }
-        promise = Promise.of(self._filesystem, inventory, self._history, ages=self._ages)
+        about = self._filesystem, inventory, self._history
+        promise = Promise.of(*about, ages=self._ages, known=self._segments)
         return promise.kept(lsns, [base for base in going if base in lsns])
 
     def _counts(self, base: BaseFound) -> bool:

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain as chained
-from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
@@ -19,14 +18,13 @@ from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
 from everstep.recover.chain import LogIndex, chains, common_heads, path_of
 from everstep.recover.scan import Inventory
-from everstep.recover.segments import SegmentFound, scan_logs, vetted
+from everstep.recover.segments import KnownSegments, SegmentFound, scan_logs, vetted
 from everstep.seams import Seams
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["Promise", "promises"]
 
 _Step = tuple[int, int]  # of a timeline
-Known = dict[tuple[PurePath, int], SegmentFound]
 
 
 class Promise:
@@ -60,7 +58,7 @@ class Promise:
         history: History,
         *,
         ages: SegmentAges,
-        known: Known | None = None,
+        known: KnownSegments | None = None,
     ) -> Promise:
         """Reads what the records of all segments are, as a resume does; of several ranks those of
         all that write to this disk, whose logs are of use together only.
@@ -139,7 +137,7 @@ def promises(seams: Seams, history: str) -> Callable[[Inventory], Promise] | Non
     found = History.parse(history)
     if not found.is_more:
         return None
-    files, known = seams.filesystem, Known()
+    files, known = seams.filesystem, KnownSegments()
     ages = SegmentAges(files, seams.clock)
 
     def promise(inventory: Inventory) -> Promise:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePath
 
 import numpy as np
@@ -37,6 +38,7 @@ from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
 __all__ = [
+    "KnownSegments",
     "SegmentFound",
     "open_segment",
     "read_heads",
@@ -47,6 +49,11 @@ __all__ = [
     "scan_logs",
     "vetted",
 ]
+
+
+_AGAIN = 32  # of those that are known, read anew in each look
+
+_Key = tuple[PurePath, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,29 @@ class SegmentFound:
     size_bytes: int = 0
     lossy: bool = False
     files: FileSystem | None = None
+
+
+class KnownSegments:
+    """What one process has read of the log, so that its next look reads what is new.
+
+    Segments are written once. One is read anew where a name in its directory has changed since (it
+    was replaced, or a file of it is gone), or where it could not be used. As a file can be damaged
+    without that, a few are read anew in each look, those first that were not read for longest.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[_Key, tuple[float, SegmentFound]] = {}  # in the order they were read
+
+    def to_trust(self) -> dict[_Key, tuple[float, SegmentFound]]:
+        """By path and rank: the time of the directory, by the disk, and what was in it."""
+        return dict(islice(self._found.items(), _AGAIN, None))
+
+    def looked(
+        self, trusted: Collection[_Key], read: Mapping[_Key, tuple[float, SegmentFound]]
+    ) -> None:
+        """All that there is now: what was not read, and what was."""
+        self._found = {key: self._found[key] for key in self._found if key in trusted}
+        self._found |= {key: item for key, item in read.items() if item[1].problem is None}
 
 
 def scan_log(
@@ -125,49 +155,55 @@ def scan_logs(
     filesystem: FileSystem,
     run: PurePath,
     timelines: Mapping[int, TimelineRecord | None],
-    known: dict[tuple[PurePath, int], SegmentFound] | None = None,
+    known: KnownSegments | None = None,
 ) -> dict[int, dict[int, list[SegmentFound]]]:
     """All segments of these timelines, as of :func:`scan_log`, by timeline and rank; of ranks that
     have none there is no list.
 
     Args:
-        known: what was found before, by path and rank, which has not changed if it is there; what
-            is found now takes its place.
+        known: of the process that looks, which looks often; told what there is now.
 
     Raises:
         NewerFormatError, OSError: as :func:`scan_log`.
     """
     found: dict[int, dict[int, list[SegmentFound]]] = {}
-    before = known or {}
+    before = {} if known is None else known.to_trust()
+    trusted: set[_Key] = set()
+    read: dict[_Key, tuple[float, SegmentFound]] = {}
     for timeline, record in timelines.items():
         of_one = record is not None and record.world == 1
         by_rank = found.setdefault(timeline, {})
         for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
             directory = timeline_dir(run, timeline) / kind
-            for after, last in _segments_in(filesystem, directory):
+            for after, last, time_s in _segments_in(filesystem, directory):
                 path = segment_dir(run, timeline, after, last, lossy=poor)
                 for rank in (0,) if of_one else _ranks_in(filesystem, path):
-                    one = before.get((path, rank)) or _scan(
-                        filesystem, run, timeline, after, last, rank, lossy=poor
-                    )
-                    if one is not None:
-                        by_rank.setdefault(rank, []).append(one)
+                    key = path, rank
+                    then_s, one = before.get(key, (0.0, None))
+                    if one is not None and then_s == time_s:
+                        trusted.add(key)
+                    else:
+                        one = _scan(filesystem, run, timeline, after, last, rank, lossy=poor)
+                        if one is None:
+                            continue
+                        read[key] = time_s, one
+                    by_rank.setdefault(rank, []).append(one)
     if known is not None:
-        every = ((rank, s) for ranks in found.values() for rank, log in ranks.items() for s in log)
-        good = {(s.path, rank): s for rank, s in every if s.problem is None}
-        known.clear()
-        known.update(good)
+        known.looked(trusted, read)
     return found
 
 
-def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int]]:
-    """The steps of the segments in a directory of them, in order."""
+def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int, float]]:
+    """The steps of the segments in a directory of them, in order, and when the directory of each
+    has got its last name, by the disk."""
     try:
         entries = filesystem.scan(directory)
     except FileNotFoundError:
         return []
-    named = ((parse_segment(entry.name), entry.kind) for entry in entries)
-    return sorted(steps for steps, kind in named if steps is not None and kind == "dir")
+    named = ((parse_segment(entry.name), entry) for entry in entries)
+    return sorted(
+        (*steps, entry.mtime_s) for steps, entry in named if steps and entry.kind == "dir"
+    )
 
 
 def _ranks_in(filesystem: FileSystem, path: PurePath) -> list[int]:

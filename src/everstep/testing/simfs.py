@@ -58,7 +58,7 @@ class SimFileSystem:
             directory, name = self._disk.vacancy(path)
             node = FileNode(links=1, mtime_s=self._now_s())
             number = self._disk.add(node)
-            self._disk.change_names(f"create {path}", (directory, name, number))
+            self._change_names(f"create {path}", (directory, name, number))
             return _SimWriteFile(self, path, node)
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
@@ -89,7 +89,7 @@ class SimFileSystem:
             if replaced is not None:
                 self._disk.check_replaceable(number, replaced, target)
                 self._disk.unlinked(replaced)
-            self._disk.change_names(
+            self._change_names(
                 f"rename {source} -> {target}",
                 (old_dir, old_name, None),
                 (new_dir, new_name, number),
@@ -103,7 +103,7 @@ class SimFileSystem:
             if not isinstance(node, FileNode):
                 raise os_error(errno.EPERM, source)
             node.links += 1
-            self._disk.change_names(f"link {source} -> {target}", (directory, name, number))
+            self._change_names(f"link {source} -> {target}", (directory, name, number))
 
     def unlink(self, path: PurePath) -> None:
         with self._journal.operation("unlink", path):
@@ -112,13 +112,13 @@ class SimFileSystem:
             if isinstance(self._disk.nodes[number], DirNode):
                 raise os_error(errno.EISDIR, path)
             self._disk.unlinked(number)
-            self._disk.change_names(f"unlink {path}", (directory, name, None))
+            self._change_names(f"unlink {path}", (directory, name, None))
 
     def make_dir(self, path: PurePath) -> None:
         with self._journal.operation("make_dir", path):
             directory, name = self._disk.vacancy(path)
             number = self._disk.add(DirNode(mtime_s=self._now_s()))
-            self._disk.change_names(f"make_dir {path}", (directory, name, number))
+            self._change_names(f"make_dir {path}", (directory, name, number))
 
     def remove_dir(self, path: PurePath) -> None:
         with self._journal.operation("remove_dir", path):
@@ -128,7 +128,7 @@ class SimFileSystem:
                 raise os_error(errno.ENOTDIR, path)
             if node.entries:
                 raise os_error(errno.ENOTEMPTY, path)
-            self._disk.change_names(f"remove_dir {path}", (directory, name, None))
+            self._change_names(f"remove_dir {path}", (directory, name, None))
 
     def sync_dir(self, path: PurePath) -> None:
         with self._journal.operation("sync_dir", path) as act:
@@ -248,6 +248,11 @@ class SimFileSystem:
 
     def _now_s(self) -> float:
         return 1e9 + len(self._journal.writes)
+
+    def _change_names(self, text: str, *changes: tuple[int, str, int | None]) -> None:
+        self._disk.change_names(text, *changes)
+        for directory, _, _ in changes:
+            self._disk.dir(directory).mtime_s = self._now_s()
 
     # File contents, for the handles below.
 
