@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from everstep.format import records
 from everstep.format.names import (
+    LOG_DIR,
     RUN_RECORD,
     TIMELINE_RECORD,
     marker_name,
@@ -15,8 +17,9 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.recover.scan import scan_run
+from everstep.recover.scan import KnownTimelines, scan_run
 from everstep.seams import PosixFileSystem
+from tests.unit.world import HookedFileSystem
 
 FS = PosixFileSystem()
 
@@ -51,17 +54,56 @@ def test_what_was_verified_is_not_decoded_again(run: Path, monkeypatch: pytest.M
     assert not decoded
 
 
-def test_what_has_changed_since_is_noticed(run: Path) -> None:
-    assert not scan_run(FS, run).problems
+@pytest.mark.parametrize("known", [None, KnownTimelines()], ids=["at once", "in one process"])
+def test_what_has_changed_since_is_noticed(run: Path, known: KnownTimelines | None) -> None:
+    for number in range(1, 6):  # else what is changed at once may have the same time
+        os.utime(record_of(run, number), (1e9, 1e9))
+    assert not scan_run(FS, run, known).problems
     path = record_of(run, 2)
     data = bytearray(path.read_bytes())
     data[data.index(b"true")] ^= 1
     path.write_bytes(data)
     for _ in range(2):  # what was refused is not taken for good the next time
-        found = scan_run(FS, run)
+        found = scan_run(FS, run, known)
         assert [place for place, _ in found.problems] == [path]
         assert found.timelines[2] is None
         assert found.timelines[3] is not None
+
+
+def test_one_process_reads_each_record_once(run: Path) -> None:
+    fs, known = HookedFileSystem(), KnownTimelines()
+    first = scan_run(fs, run, known)
+    assert scan_run(fs, run, known) == first
+    read = [path for op, path in fs.seen if op == "open" and path.name == TIMELINE_RECORD]
+    assert read == [record_of(run, number) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("by", ["another", "nothing", "a shorter one", "a link"])
+def test_a_record_whose_place_is_taken_counts_no_more(run: Path, by: str) -> None:
+    """As in a folder that is put back as it was once, and resumed again."""
+    known, path = KnownTimelines(), record_of(run, 5)
+    assert scan_run(FS, run, known).branches[5].parent == 4
+    other = TimelineRecord(run.name, 5, 1, 0, True, 1, {}, 0.0).encode()
+    path.unlink()
+    if by == "a link":
+        (run / "aside").write_bytes(other)
+        path.symlink_to(run / "aside")
+    elif by != "nothing":
+        path.write_bytes(other[:-1] if by == "a shorter one" else other)
+        os.utime(path, (1e9, 1e9))
+    found = scan_run(FS, run, known)
+    assert found == scan_run(FS, run)
+    if by == "another":
+        assert found.branches[5].parent == 1
+    else:
+        assert found.timelines.get(5) is None
+
+
+def test_what_a_timeline_that_was_left_may_hold(run: Path) -> None:
+    Path(timeline_dir(run, 2) / LOG_DIR).mkdir()
+    found = scan_run(FS, run)
+    held = {number for number in range(1, 7) if found.may_hold(number, LOG_DIR)}
+    assert held == {2, 5, 6}  # the newest is being written, and of the last nothing is known
 
 
 def test_the_same_bytes_elsewhere_are_judged_by_where_they_are(run: Path) -> None:

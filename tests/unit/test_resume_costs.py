@@ -43,9 +43,9 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
     seen: list[Path] = []
     scan = together.scan_run
 
-    def noting(filesystem: Any, run: Any) -> Any:
+    def noting(filesystem: Any, run: Any, *known: Any) -> Any:
         seen.append(run)
-        return scan(filesystem, run)
+        return scan(filesystem, run, *known)
 
     monkeypatch.setattr(together, "scan_run", noting)
     fetch = job.fetch_from_peers

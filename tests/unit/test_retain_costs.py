@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path, PurePath
 
@@ -14,11 +15,12 @@ import everstep
 from everstep import LogOptions
 from everstep.format.names import marker_name, parse_shard
 from everstep.recover import segments
+from everstep.recover.resume import open_timeline
 from everstep.recover.scan import Inventory, scan_run
 from everstep.recover.segments import KnownSegments, SegmentFound, scan_logs
-from everstep.seams import PosixFileSystem
+from everstep.seams import PosixFileSystem, Seams
 from tests.unit.test_log_budget import Trained
-from tests.unit.world import HookedFileSystem, flip
+from tests.unit.world import HookedFileSystem, flip, forget, opened
 
 FILES = PosixFileSystem()
 LOG = LogOptions(to="disk", batch_steps=1, history="all", audit=False)
@@ -187,3 +189,71 @@ def test_no_base_goes_on_account_of_a_segment_that_is_gone(
     steps = sorted(base.id.step for base in inventory_of(run_folder).bases)
     assert 3 < bad <= 6
     assert steps == [1, 6, 12]
+
+
+# --- Of the timelines that restarts and rewinds leave -----------------------------------
+
+
+def left_behind(run: Path, count: int) -> None:
+    """Starts that came to nothing, as where a node fails again and again."""
+    inventory = inventory_of(run)
+    for _ in range(count):
+        parent = inventory.bases[-1].id
+        number = open_timeline(Seams(), PurePath(run), inventory, parent=parent, exact=True)
+        inventory.timelines[number] = None
+
+
+def operations(run: Path) -> list[Counter[str]]:
+    """File operations of a resume, and of a base that takes the place of another."""
+    fs, state = HookedFileSystem(), {"n": 0}
+    found: list[Counter[str]] = []
+    with opened(run, state, fs=fs, keep=2) as ckpt:
+        ckpt.resume()
+        found.append(Counter(op for op, _ in fs.seen))
+        for _ in range(4):
+            ckpt.step()
+            fs.seen.clear()
+            ckpt.save()
+            ckpt.wait()
+        found.append(Counter(op for op, _ in fs.seen))
+    forget(run)
+    return found
+
+
+def test_what_each_timeline_costs_a_resume_and_a_base(run_folder: Path) -> None:
+    """Its directory is listed: twice for a base, which looks again behind what it has deleted. Its
+    record is read by who makes the folder ready, who restores, and who cleans up, once by each."""
+    count = 20
+    operations(run_folder)
+    before = operations(run_folder)
+    left_behind(run_folder, count - 1)  # and the one of ``before`` is there, too
+    resume, base = operations(run_folder)
+    more = base - before[1]
+    assert set(more) == {"scan"}
+    assert more["scan"] <= 2 * (count + 1)  # in one there were bases
+    more = resume - before[0]
+    assert more["open"] == 3 * count
+    assert more["scan"] <= 4 * (count + 1)
+    assert set(more) == {"open", "scan"}
+
+
+def test_what_older_timelines_have_left_is_removed_whenever_it_comes(run_folder: Path) -> None:
+    """Who was fenced off may have been about to park a file."""
+    state = {"n": 0}
+    with opened(run_folder, state) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+        ckpt.save()
+    left_behind(run_folder, 1)
+    forget(run_folder)
+    with opened(run_folder, state) as ckpt:
+        ckpt.resume()
+        for number in (1, 2):
+            path = run_folder / f"timeline-{number:05}"
+            (path / "slots").mkdir()
+            (path / "slots" / "slot-00000").write_bytes(b"parked")
+            (path / "some.tmp").write_bytes(b"half")
+            ckpt.step()
+            ckpt.save()
+            ckpt.wait()
+            assert not {"slots", "some.tmp"} & {entry.name for entry in path.iterdir()}

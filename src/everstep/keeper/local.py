@@ -32,7 +32,6 @@ from everstep.keeper.save import Save, done, failed
 from everstep.keeper.seat import Seat
 from everstep.keeper.waiting import Patience, storage_hangs
 from everstep.recover.fence import Fence
-from everstep.recover.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
@@ -204,8 +203,7 @@ class LocalKeeper:
                 self._commits.sweep()
                 return
             with storage_errors("clean up", self._run):
-                inventory = scan_run(self._filesystem, self._run)
-                self._retention.sweep(inventory, in_flight=())
+                self._retention.sweep(self._retention.look(), in_flight=())
         except EverstepError as error:
             self._channel.post(error)
 

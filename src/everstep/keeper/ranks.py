@@ -37,6 +37,7 @@ from everstep.commit.steps import (
 )
 from everstep.errors import EverstepError, FencedError
 from everstep.format.names import (
+    LOG_DIR,
     MANIFEST,
     TEMPORARY_SUFFIX,
     base_dir,
@@ -54,6 +55,7 @@ from everstep.recover.ranks import keep_manifest
 from everstep.recover.scan import (
     BaseFound,
     Inventory,
+    KnownTimelines,
     bases_with_a_log,
     newest_timeline,
     scan_run,
@@ -100,6 +102,7 @@ class RankDisk:
         self._read_shards = read_shards
         self._unique = unique
         self._promise = promise
+        self._timelines = KnownTimelines()
 
     def perform(self, do: Do) -> Event:
         """Does what a :class:`~everstep.commit.member.Member` asks for.
@@ -133,7 +136,7 @@ class RankDisk:
             newest = self._newest() if problem else 0
             return ReadBackDone(problem, newest)
         assert isinstance(action, LookAtBases)
-        inventory = scan_run(self._filesystem, self._run)
+        inventory = scan_run(self._filesystem, self._run, self._timelines)
         committed = tuple(
             found.id
             for found in inventory.bases
@@ -185,7 +188,7 @@ class RankDisk:
         Raises:
             FencedError: a newer timeline has begun.
         """
-        for found in scan_run(self._filesystem, self._run).bases:
+        for found in scan_run(self._filesystem, self._run, self._timelines).bases:
             unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
             if unfinished and found.id.timeline < timeline and found.id != spare:
                 check_fence = partial(self._check_fence, timeline, found.id)
@@ -205,9 +208,11 @@ class RankDisk:
         Raises:
             FencedError: a newer timeline has begun.
         """
-        inventory = scan_run(self._filesystem, self._run)
+        inventory = scan_run(self._filesystem, self._run, self._timelines)
         left = bases_with_a_log(inventory.bases)
         for number in sorted(n for n in inventory.timelines if n <= timeline):
+            if not inventory.may_hold(number, LOG_DIR):
+                continue
             delete_segments(
                 self._filesystem,
                 self._run,

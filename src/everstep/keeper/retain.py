@@ -10,7 +10,7 @@ base, it lifts the mark itself; where both rename, one of them succeeds (``adr/0
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import PurePath
 
 from everstep.commit.deletion import (
@@ -32,6 +32,7 @@ from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
     DELETING,
+    LOG_DIR,
     MANIFEST,
     SLOTS_DIR,
     TEMPORARY_SUFFIX,
@@ -50,6 +51,7 @@ from everstep.recover.lift import lift_mark
 from everstep.recover.scan import (
     BaseFound,
     Inventory,
+    KnownTimelines,
     bases_with_a_log,
     newest_timeline,
     scan_run,
@@ -89,7 +91,7 @@ class Retention:
     ) -> None:
         self._history = History.parse(history)
         self._ages = SegmentAges(filesystem, clock)
-        self._segments = KnownSegments()
+        self._segments, self._timelines = KnownSegments(), KnownTimelines()
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -115,10 +117,14 @@ class Retention:
             FencedError, StorageError
         """
         with storage_errors("clean up old bases", self._run):
-            inventory = scan_run(self._filesystem, self._run)
+            inventory = self.look()
             self._retain(inventory, post)
             self._retain_log()
             self.sweep(inventory, in_flight=())
+
+    def look(self) -> Inventory:
+        """What there is now."""
+        return scan_run(self._filesystem, self._run, self._timelines)
 
     def sweep(self, inventory: Inventory, *, in_flight: Collection[BaseId]) -> None:
         """Removes what crashes have left: temporary files, bases that are unfinished or half
@@ -135,14 +141,17 @@ class Retention:
             unfinished = base.status in ("incomplete", "condemned") and not base.is_usable
             if unfinished and _only_ours(base):
                 delete_files(self._filesystem, base, self._slots, check_fence=self._check_fence)
-            elif base.status in ("committed", "complete"):
+            elif base.status in ("committed", "complete") and _temporary(
+                f.name for f in base.files
+            ):
                 self._remove_temporary(base.path)
         for number in sorted(here | set(inventory.abandoned)):
             directory = timeline_dir(self._run, number)
             if number > self._timeline:
                 continue
-            self._remove_temporary(directory)
-            if number < self._timeline:
+            if _temporary(inventory.names.get(number, ())):
+                self._remove_temporary(directory)
+            if number < self._timeline and inventory.may_hold(number, SLOTS_DIR):
                 SlotStore(self._filesystem, directory / SLOTS_DIR).clear()
 
     def _retain(self, inventory: Inventory, post: Callable[[DamageError], None]) -> None:
@@ -191,9 +200,10 @@ class Retention:
 
     def _retain_log(self) -> None:
         """Segments that lead nowhere from any base that is left."""
-        inventory = scan_run(self._filesystem, self._run)
+        inventory = self.look()
         left = bases_with_a_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
-        mine = [number for number in inventory.timelines if number <= self._timeline]
+        mine = [n for n in inventory.timelines if n <= self._timeline]
+        mine = [n for n in mine if inventory.may_hold(n, LOG_DIR)]
         delete_segments(
             self._filesystem,
             self._run,
@@ -335,6 +345,10 @@ def _delete_files(
     with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
         filesystem.remove_dir(base)
     filesystem.sync_dir(base.parent)
+
+
+def _temporary(names: Iterable[str]) -> bool:
+    return any(name.endswith(TEMPORARY_SUFFIX) for name in names)
 
 
 def _only_ours(base: BaseFound) -> bool:

@@ -71,7 +71,8 @@ class Promise:
             NewerFormatError, OSError
         """
         logs: list[list[list[SegmentFound]]] = []  # of each timeline, of each rank
-        for by_rank in scan_logs(filesystem, inventory.path, inventory.timelines, known).values():
+        about = filesystem, inventory.path, inventory.timelines, known
+        for by_rank in scan_logs(*about, there=inventory.may_hold).values():
             good = [[vetted(s, inventory.run) for s in found] for found in by_rank.values()]
             logs.append([[s for s in found if s.problem is None] for found in good])
         segments = [segment for log in logs for found in log for segment in found]

@@ -59,6 +59,8 @@ class SegmentAges:
         found = []
         for timeline in inventory.timelines:
             for kind in (LOG_DIR, LOSSY_DIR):
+                if not inventory.may_hold(timeline, kind):
+                    continue
                 directory = timeline_dir(inventory.path, timeline) / kind
                 with contextlib.suppress(FileNotFoundError):
                     for entry in self._filesystem.scan(directory):

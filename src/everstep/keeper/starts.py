@@ -19,6 +19,7 @@ from everstep.keeper.seat import Seat
 from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
 from everstep.recover.resume import OfSeveralError, Resumed, open_timeline, resume
+from everstep.recover.scan import KnownTimelines
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.image import State
@@ -56,6 +57,7 @@ class Starts:
         self._overwritten = overwritten
         self._timeout_s = timeout_s
         self._frozen = Frozen(state.values)
+        self._timelines = KnownTimelines()
 
     @property
     def seat(self) -> Seat | None:
@@ -118,7 +120,7 @@ class Starts:
             "trained": trained,
         }
         try:
-            resumed = resume(*about, **given)
+            resumed = resume(*about, **given, known=self._timelines)
         except OfSeveralError:
             of_rank = self._seams, self._run, self._run_id, self._state, self._ring, recalled
             return resume_behind_several(*of_rank, ready=self._keepers.ready, **given)

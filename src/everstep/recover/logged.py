@@ -106,7 +106,8 @@ class RunLog:
         """
         for left in reversed(range(_ATTEMPTS)):
             try:
-                found = scan_logs(filesystem, inventory.path, inventory.timelines)
+                about = filesystem, inventory.path, inventory.timelines
+                found = scan_logs(*about, there=inventory.may_hold)
                 return cls(filesystem, inventory, found)
             except FileNotFoundError:  # a process at work deletes segments meanwhile
                 if not left:

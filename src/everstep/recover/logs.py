@@ -110,7 +110,8 @@ class LogFound:
         """
         there = set(inventory.timelines)
         mine = [record for record in records if record.head.timeline in there]
-        look = partial(scan_log, filesystem, inventory.path, rank=rank, threads=threads)
+        own = partial(scan_log, filesystem, inventory.path, rank=rank, threads=threads)
+        look = partial(own, there=inventory.may_hold)
         found = look(sorted(there))
         bad = [one for one in found if one.problem is not None and has_copy(filesystem, one.path)]
         found = look(sorted(there)) if bad else found  # from now on these are read in a copy
@@ -143,7 +144,7 @@ class LogFound:
             known = sorted(n for n, record in there_too.timelines.items() if record is not None)
             with own_words():
                 how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
-                here = how(files, inventory.path, known)
+                here = how(files, inventory.path, known, there=there_too.may_hold)
             found = [*(replace(segment, files=read_from(files)) for segment in here), *found]
         log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()

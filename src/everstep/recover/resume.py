@@ -41,7 +41,7 @@ from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.reach import reachable
-from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
+from everstep.recover.scan import BaseFound, Inventory, KnownTimelines, scan_base, scan_run
 from everstep.recover.sources import RankBack, RankRead
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -126,6 +126,7 @@ def resume(
     timeout_s: float,
     on_touch: Callable[[], None],
     trained: bool = False,
+    known: KnownTimelines | None = None,
 ) -> Resumed:
     """Restores the newest base whose bytes all verify, and opens a new timeline.
 
@@ -134,6 +135,7 @@ def resume(
         step: restore this step; 0 with no such base: start afresh.
         on_touch: called before live state is overwritten.
         trained: this process has trained: its state is not that of a fresh start.
+        known: of this process, which may resume often.
 
     Raises:
         OfSeveralError: it is for :func:`everstep.keeper.alone.resume_behind_several`.
@@ -144,8 +146,9 @@ def resume(
     held = recalled.base
     with storage_errors("resume", run):
         opened: set[int] = set()
+        known = known or KnownTimelines()
         for _ in range(_ATTEMPTS):
-            inventory = _inventory(seams, run, opened, held)
+            inventory = _inventory(seams, run, opened, held, known)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             if fresh and trained:
                 raise _no_way_back(run)
@@ -184,7 +187,7 @@ def resume(
                 exact=exact,
             )
             opened.add(timeline)
-            if fresh or _unchanged(seams, inventory, found, step, opened, held):
+            if fresh or _unchanged(seams, inventory, found, step, opened, held, known):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 if loaded is not None:
                     seen = () if restored.replayed else loaded.finite
@@ -345,11 +348,15 @@ def _where(restored: Restored, inventory: Inventory, step: int | None) -> str | 
 
 
 def _inventory(
-    seams: Seams, run: PurePath, opened: Collection[int], held: HeldBase | None
+    seams: Seams,
+    run: PurePath,
+    opened: Collection[int],
+    held: HeldBase | None,
+    known: KnownTimelines,
 ) -> Inventory:
     """What there is, on disk and in memory; timelines that this very resume has ``opened`` are
     no history."""
-    inventory = scan_run(seams.filesystem, run)
+    inventory = scan_run(seams.filesystem, run, known)
     if held is not None and not held.durable and held.id.timeline in inventory.timelines:
         directory = base_dir(run, held.id.timeline, held.id.step)
         manifest = Manifest((held.marker,))
@@ -368,16 +375,17 @@ def _unchanged(
     step: int | None,
     opened: Collection[int],
     held: HeldBase | None,
+    known: KnownTimelines,
 ) -> bool:
     """Whether, now that nobody else can commit or delete, the choice is still the right one:
     nothing of the base was removed before its deleter was fenced off, and none is newer. If the
     base is condemned, its mark is lifted: from now on a timeline rests on it."""
-    now = _inventory(seams, before.path, opened, held)
+    now = _inventory(seams, before.path, opened, held, known)
     chosen = [base for base in now.bases if found is not None and base.id == found.id]
     if found is not None and not any(base.is_usable for base in chosen):
         return False
-    known = {base.id for base in candidates(before).ordered}
-    if step is None and any(base.id not in known for base in candidates(now).ordered):
+    earlier = {base.id for base in candidates(before).ordered}
+    if step is None and any(base.id not in earlier for base in candidates(now).ordered):
         return False
     for base in chosen:
         if base.status == "condemned" and not lift_mark(seams.filesystem, base.path):

@@ -55,6 +55,7 @@ from everstep.seams.filesystem import DirEntry, FileSystem
 __all__ = [
     "BaseFound",
     "Inventory",
+    "KnownTimelines",
     "bases_with_a_log",
     "newest_timeline",
     "scan_base",
@@ -127,6 +128,7 @@ class Inventory:
         abandoned: numbers of timeline directories without a record: taken, but never opened.
         occupied: numbers whose name something else has, which is left alone.
         logged: timelines without bases, but with a log: they were trained on.
+        names: what there is in the directory of each timeline.
         problems: ``(path, what is wrong)`` of records other than those of bases.
     """
 
@@ -136,6 +138,7 @@ class Inventory:
     abandoned: list[int] = field(default_factory=list)
     occupied: list[int] = field(default_factory=list)
     logged: set[int] = field(default_factory=set)
+    names: dict[int, frozenset[str]] = field(default_factory=dict)
     bases: list[BaseFound] = field(default_factory=list)
     problems: list[tuple[PurePath, str]] = field(default_factory=list)
 
@@ -150,12 +153,40 @@ class Inventory:
         """The smallest number that nobody has taken."""
         return max([*self.timelines, *self.abandoned, *self.occupied], default=0) + 1
 
+    def may_hold(self, timeline: int, name: str) -> bool:
+        """Whether it is worth a look if the directory of a timeline has a name: not where it had
+        not, and has been left for a newer timeline."""
+        names = self.names.get(timeline)
+        return names is None or name in names or timeline + 1 not in self.names
 
-def scan_run(filesystem: FileSystem, path: PurePath) -> Inventory:
+
+class KnownTimelines:
+    """Records of timelines of a run that one process has read: they are written once, exclusively.
+    One is read anew where its name shows another file, by length and time."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, float, TimelineRecord]] = {}
+
+    def of(self, timeline: int, entry: DirEntry) -> TimelineRecord | None:
+        """The record that has a name in the timeline's directory; None if it has to be read."""
+        size_bytes, time_s, record = self._found.get(timeline, (0, 0.0, None))
+        return record if (size_bytes, time_s) == (entry.size_bytes, entry.mtime_s) else None
+
+    def keep(self, entry: DirEntry, record: TimelineRecord) -> None:
+        """It was read, behind the listing that had ``entry``."""
+        self._found[record.timeline] = entry.size_bytes, entry.mtime_s, record
+
+
+def scan_run(
+    filesystem: FileSystem, path: PurePath, known: KnownTimelines | None = None
+) -> Inventory:
     """Takes the inventory of a run folder.
 
     When something that was listed is gone a moment later, another process is at work and has
     something newer instead: then everything is looked at once more.
+
+    Args:
+        known: of the process that looks, which looks often.
 
     Raises:
         ForeignDirectoryError: for a directory with other people's files.
@@ -168,14 +199,16 @@ def scan_run(filesystem: FileSystem, path: PurePath) -> Inventory:
         except FileNotFoundError:
             return Inventory(path)
         try:
-            return _scan(filesystem, path, entries)
+            return _scan(filesystem, path, entries, known or KnownTimelines())
         except FileNotFoundError:
             if not left:
                 raise
     raise AssertionError("unreachable")
 
 
-def _scan(filesystem: FileSystem, path: PurePath, entries: list[DirEntry]) -> Inventory:
+def _scan(
+    filesystem: FileSystem, path: PurePath, entries: list[DirEntry], known: KnownTimelines
+) -> Inventory:
     inventory = Inventory(path)
     names = {entry.name: entry for entry in entries}
     numbers = [n for entry in entries if (n := parse_timeline(entry.name)) is not None]
@@ -201,7 +234,7 @@ def _scan(filesystem: FileSystem, path: PurePath, entries: list[DirEntry]) -> In
             inventory.problems.append((directory, f"is a {names[directory.name].kind}: ignored"))
             inventory.occupied.append(number)
             continue
-        _scan_timeline(filesystem, inventory, number, directory)
+        _scan_timeline(filesystem, inventory, number, directory, known)
     if inventory.run is None:  # a damaged run.json loses nothing: every record has the id
         ids = [record.run for record in inventory.timelines.values() if record is not None]
         ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
@@ -284,18 +317,31 @@ def _scan_condemned(
 
 
 def _scan_timeline(
-    filesystem: FileSystem, inventory: Inventory, number: int, directory: PurePath
+    filesystem: FileSystem,
+    inventory: Inventory,
+    number: int,
+    directory: PurePath,
+    known: KnownTimelines,
 ) -> None:
-    names = {entry.name: entry.kind for entry in filesystem.scan(directory)}
+    entries = {entry.name: entry for entry in filesystem.scan(directory)}
+    names = {name: entry.kind for name, entry in entries.items()}
+    inventory.names[number] = frozenset(names)
     if TIMELINE_RECORD in names:
-        record = _record(filesystem, directory / TIMELINE_RECORD, TimelineRecord, inventory)
-        if record is not None and not _plausible(record, number):
-            inventory.problems.append((directory / TIMELINE_RECORD, "is of another timeline"))
-            record = None
+        entry = entries[TIMELINE_RECORD]
+        record = known.of(number, entry)
+        if record is None:
+            path = directory / TIMELINE_RECORD
+            record = _record(filesystem, path, TimelineRecord, inventory)
+            if record is not None and not _plausible(record, number):
+                inventory.problems.append((path, "is of another timeline"))
+                record = None
+            if record is not None:
+                known.keep(entry, record)
         inventory.timelines[number] = record
     if names.get(BASE_DIR, "dir") != "dir":
         inventory.problems.append((directory / BASE_DIR, "is no directory: ignored"))
     found = filesystem.scan(directory / BASE_DIR) if names.get(BASE_DIR) == "dir" else []
+    before = len(inventory.bases)
     for entry in found:
         step = parse_base(entry.name)
         if step is None:
@@ -315,7 +361,7 @@ def _scan_timeline(
             reason = f"cannot be read: {error.strerror or error}"
             path = directory / BASE_DIR / entry.name
             inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
-    mine = [base for base in inventory.bases if base.id.timeline == number]
+    mine = inventory.bases[before:]
     has_bases = any(base.status in _TO_LOSE or base.is_usable for base in mine)
     logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if names.get(kind) == "dir"]
     if not has_bases and any(_holds_segments(filesystem, log) for log in logs):

@@ -111,6 +111,7 @@ def scan_log(
     wanted: Callable[[int, int, int], bool] = lambda timeline, after, last: True,
     lossy: bool = True,
     threads: int = 1,
+    there: Callable[[int, str], bool] = lambda timeline, name: True,
 ) -> list[SegmentFound]:
     """All segments of these timelines, in order, lossy ones behind the others; one without its
     marker was never finished and is left out.
@@ -120,6 +121,7 @@ def scan_log(
             too.
         lossy: look at lossy ones, too.
         threads: look at segments at a time: of use where each look waits for a network.
+        there: whether a timeline may have a directory of this name (:meth:`.Inventory.may_hold`).
 
     Raises:
         NewerFormatError: one was written by a newer everstep.
@@ -128,6 +130,8 @@ def scan_log(
     places = []
     for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR))[: 1 + lossy]:
         for timeline in sorted(timelines):
+            if not there(timeline, kind):
+                continue
             try:
                 entries = filesystem.scan(timeline_dir(run, timeline) / kind)
             except FileNotFoundError:
@@ -156,12 +160,14 @@ def scan_logs(
     run: PurePath,
     timelines: Mapping[int, TimelineRecord | None],
     known: KnownSegments | None = None,
+    there: Callable[[int, str], bool] = lambda timeline, name: True,
 ) -> dict[int, dict[int, list[SegmentFound]]]:
     """All segments of these timelines, as of :func:`scan_log`, by timeline and rank; of ranks that
     have none there is no list.
 
     Args:
         known: of the process that looks, which looks often; told what there is now.
+        there: as of :func:`scan_log`.
 
     Raises:
         NewerFormatError, OSError: as :func:`scan_log`.
@@ -174,6 +180,8 @@ def scan_logs(
         of_one = record is not None and record.world == 1
         by_rank = found.setdefault(timeline, {})
         for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
+            if not there(timeline, kind):
+                continue
             directory = timeline_dir(run, timeline) / kind
             for after, last, time_s in _segments_in(filesystem, directory):
                 path = segment_dir(run, timeline, after, last, lossy=poor)

@@ -54,7 +54,7 @@ from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.ranks import offer_of, open_on_disk
 from everstep.recover.resume import Resumed
-from everstep.recover.scan import BaseFound, scan_run
+from everstep.recover.scan import BaseFound, KnownTimelines, scan_run
 from everstep.recover.sources import Place, Places
 from everstep.recover.told import unproven_in
 from everstep.seams import Seams
@@ -95,6 +95,7 @@ class _Start:
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
+        self._timelines = KnownTimelines()
         self.fetched: list[Fetched] = []
         self.outcome = Outcome()
         self.skipped: list[Skipped] = []
@@ -205,7 +206,8 @@ class _Start:
         return self._look(lossy)
 
     def _look(self, lossy: bool) -> Offer:
-        inventory = self.outcome.inventory = scan_run(self._filesystem, self._run)
+        inventory = scan_run(self._filesystem, self._run, self._timelines)
+        self.outcome.inventory = inventory
         rank = self._meeting.rank
         disk, held = self._meeting.disks[rank], []
         if self._held is not None and self._held.id.timeline in inventory.timelines:
