@@ -13,12 +13,15 @@ import pytest
 
 import everstep
 from everstep import LogOptions
-from everstep.format.names import marker_name, parse_shard
+from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
+from everstep.keeper.place import CopyPlace
 from everstep.recover import segments
 from everstep.recover.resume import open_timeline
 from everstep.recover.scan import Inventory, scan_run
 from everstep.recover.segments import KnownSegments, SegmentFound, scan_logs
-from everstep.seams import PosixFileSystem, Seams
+from everstep.seams import ManualClock, PosixFileSystem, Seams
+from everstep.tiers.folder import DiskTier
+from everstep.tiers.rate import ObjectRate
 from tests.unit.test_log_budget import Trained
 from tests.unit.world import HookedFileSystem, flip, forget, opened
 
@@ -257,3 +260,17 @@ def test_what_older_timelines_have_left_is_removed_whenever_it_comes(run_folder:
             ckpt.save()
             ckpt.wait()
             assert not {"slots", "some.tmp"} & {entry.name for entry in path.iterdir()}
+
+
+def test_copies_of_timelines_are_read_once(run_folder: Path) -> None:
+    """Of a store, each would be a request."""
+    fs = HookedFileSystem()
+    operations(run_folder)
+    left_behind(run_folder, 3)
+    tier = DiskTier(fs, PurePath(run_folder))
+    place = CopyPlace(tier, 1, ObjectRate(None, ManualClock()))
+    first = place.inventory()
+    assert [path.name for op, path in fs.seen if op == "open"].count(TIMELINE_RECORD) == 4
+    fs.seen.clear()
+    assert place.inventory() == first
+    assert TIMELINE_RECORD not in [path.name for op, path in fs.seen if op == "open"]

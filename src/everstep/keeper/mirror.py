@@ -40,7 +40,7 @@ from everstep.format.reader import read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, RunRecord
 from everstep.keeper.place import CopyPlace
 from everstep.keeper.retain_copies import CopyRetention
-from everstep.recover.scan import BaseFound, Inventory, scan_run
+from everstep.recover.scan import BaseFound, Inventory, KnownTimelines, scan_run
 from everstep.seams.clock import Clock
 from everstep.seams.conditions import Condition
 from everstep.seams.filesystem import FileSystem, ReadFile
@@ -109,6 +109,7 @@ class Mirror:
         self._every_s = every_s
         self._rate = rate or ObjectRate(None, clock)
         self._place = CopyPlace(tier, timeline, self._rate)
+        self._timelines = KnownTimelines()
         self._retention = CopyRetention(self._place, keep, post, timeout_s=timeout_s)
         self._changed = Condition()
         self._due = self._at_work = self._closed = self._refused = self._hurried = False
@@ -169,7 +170,7 @@ class Mirror:
             StorageError, DeadlineError, InfeasibleError
         """
         try:
-            inventory = scan_run(self._filesystem, self._run)
+            inventory = scan_run(self._filesystem, self._run, self._timelines)
         except OSError as error:
             raise StorageError(
                 f"could not read the run to copy: {error.strerror or error}", path=self._run
