@@ -273,7 +273,7 @@ def takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forks_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step comes from the oldest timeline that has it."""
-    monkeypatch.setattr(chain_module, "_timeline_of", lambda step, path: path[-1][0])
+    monkeypatch.setattr(chain_module, "_timelines_of", lambda path: lambda step: path[-1][0])
 
 
 def updates_of_any_timeline(monkeypatch: pytest.MonkeyPatch) -> None:

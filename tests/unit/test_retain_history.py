@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,7 +21,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
-from everstep.recover.chain import LogIndex
+from everstep.recover.chain import LogIndex, path_of
 from everstep.recover.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from tests.unit.test_log import World, opened, run_steps
@@ -170,6 +171,30 @@ def test_the_oldest_of_one_chain_is_enough() -> None:
         {(1, s) for s in range(2, 13)}, log_of([(1, 1, 12)], {}), {1: record(1, None, 0)}
     )
     assert promise.needed(bases, [BaseId(1, 1), BaseId(1, 4), BaseId(1, 8)]) == {BaseId(1, 1)}
+
+
+class Looks(list[tuple[int, int | None]]):
+    """A history that counts how often it is gone through."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int | None]]:
+        self.count += 1
+        return super().__iter__()
+
+    def __reversed__(self) -> Iterator[tuple[int, int | None]]:
+        self.count += 1
+        return super().__reversed__()
+
+
+def test_a_long_history_is_not_gone_through_for_each_step() -> None:
+    """Each rewind makes it longer by one."""
+    records = {n: record(n, n - 1 or None, 3 * (n - 1)) for n in range(1, 41)}
+    index = log_of([(n, 3 * (n - 1), 3 * n) for n in range(1, 41)], {})
+    path = Looks(path_of(40, records))
+    chain = index.follow(BaseId(1, 0), 0, None, path)
+    assert chain.steps == tuple((1 + (step - 1) // 3, step) for step in range(1, 121))
+    assert path.count <= 2
 
 
 @pytest.mark.parametrize("own", [True, False])

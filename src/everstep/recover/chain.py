@@ -7,8 +7,11 @@ and at a fork it goes on only with what the younger timeline has written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
@@ -93,16 +96,17 @@ class LogIndex:
             path: a history, youngest first (see :func:`path_of`).
         """
         steps: list[tuple[int, int]] = []
+        timeline_of = _timelines_of(path)
         while True:
             step = base.step + len(steps) + 1
-            timeline = _timeline_of(step, path)
+            timeline = timeline_of(step)
             if timeline is None:
                 return Chain(base, tuple(steps), "the history ends")
             mark = self.marks.get((timeline, step))
             shape = mark.shape if mark is not None and shape is None else shape
             why = self._break(step, timeline, mark, lsn, shape)
             if why or mark is None:
-                later = [s for t, s in self.marks if s >= step and t == _timeline_of(s, path)]
+                later = [s for t, s in self.marks if s >= step and t == timeline_of(s)]
                 return Chain(base, tuple(steps), why, max(later, default=None))
             lsn = mark.lsn
             steps.append((timeline, step))
@@ -183,9 +187,14 @@ def chains(
     return found
 
 
-def _timeline_of(step: int, path: Sequence[tuple[int, int | None]]) -> int | None:
-    """The timeline of a history that has written ``step``: the oldest that had not forked yet."""
-    for timeline, limit in reversed(path):
-        if limit is None or step <= limit:
-            return timeline
-    return None
+def _timelines_of(path: Sequence[tuple[int, int | None]]) -> Callable[[int], int | None]:
+    """What says which timeline of a history has written a step: the oldest that had not forked
+    yet. It is asked for each step, and a run that went back often has a long history."""
+    oldest_first = [(timeline, math.inf if last is None else last) for timeline, last in path][::-1]
+    limits = list(accumulate((last for _, last in oldest_first), max))
+
+    def timeline_of(step: int) -> int | None:
+        at = bisect_left(limits, step)
+        return oldest_first[at][0] if at < len(limits) else None
+
+    return timeline_of
