@@ -192,7 +192,7 @@ class Checkpointer:
                 otherwise load the rest and report the differences.
 
         Raises:
-            RecoveryError: no base can be used, and it is no fresh start; or none of ``step``.
+            RecoveryError: no base can be used, or is left of what the run had; or none of ``step``.
             MismatchError: the base is of another model; nothing has been touched.
             StateError, KeeperError, DeadlineError, StorageError
         """

@@ -192,7 +192,7 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
     if choice is not None:
         if choice.base is None:
             reasons = [f"  {base}: {reason}" for base, reason in choice.skipped.items()]
-            if not inventory.bases:
+            if not inventory.bases and choice.had is None:
                 raise OptionError("the run holds no base yet", path=inventory.path)
             raise RecoveryError(
                 "\n".join([choice.reason or "there is no base", *reasons]),

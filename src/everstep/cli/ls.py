@@ -69,11 +69,13 @@ class Choice:
         base: the base that it would read; None when there is none that it could use.
         skipped: why better ones are passed over.
         reason: why there is none, in words.
+        had: there is none, and the run has had steps, in words.
     """
 
     base: BaseFound | None
     skipped: dict[BaseId, str]
     reason: str | None = None
+    had: str | None = None
 
 
 def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
@@ -83,10 +85,14 @@ def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
     Raises:
         UsageError, NewerFormatError: as :func:`.open_run` and ``resume()`` would.
     """
+    had: str | None = None
     for left in reversed(range(ATTEMPTS)):
         inventory = open_run(filesystem, run)
         with reading(inventory.path):
             choice = _would_resume(filesystem, inventory)
+        if choice.had not in (None, had):  # twice the same is the truth, as for resume()
+            had = choice.had
+            continue
         passed = choice.skipped if left and choice.base is None else {}
         if not passed or not all(is_gone(filesystem, inventory, base) for base in passed):
             break
@@ -99,7 +105,7 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     Raises:
         NewerFormatError: as ``resume()`` would.
     """
-    from everstep.commit.lineage import BaseId
+    from everstep.commit.lineage import BaseId, had_steps
     from everstep.recover.decide import candidates
     from everstep.recover.opened import OpenBase
 
@@ -125,6 +131,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     skipped.update({BaseId(one.timeline, one.step): one.reason for one in found.damaged})
     if found.ordered or found.damaged:
         return Choice(None, skipped, "there are bases, but none can be used: it would fail")
+    if had := had_steps(inventory.timelines, inventory.branches):
+        return Choice(None, skipped, f"{had}: it would fail", had)
     return Choice(None, skipped, "there is no base: it would start afresh")
 
 
@@ -181,9 +189,10 @@ def ls(
     """Lists timelines, bases, steps that the log on disk adds, and what resume() would choose.
 
     Reads records and headers, no data: whether the data are good is for `everstep verify`
-    to say. Exit status 1 if records or headers are damaged, or files are missing; what is
-    unfinished, or being deleted, is no damage. Nor is it that the log lacks steps between others,
-    which is told: perhaps they were never written. Writes nothing.
+    to say. Exit status 1 if records or headers are damaged, files are missing, or no base is
+    left of a run that has had steps; what is unfinished, or being deleted, is no damage. Nor
+    is it that the log lacks steps between others, which is told: perhaps they were never
+    written. Writes nothing.
     """
     filesystem = filesystem_of(run)
     inventory, choice = look(filesystem, run)
@@ -197,6 +206,7 @@ def ls(
                 end = log.newest_end(choice.base)
     notes = _all_notes(filesystem, inventory, choice)
     problems = _problems(filesystem, inventory, notes, reaches)
+    problems += [] if choice.had is None else [choice.had]
     if json_output:
         emit({"ok": not problems, **_document(inventory, choice, notes, reaches, end)})
     else:

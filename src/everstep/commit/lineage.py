@@ -18,9 +18,11 @@ __all__ = [
     "BaseId",
     "Branch",
     "branches_of",
+    "had_steps",
     "history",
     "left_at",
     "lost_behind",
+    "of_no_use",
     "split_by_history",
 ]
 
@@ -163,6 +165,48 @@ def lost_behind(
             )
             break
     return "; ".join(said) or None
+
+
+def had_steps(
+    timelines: Mapping[int, TimelineRecord | None], branches: Mapping[int, Branch]
+) -> str | None:
+    """Why a start that finds nothing to restore must not begin afresh unasked, in words: the newest
+    timeline's history has had steps that a process went on from; None: nothing says so. A process
+    that was killed before its first base was durable has left no such timeline.
+
+    Args:
+        timelines: their records by number, which say so also where all that they rest on is gone
+            (:func:`branches_of` leaves that out); None where the record is damaged.
+    """
+    for number, _ in history(max(branches), branches) if branches else ():
+        record = timelines.get(number)
+        if record is None and any(other < number for other in timelines):
+            return (
+                f"the record of timeline {number} is damaged, which says whether it began at a "
+                "step of an older one, and nothing that could be restored is left in its history"
+            )
+        if record is not None and record.parent is not None and record.fork_step > 0:
+            return (
+                f"the history of this run had step {record.fork_step} (timeline {number} began "
+                f"there, behind timeline {record.parent}), and no base is left that leads there"
+            )
+    return None
+
+
+def of_no_use(left: Iterable[BaseId], branches: Mapping[int, Branch]) -> str | None:
+    """What is to be said of a start that begins afresh, though there is something of a step in the
+    newest timeline's history; None: there is nothing.
+
+    Args:
+        left: bases that are not whole, and steps of logs.
+    """
+    there, _ = split_by_history(left, branches)
+    if not there:
+        return None
+    return (
+        f"training starts at step 0: there is something of {there[0]}, and no base that was "
+        "finished, which it could be restored from"
+    )
 
 
 def _steps(after: int, last: int) -> str:

@@ -310,6 +310,10 @@ class JobLogs:
             self._shapes.setdefault(run.timeline, set()).add(run.shape)
         self._branches, self._path = branches, log_path(branches, self._last)
 
+    def ends(self) -> list[BaseId]:
+        """The last step of each timeline that any log has."""
+        return [BaseId(*one) for one in self._last.items()]
+
     def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
         """The last step that all ranks reach from a base, by the logs of the ranks that saved it;
         None: they were another number than now, or had another layout, and nobody can read any of

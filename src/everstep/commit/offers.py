@@ -18,11 +18,14 @@ from everstep.commit.lineage import (
     BaseId,
     Branch,
     branches_of,
+    had_steps,
     left_at,
     lost_behind,
+    of_no_use,
     split_by_history,
 )
 from everstep.commit.logs import JobLogs, LogReader, LogRun, Reach
+from everstep.commit.nothing import given_up, is_fresh, nothing_readable
 from everstep.commit.offered import timelines_of
 from everstep.commit.reclaim import COPY_TIERS, TIERS, VOLATILE_TIERS
 from everstep.errors import RecoveryError
@@ -225,8 +228,8 @@ def choose(
         partly: where nothing else is left, a base of which each rank can read the files of some.
 
     Raises:
-        RecoveryError: there are bases, and none can be read by all; there is none of ``step``;
-            the disks are of several runs, or have been written apart from each other.
+        RecoveryError: there are bases, or have been, and none can be read by all; there is none of
+            ``step``; the disks are of several runs, or have been written apart from each other.
     """
     assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
     run = _run_of(offers)
@@ -253,13 +256,22 @@ def choose(
         there = branches_of(records, whole | lost | left.keys(), logged)
         found_here, _ = split_by_history(left, there)
         chosen = [(base, None) for base in found_here if step in (None, base.step)][:1]
-    if not chosen and not _is_fresh(step, bases, whole | lost):
-        raise _nothing(step, bases, lost, here + elsewhere, len(offers))
+    note = None
+    if not chosen:
+        good = whole | lost | {base for base, known in bases.items() if known.manifests}
+        good -= given_up(good, branches, offers)
+        had = None if good else had_steps(records, branches)
+        if not is_fresh(step, good, had):
+            why = {base: known.why or _why(base, readable) for base, known in bases.items()}
+            raise nothing_readable(step, why, lost, here + elsewhere, len(offers), had)
+        if step is None:
+            note = of_no_use([*bases, *logs.ends()], branches)
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
     leads, end = reach is not None and reach.count > 0, base if reach is None else reach.end
-    note = None if end is None or step is None else left_at(end, branches)
+    if end is not None and step is not None:
+        note = left_at(end, branches)
     if step is None and end is not None and manifest is not None:
         kept = logs.kept(end, manifest, {base: readable[base] for base in here})
         note = lost_behind(end, branches, kept)
@@ -434,37 +446,6 @@ def _sources(known: _Base, manifest: Manifest) -> dict[int, tuple[Source, ...]]:
         )
         for marker in manifest.markers
     }
-
-
-def _is_fresh(
-    step: int | None, bases: Mapping[BaseId, _Base], once_good: Collection[BaseId]
-) -> bool:
-    """Whether starting afresh throws nothing away, or is what was asked for."""
-    if step is not None:
-        return step == 0
-    return not once_good and not any(known.manifests for known in bases.values())
-
-
-def _nothing(
-    step: int | None,
-    bases: Mapping[BaseId, _Base],
-    lost: Iterable[BaseId],
-    readable: Sequence[BaseId],
-    world: int,
-) -> RecoveryError:
-    can_read = "can be read" if world == 1 else "every rank can read"
-    if step is not None:
-        return RecoveryError(
-            f"there is no base of step {step} that {can_read}",
-            step=step,
-            hint="bases there are: " + (", ".join(map(str, readable[:20])) or "none"),
-        )
-    reasons = [f"  {base}: {known.why}" for base, known in sorted(bases.items(), reverse=True)]
-    reasons += [f"  {base}: its records are damaged" for base in sorted(set(lost) - bases.keys())]
-    return RecoveryError(
-        f"there are bases, but none that {can_read}:\n" + "\n".join(reasons),
-        hint="start with the hosts that have the missing files; resume(step=0) starts from scratch",
-    )
 
 
 def _why(base: BaseId, readable: Collection[BaseId]) -> str:

@@ -29,8 +29,8 @@ class Candidates:
     """Bases to try, best first, and what was passed over without being read.
 
     Attributes:
-        damaged: of ``skipped``, those that may have been good: with nothing else to try,
-            starting afresh would throw them away unnoticed.
+        damaged: of ``skipped``, those of the history that may have been good: with nothing else to
+            try, starting afresh would throw them away unnoticed.
     """
 
     ordered: tuple[BaseFound, ...]
@@ -49,7 +49,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
     """
     usable: dict[BaseId, BaseFound] = {}
     skipped: list[Skipped] = []
-    damaged: list[Skipped] = []
+    damaged: dict[BaseId, Skipped] = {}
     for base in inventory.bases:
         if base.is_usable:
             usable[base.id] = base
@@ -57,8 +57,9 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
             reason = "it is being deleted" if base.status == "condemned" else base.problem
             skipped.append(Skipped(base.id.timeline, base.id.step, reason or "incomplete"))
             if base.status == "damaged":
-                damaged.append(skipped[-1])
+                damaged[base.id] = skipped[-1]
     here, elsewhere = split_by_history(usable, inventory.branches)
+    lost, _ = split_by_history(damaged, inventory.branches)
     if step is None:
         chosen = here
         skipped += [
@@ -74,7 +75,9 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
                 path=inventory.path,
                 hint="bases there are: " + (_listed(here + elsewhere) or "none"),
             )
-    return Candidates(tuple(usable[base] for base in chosen), tuple(skipped), tuple(damaged))
+    return Candidates(
+        tuple(usable[base] for base in chosen), tuple(skipped), tuple(damaged[b] for b in lost)
+    )
 
 
 def begins_with_several(inventory: Inventory, *, step: int | None = None) -> bool:

@@ -8,6 +8,8 @@ import re
 import uuid
 from pathlib import PurePath
 
+from everstep.commit.lineage import had_steps
+from everstep.commit.nothing import way_back
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
@@ -66,7 +68,7 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
         held: what a keeper has in memory.
 
     Raises:
-        StateError: there is.
+        StateError: there is, or has been.
     """
     inventory = scan_run(filesystem, run)
     usable = {b.id for b in inventory.bases if b.is_usable or b.status == "damaged"}
@@ -76,6 +78,12 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
             "resume() was not called: training would start over unnoticed",
             path=run,
             hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
+        )
+    if had := had_steps(inventory.timelines, inventory.branches):
+        raise StateError(
+            f"{had}, and resume() was not called: training would start over unnoticed",
+            path=run,
+            hint=way_back(),
         )
     return inventory
 

@@ -37,7 +37,7 @@ class Recovery:
             be meant (parameters that ranks had different ones of, see ``adr/022``).
         notes: what this machine could not take back, and damage to records that did no harm; that
             the step is of a branch that was given up, or that newer ones of the history are lost,
-            or in a log that could not be replayed here.
+            in a log that could not be replayed here, or in one that no base leads to.
         reads: of a job of several ranks: from which tier each of them has read how many bytes.
         ranks: of a job of several ranks: source, bytes, seconds, steps replayed and exactness of
             each of them, the same on all.

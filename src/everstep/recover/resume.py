@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
-from everstep.commit.lineage import BaseId, left_at, lost_behind
+from everstep.commit.lineage import BaseId, had_steps, left_at, lost_behind, of_no_use
+from everstep.commit.nothing import way_back
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -139,7 +140,8 @@ def resume(
 
     Raises:
         OfSeveralError: it is for :func:`everstep.keeper.alone.resume_behind_several`.
-        RecoveryError: when there are bases and none can be used, or none of ``step``.
+        RecoveryError: when there are bases, or have been, and none can be used, or none of
+            ``step``.
         MismatchError: when the newest one is of another model.
     """
     recalled = recalled or Recalled()
@@ -193,7 +195,7 @@ def resume(
                     seen = () if restored.replayed else loaded.finite
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
-                if note := _where(restored, inventory, step):
+                if note := _where(restored, inventory, log, step):
                     _log.warning("%s", note)
                     problems += (note,)
                 base = found.id if found else None
@@ -325,7 +327,8 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             skipped.append(Skipped(timeline, end + 1, why))
         restored.skipped = skipped
         return restored
-    if chosen.ordered or chosen.candidates.damaged:
+    had = None if step is not None else had_steps(inventory.timelines, inventory.branches)
+    if chosen.ordered or chosen.candidates.damaged or had is not None:
         listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
         hint = "everstep verify names what is damaged; resume(step=0) starts from scratch"
         if apart:
@@ -334,14 +337,23 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             hint += "; to any other the model and the optimizer that there were then"
         of_step = f"no base, nor the log behind one, gives step {step}"
         what = "there are bases, but none can be used" if step is None else of_step
-        raise RecoveryError(f"{what}:\n{listed}", path=inventory.path, hint=hint)
+        if not chosen.ordered and not chosen.candidates.damaged:
+            # It may have been looked at while an older process deleted one and committed the next.
+            if candidates(scan_run(filesystem, inventory.path)).ordered:
+                raise _VanishedError
+            usable = (base.id for base in inventory.bases if base.is_usable)
+            what, hint = had or what, way_back(sorted(usable, reverse=True))
+        told = f"{what}:\n{listed}" if listed else what
+        raise RecoveryError(told, path=inventory.path, hint=hint)
     return Restored(skipped=skipped)
 
 
-def _where(restored: Restored, inventory: Inventory, step: int | None) -> str | None:
+def _where(restored: Restored, inventory: Inventory, log: LogFound, step: int | None) -> str | None:
     """What is to be said of where a state lies in the history."""
     if restored.end is None:
-        return None
+        left = [base.id for base in inventory.bases]
+        left += [BaseId(*key) for key in log.index.marks]
+        return None if step is not None else of_no_use(left, inventory.branches)
     if step is not None:
         return left_at(restored.end, inventory.branches)
     return lost_behind(restored.end, inventory.branches, restored.kept)
