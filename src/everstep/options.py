@@ -16,6 +16,7 @@ from everstep.intervals import Every, History, bytes_hint
 from everstep.method import Method, presets
 
 __all__ = [
+    "ANNOUNCING",
     "Budget",
     "Every",
     "FailurePolicy",
@@ -31,8 +32,10 @@ __all__ = [
 
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
+ANNOUNCING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals by which a job may be told that it is going to be killed."""
+
 _TIMEOUT_S_MAX = 365 * 86400.0
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _GRACE_S_MAX = 86400.0
 _RATIO = 0.01
 _BATCH_STEPS, _BATCH_STEPS_MAX = 10, 100_000
@@ -233,11 +236,11 @@ class Preemption:
                     f"Preemption.signals: {name!r} cannot be caught: a process hears nothing of it",
                     hint="name the one that comes before it, SIGTERM mostly",
                 )
-            if name not in _SIGNALS:
-                guess = nearest(str(name).upper(), _SIGNALS)
+            if name not in ANNOUNCING:
+                guess = nearest(str(name).upper(), ANNOUNCING)
                 raise OptionError(
                     f"Preemption.signals: {name!r} announces no end; these may: "
-                    f"{', '.join(_SIGNALS)}",
+                    f"{', '.join(ANNOUNCING)}",
                     hint=f"did you mean {guess!r}?" if guess else None,
                 )
         if not is_number(self.grace_s) or not 0 < self.grace_s <= _GRACE_S_MAX:

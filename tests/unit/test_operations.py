@@ -16,6 +16,10 @@ import typer
 
 from everstep.cli import app
 from everstep.errors import KeeperError
+from everstep.keeper.registry import find_keeper, keeper_files
+from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.options import ANNOUNCING
+from everstep.seams.processes import process_gone
 from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
 from tests.trainers import Popen, finish_trainer, start_trainer
 from tests.unit.logged import invoke
@@ -128,6 +132,27 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert (code, out) == (-signal.SIGKILL, "True\n"), err
     assert [path.parent.name for path in run_folder.rglob("manifest.json")] == [f"{2:012}"]
     assert saved_at(run_folder) == 2
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", [name for name in ANNOUNCING if name != "SIGINT"])
+def test_a_keeper_ends_in_order_behind_each_signal_that_may_be_announced(
+    name: str, run_folder: Path
+) -> None:
+    """Killed outright it leaves its lock and its socket, and what it had is lost."""
+    run_folder.mkdir(exist_ok=True)
+    options = SpawnOptions(str(run_folder), "id", 0)
+    files = keeper_files(options.key)
+    spawn_keeper(options)
+    with connect(options.key, timeout_s=TIMEOUT_S) as connection:
+        connection.send({"kind": "status"})  # it is answered when all is in place
+        assert connection.receive(TIMEOUT_S) is not None
+    keeper = find_keeper(options.key)
+    assert keeper is not None
+    os.kill(keeper.pid, signal.Signals[name])
+    assert process_gone(keeper.pid, TIMEOUT_S)
+    assert not os.path.exists(files.info)
+    assert not os.path.exists(files.socket)
 
 
 TRAIN = """

@@ -23,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     from everstep.keeper.messages import PROTOCOL
     from everstep.keeper.registry import KeeperInfo, Registration
     from everstep.keeper.server import Server
+    from everstep.options import ANNOUNCING
     from everstep.seams.clock import SystemClock
     from everstep.version import __version__
 
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
             leave=registration.release,
             still_used=registration.still_used,
         )
-        signal.signal(signal.SIGTERM, lambda *_: server.end())
+        for name in ANNOUNCING:  # whatever a trainer may be told its end by
+            signal.signal(signal.Signals[name], lambda *_: server.end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's
         logging.info("keeper of rank %d of %s", options.rank, options.run)
         server.run()
