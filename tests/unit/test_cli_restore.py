@@ -15,7 +15,7 @@ from everstep.cli import app
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm
 from tests.unit.logged import World, document, edit_base, invoke, opened, segments_of, train
-from tests.unit.world import flip
+from tests.unit.world import base_folder, flip
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,16 @@ def test_without_a_log_it_is_said_how_there_is_one(run: Path, tmp_path: Path) ->
     assert 'LogOptions(to="disk")' in found["hint"]
     found = document("replay", run, "--from", 4, "--to", 8, "--drop", 6, status=2)
     assert 'LogOptions(to="disk")' in found["hint"]
+
+
+def test_of_a_log_behind_the_bases_it_is_not_said_that_there_is_none(
+    run: Path, tmp_path: Path
+) -> None:
+    """Its segments lead on from bases that retention has deleted."""
+    for step in (1, 4, 8):
+        shutil.rmtree(base_folder(run, step))
+    found = document("restore", run, "--step", 6, "--out", tmp_path / "new", status=1)
+    assert found["hint"] == "steps there are: 10; the log on disk leads on from none of its bases"
 
 
 def test_a_damaged_log(run: Path, tmp_path: Path) -> None:

@@ -276,6 +276,8 @@ class Rebuilder:
         known = f"steps there are: {listed or 'none'}"
         if logged:
             return known
+        if self.log.segments:
+            return f"{known}; the log on disk leads on from none of its bases"
         return f'{known}; more with a log on disk: method="logged", log=LogOptions(to="disk")'
 
     def _first(
