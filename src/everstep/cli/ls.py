@@ -132,7 +132,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     if found.ordered or found.damaged:
         return Choice(None, skipped, "there are bases, but none can be used: it would fail")
     if had := had_steps(inventory.timelines, inventory.branches):
-        return Choice(None, skipped, f"{had}: it would fail", had)
+        reason = f"{had}: it would fail, unless a keeper has one in memory"
+        return Choice(None, skipped, reason, had)
     return Choice(None, skipped, "there is no base: it would start afresh")
 
 
