@@ -77,11 +77,13 @@ def test_the_tools_say_what_resume_does(run: Path, how: str) -> None:
     assert "resume(): the history of this run had step 4" in told
     assert "afresh" not in told
     assert logged.document("ls", run, status=1)["resume"] is None
+    assert "had step 4" in logged.document("verify", run, status=1)["problems"][0]["problem"]
     inspected = invoke("inspect", run)
     assert "had step 4" in " ".join(inspected.stderr.split())
     look(run, step=0)
     shown = invoke("ls", run)
     assert "it would start afresh" in shown.stdout
+    assert logged.document("verify", run)["ok"]
 
 
 @pytest.mark.parametrize("how", ["first", "not the first"])

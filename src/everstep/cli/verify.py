@@ -34,7 +34,7 @@ from everstep.cli._common import (
     table,
 )
 from everstep.cli._log import count_segments, run_log, segment_as_json
-from everstep.cli.ls import STATUS_WORDS, is_leaving
+from everstep.cli.ls import STATUS_WORDS, is_leaving, look
 from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -93,9 +93,10 @@ def verify(
     """Reads back every byte and names each damage.
 
     Checks every record, header and entry of all bases, or of one, and all segments of the log
-    against their digests. Exit status 1 if anything is damaged, or if the base that was asked
-    for cannot be used. An unfinished base that a crash has left is reported, but is no damage. One
-    that is being deleted is read as long as nothing of it is gone. Writes nothing.
+    against their digests. Exit status 1 if anything is damaged, if the base that was asked for
+    cannot be used, or if no base is left of a run that has had steps. An unfinished base that a
+    crash has left is reported, but is no damage. One that is being deleted is read as long as
+    nothing of it is gone. Writes nothing.
 
     Says also what the keeper's own audits have found; exit status 1 if one has found a difference.
 
@@ -106,6 +107,7 @@ def verify(
     """
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
+    from everstep.recover.decide import candidates
     from everstep.seams.progress import progress
 
     filesystem = filesystem_of(run)
@@ -132,6 +134,9 @@ def verify(
         ring.close()
     if step is not None:
         _refuse_unusable(checked)
+    elif timeline is None and not candidates(inventory).ordered:
+        had = look(filesystem, run)[1].had
+        inventory.problems += [] if had is None else [(inventory.path, had)]
     ok = not inventory.problems and all(item.ok for item in checked)
     ok = ok and all(segment.problem is None for segment in segments)
     ok = ok and all(found.verdict != "different" for found in audits)
