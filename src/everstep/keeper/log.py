@@ -117,8 +117,9 @@ class LogStore:
     def steps(self) -> tuple[int, int] | None:
         """First and last step in memory."""
         with self._lock:
-            marks = [item.head.step for item in self._items if item.head.kind == "mark"]
-        return (marks[0], marks[-1]) if marks else None
+            first = next((i.head.step for i in self._items if i.head.kind == "mark"), None)
+            last = (i.head.step for i in reversed(self._items) if i.head.kind == "mark")
+            return None if first is None else (first, next(last))
 
     @property
     def in_memory_only(self) -> bool:
@@ -157,8 +158,10 @@ class LogStore:
         updates: list[LogRecord] = []
         first = 0
         with self._lock:
-            items = list(self._items)
-        for item in items:
+            items = self._items  # only ever longer: what goes is left out of another list
+            begin = bisect_right(items, step, key=lambda item: item.head.step)
+        for place in range(begin, len(items)):
+            item = items[place]
             head, record = item.head, item.record
             if record is None or len(found) == at_most:
                 break
@@ -166,8 +169,6 @@ class LogStore:
                 if head.lsn > lsn:
                     first = first if updates else item.number
                     updates.append(record)
-                continue
-            if head.step <= step:
                 continue
             numbers = [update.head.lsn for update in updates]
             if head.step != step + 1 or numbers != list(range(lsn + 1, head.lsn + 1)):
@@ -186,11 +187,12 @@ class LogStore:
             size_bytes: no more of several steps; one may be larger.
         """
         with self._lock:
-            begin = bisect_right(self._items, number, key=lambda item: item.number)
-            items = self._items[begin:]
+            items = self._items
+            begin = bisect_right(items, number, key=lambda item: item.number)
         found: list[LogRecord] = []
         step: list[_Item] = []
-        for item in items:
+        for place in range(begin, len(items)):
+            item = items[place]
             if item.head.step <= beyond:
                 number = item.number
                 continue
@@ -244,7 +246,8 @@ class LogStore:
         """The memory of records up to this number is going to be used again."""
         with self._lock:
             self.forgotten = max(self.forgotten, upto)
-            self._items = [item for item in self._items if item.number > upto]
+            gone = bisect_right(self._items, upto, key=lambda item: item.number)
+            self._items = self._items[gone:]  # another list: somebody may be reading this one
 
     def to_disk(self, on: bool) -> None:
         """Records that arrive from now on, at the end of a step, are written, too, even if that has
