@@ -26,7 +26,7 @@ from everstep.keeper.cadence import (
     Cadence,
 )
 from everstep.keeper.disklog import DiskLog
-from everstep.keeper.local import KeeperStats
+from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.recorder import RecorderStats
 from everstep.keeper.save import Save

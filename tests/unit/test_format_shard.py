@@ -503,10 +503,10 @@ def test_few_copied_chunks_wait_to_be_written(
         write(*args)
         over[0] += 1
 
-    def waiting(transfers: Any, timeout_s: float) -> None:
+    def waiting(transfers: Any, *about: Any) -> None:
         if transfers:
             waited.set()
-        wait(transfers, timeout_s)
+        wait(transfers, *about)
 
     monkeypatch.setattr(LiveBody, "fill", filling)
     monkeypatch.setattr(writer, "_write", writing)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from everstep.commit.cluster import COORDINATOR, Cluster
 from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
+from everstep.commit.disagreement import disagreement
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import Action as CommitAction
 from everstep.commit.machine import (
@@ -30,6 +31,7 @@ from everstep.commit.machine import (
 )
 from everstep.commit.machine import Event as CommitEvent
 from everstep.commit.messages import (
+    DiskMoves,
     GivenUp,
     ManifestKept,
     ManifestTold,
@@ -64,7 +66,6 @@ from everstep.commit.watermark import Watermark
 from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import Manifest, Marker, manifest_of
-from everstep.state.in_common import parted
 
 __all__ = ["Member"]
 
@@ -80,6 +81,7 @@ class _InFlight:
     since_s: float | None = None
     repeated_s: float = 0.0
     told_late: bool = False
+    moved_s: dict[int, float] = field(default_factory=dict)  # a rank's disk, last, as it said
     given_up: str | None = None
 
 
@@ -118,6 +120,7 @@ class Member:
         self._given_up: dict[BaseId, str] = {}
         self._deletions: list[BaseDeletion] = []
         self._of_no_use: tuple[BaseId, ...] = ()  # that ranks cannot read
+        self._moving = set[int]()  # ranks whose disks have moved since the last tick
 
     @property
     def is_behind(self) -> bool:
@@ -203,14 +206,17 @@ class Member:
             return [Do(message.base, ReadBack())]
         if isinstance(message, WatermarkTold):
             return self._on_watermark(message)
+        if isinstance(message, DiskMoves):
+            self._moving.add(sender)
         return []
 
     def tick(self, now_s: float) -> list[Out]:
         """Some time has passed: repeats what may have been lost, takes over, reports."""
-        flight = self._flight
+        flight, (moving, self._moving) = self._flight, (self._moving, set())
         if self.fenced or flight is None or not flight.waiting:
             return []
         base = flight.commit.base
+        flight.moved_s |= dict.fromkeys(moving, now_s)
         if flight.since_s is None:
             flight.since_s = flight.repeated_s = now_s
             return []
@@ -219,9 +225,13 @@ class Member:
             flight.repeated_s = now_s
             out += self._repeat(flight, taking_over=waited_s >= self.pace.take_over_s)
         if waited_s >= self.pace.late_s and not flight.told_late:
-            flight.told_late = True
+            late_s = now_s - self.pace.late_s
             missing = tuple(r for r in range(self.cluster.world) if r not in flight.markers)
-            out.append(IsLate(base, missing))
+            silent = tuple(r for r in missing if flight.moved_s.get(r, late_s) <= late_s)
+            # Where none is missing, the manifest is: of those who lead one moves at a time.
+            leads = max(flight.moved_s.get(r, late_s) for r in self.cluster.leaders) > late_s
+            flight.told_late = bool(silent) or not (missing or leads)
+            out += [IsLate(base, silent)] if flight.told_late else []
         return out
 
     # Commits.
@@ -275,7 +285,11 @@ class Member:
         if action is None:
             return self._committed(flight)
         flight.waiting = isinstance(action, GatherMarkers)
-        if flight.waiting and not told and (why := self._disagree(flight.markers)):
+        if (
+            flight.waiting
+            and not told
+            and (why := disagreement(self.cluster.world, flight.markers))
+        ):
             return self._end(flight, why)
         if not flight.waiting:
             if isinstance(action, WriteMarker):
@@ -289,30 +303,6 @@ class Member:
             flight.waiting = False
             out.append(Do(flight.commit.base, action))
         return out
-
-    def _disagree(self, markers: Mapping[int, Marker]) -> str:
-        """Why all markers together are those of no base, and never will be; "" if they are, or
-        some are missing."""
-        if len(markers) < self.cluster.world or manifest_of(markers) is not None:
-            return ""
-        by_lsn: dict[int, list[int]] = {}
-        for rank, marker in sorted(markers.items()):
-            by_lsn.setdefault(marker.lsn, []).append(rank)
-        if why := parted({rank: marker.common for rank, marker in markers.items()}):
-            return (
-                f"the ranks differ in what they have in common ({why}), so each leaves to others "
-                "what these do not write; give every rank the same state (the DDP wrapper or the "
-                "module in it, on all of them), and freeze and train the same layers on each"
-            )
-        if len(by_lsn) == 1:
-            return "the markers of the ranks contradict each other"
-        counted = ", ".join(
-            f"rank(s) {' '.join(map(str, ranks))}: {lsn}" for lsn, ranks in sorted(by_lsn.items())
-        )
-        return (
-            f"the ranks have counted different numbers of optimizer updates ({counted}); each of "
-            "them has to make as many in a step as the others, or leave out as many"
-        )
 
     def _end(self, flight: _InFlight, why: str) -> list[Out]:
         """A base whose markers are all there, and are none of a base: nobody can commit it, so it

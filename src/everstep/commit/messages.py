@@ -26,6 +26,7 @@ __all__ = [
     "CopySettled",
     "CopyTold",
     "CopyWanted",
+    "DiskMoves",
     "Envelope",
     "Fetching",
     "GivenUp",
@@ -94,6 +95,11 @@ class GivenUp:
 
     base: BaseId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskMoves:
+    """The sender's disk is slow, perhaps, and does not hang: an operation has come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +346,7 @@ Message = (
     | ManifestTold
     | ManifestKept
     | GivenUp
+    | DiskMoves
     | ReadBackWanted
     | ReadBackTold
     | WatermarkTold
@@ -409,12 +416,16 @@ _MAYBE = (
 _MARKER = (lambda marker: marker.encode(), lambda value: Marker.decode(value, _WIRE))
 _MANIFEST = (lambda manifest: manifest.encode(), lambda value: Manifest.decode(value, _WIRE))
 
-_FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] = {
+_Fields = dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
+_STEPS: _Fields = {"timeline": _NUMBER, "first": _NUMBER}
+_PART: _Fields = {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER}
+_FIELDS: dict[type, _Fields] = {
     MarkerTold: {"marker": _MARKER},
     MarkersWanted: {"base": _BASE},
     ManifestTold: {"manifest": _MANIFEST},
     ManifestKept: {"base": _BASE},
     GivenUp: {"base": _BASE, "reason": _TEXT},
+    DiskMoves: {},
     ReadBackWanted: {"base": _BASE},
     ReadBackTold: {"base": _BASE, "problem": _TEXT},
     WatermarkTold: {"base": _BASE, "delete": _BASES, "damaged": _BASES},
@@ -432,30 +443,17 @@ _FIELDS: dict[type, dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
     PeerPart: {"base": _BASE, "offset": _NUMBER, "data": _BYTES},
     PeerAt: {"base": _BASE, "received_bytes": _NUMBER, "whole": _FLAG, "problem": _TEXT},
     PeerLogBegun: {
-        "timeline": _NUMBER,
-        "first": _NUMBER,
+        **_STEPS,
         "last": _NUMBER,
         "record": _BYTES,
         "size_bytes": _NUMBER,
         "index_bytes": _NUMBER,
         "index_digest": _TEXT,
     },
-    PeerLogPart: {"timeline": _NUMBER, "first": _NUMBER, "offset": _NUMBER, "data": _BYTES},
-    PeerLogAt: {
-        "timeline": _NUMBER,
-        "first": _NUMBER,
-        "received_bytes": _NUMBER,
-        "state": _TEXT,
-        "problem": _TEXT,
-    },
-    PartWanted: {
-        "base": _BASE,
-        "rank": _NUMBER,
-        "offset": _NUMBER,
-        "size_bytes": _NUMBER,
-        "log": _FLAG,
-    },
-    PartTold: {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER, "data": _BYTES, "log": _FLAG},
+    PeerLogPart: {**_STEPS, "offset": _NUMBER, "data": _BYTES},
+    PeerLogAt: {**_STEPS, "received_bytes": _NUMBER, "state": _TEXT, "problem": _TEXT},
+    PartWanted: {**_PART, "size_bytes": _NUMBER, "log": _FLAG},
+    PartTold: {**_PART, "data": _BYTES, "log": _FLAG},
     Fetching: {"round": _NUMBER, "done": _FLAG},
 }
 _KINDS = {kind.__name__: kind for kind in _FIELDS}

@@ -26,7 +26,7 @@ from everstep.format.header import (
 )
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing
-from everstep.seams.conditions import all_over, is_over
+from everstep.seams.conditions import all_over
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import PIECE_BYTES
@@ -232,7 +232,7 @@ class ReadsAhead:
         if not self._under_way:
             raise StopIteration
         chunk, block, future = self._under_way[0]
-        got = read_result(future, self._timeout_s, self._path)
+        got = read_result(future, self._ring, self._timeout_s, self._path)
         if got < chunk.end - chunk.at:
             at = chunk.at + got
             raise DamageError(f"{self._path}: ends at byte {at} of its body", path=self._path)
@@ -274,14 +274,14 @@ def _read(file: ReadFile, block: Block, want: int, offset: int) -> int:
     return min(want, file.read_into(block.view[:padded], offset))
 
 
-def read_result(future: Future[int], timeout_s: float, path: PurePath) -> int:
+def read_result(future: Future[int], ring: ChunkRing, timeout_s: float, path: PurePath) -> int:
     """What a thread has read of the file ``path``.
 
     Raises:
         DeadlineError: it hangs.
         OSError: it cannot be read.
     """
-    if not is_over(future, timeout_s):
+    if not ring.is_over(future, timeout_s):
         raise DeadlineError(
             f"{path}: a read took longer than {timeout_s:g} s: the storage hangs",
             path=path,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from everstep.arena import Block
 from everstep.errors import DeadlineError
@@ -18,9 +19,10 @@ from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, encode_header
 from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
-from everstep.seams.conditions import Condition, all_over, is_over
+from everstep.seams.conditions import Condition, all_over
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
+from everstep.seams.moving import is_over
 from everstep.seams.progress import ProgressSink
 from everstep.seams.threads import IoThreads
 from everstep.state.body import Body, pieces
@@ -29,6 +31,7 @@ from everstep.state.layout import Placed, append_objects, at_lsn
 __all__ = ["CHUNK_BYTES", "ChunkRing", "Written", "digest_shard", "write_shard"]
 
 CHUNK_BYTES = 4 << 20
+
 
 _COPIED_MAX = 2
 """Chunks that are written while the next one is copied. More would leave the cache before the disk
@@ -85,6 +88,17 @@ class ChunkRing:
         with self._changed:
             self._free.append(block)
             self._changed.notify()
+
+    def is_over(self, transfer: Future[Any], timeout_s: float) -> bool:
+        """Whether a transfer of this ring has ended, well or badly; False: it takes longer than
+        ``timeout_s``. For as long, none of those that it waits behind may take, which are others'
+        perhaps."""
+        ahead = self.threads, self.copied
+
+        def moves() -> object:
+            return transfer.running() or [threads.ended for threads in ahead]
+
+        return is_over(transfer, timeout_s, moves)
 
     def close(self) -> None:
         """Ends the threads; transfers under way are finished first."""
@@ -144,7 +158,7 @@ def write_shard(
             if held is not None:
                 transfers.append(ring.threads.submit(file.write, held, at))
             else:
-                _wait(transfers[:-_COPIED_MAX], timeout_s)
+                _wait(transfers[:-_COPIED_MAX], ring, timeout_s)
                 data, block = _copied(body, begin, stop, ring, digester, timeout_s)
                 transfers.append(ring.copied.submit(_write, file, data, at, block, ring))
             progress.advance(stop - begin)
@@ -159,7 +173,7 @@ def write_shard(
         end = placed[-1].end if placed else 0
         send(whole, end)
         written = _written(shard, identity, placed, digester)
-        _wait(transfers, timeout_s)
+        _wait(transfers, ring, timeout_s)
     finally:
         # Whatever happened, nobody may still be reading from chunks that are used again.
         all_over(transfers, timeout_s)
@@ -245,9 +259,9 @@ def _raise_failed(transfers: list[Future[None]]) -> None:
     transfers[:] = [transfer for transfer in transfers if not transfer.done()]
 
 
-def _wait(transfers: list[Future[None]], timeout_s: float) -> None:
+def _wait(transfers: list[Future[None]], ring: ChunkRing, timeout_s: float) -> None:
     for transfer in transfers:
-        if not is_over(transfer, timeout_s):
+        if not ring.is_over(transfer, timeout_s):
             raise DeadlineError(
                 f"a write took longer than {timeout_s:g} s: the storage hangs",
                 hint="look at the disk or the network file system (dmesg, df, iostat)",

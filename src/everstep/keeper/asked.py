@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from everstep.errors import EverstepError, StateError
+from everstep.keeper.samples import Samples
 from everstep.keeper.save import Save, done, failed
 
-__all__ = ["Asked"]
+__all__ = ["Asked", "ask_to_wire"]
+
+
+def ask_to_wire(
+    number: int, step: int, samples: Sequence[Samples], *, exact: bool
+) -> dict[str, Any]:
+    """The message that asks for a base."""
+    return {
+        "kind": "ask",
+        "number": number,
+        "step": step,
+        "exact": exact,
+        "samples": [[some.width_bytes, some.where, some.values] for some in samples],
+    }
 
 
 class Asked:

@@ -48,6 +48,10 @@ class Attached:
         except (EverstepError, OSError):
             self.gone = True
 
+    def goes_on(self) -> None:
+        """It waits for an answer, of which there is nothing yet: an empty part says so."""
+        self.tell({"kind": "blob", "number": 0, "part": b""})
+
     def named(self, number: int, *, again: bool) -> Capture | None:
         """A capture of this process; None: it is over, as it may be where this is said again.
 

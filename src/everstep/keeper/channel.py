@@ -76,6 +76,14 @@ class BackgroundChannel:
         """The work got somewhere: its deadline starts again."""
         work.last_progress_s = self._clock.running_s()
 
+    def moved(self) -> None:
+        """The storage has got somewhere: so has all work that is under way, which is done in order.
+        In any thread."""
+        now_s = self._clock.running_s()
+        with self._lock:
+            for work in self._under_way:
+                work.last_progress_s = now_s
+
     def end(self, work: Work) -> None:
         """The work is over, well or badly."""
         with self._lock:

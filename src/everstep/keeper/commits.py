@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
 from everstep.commit.member import Member
 from everstep.commit.messages import (
     CopyMessage,
+    DiskMoves,
     Envelope,
     Message,
     PeerMessage,
@@ -73,6 +75,8 @@ _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.1
 _SETTLE_S = 5.0  # of retention over all ranks; whoever is left out of it is asked next time
 _FAREWELL_S = 2.0
+_TAKE_OVER_S = 10.0
+_BEATS = 20  # within the time after which a silent rank is reported
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +131,10 @@ class RankCommits:
         self._persister, self._ring = persister, ring
         self._post, self._timeout_s = post, timeout_s
         self.spared: Callable[[], Iterable[BaseId]] = tuple
-        cluster, pace = Cluster(seat.disks), Pace(late_s=timeout_s)
+        # Whoever waits asks who has a marker before it says who is late.
+        pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
+        self._cluster = cluster = Cluster(seat.disks)
+        self._beat_s, self._beat_not_before_s = timeout_s / _BEATS, -math.inf
         kept = self._markers_of(timeline) if seat.again else {}
         self._member = (
             Coordinator(
@@ -211,6 +218,15 @@ class RankCommits:
         if work.error is not None:
             raise work.error
         return work.written
+
+    def moved(self) -> None:
+        """An operation on the disk has come back: others, who may wait for what it is part of,
+        hear that this rank is not silent. In any thread, with or without what is held in it."""
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._beat_not_before_s:
+            self._beat_not_before_s = now_s + self._beat_s
+            for rank in self._cluster.others(self._seat.rank):
+                self.send(rank, DiskMoves())
 
     def release(self) -> None:
         """The next start of the job has begun: what only waits for other ranks is left to it."""

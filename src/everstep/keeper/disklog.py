@@ -11,6 +11,7 @@ from everstep.keeper.recordable import LogKeeper
 from everstep.keeper.save import Save
 from everstep.options import Options
 from everstep.seams.conditions import Condition, is_over
+from everstep.seams.moving import Standstill
 
 __all__ = ["DiskLog"]
 
@@ -79,13 +80,7 @@ class DiskLog:
         if len(self._marks) <= self._lag:
             return
         wanted = self._marks.popleft()
-        with self._changed:
-            # One that is gone writes nothing more: at the next step another takes its place.
-            there = self._changed.wait_for(
-                lambda: self._reached >= wanted or self._keeper is None or self._keeper.lost,
-                self._timeout_s,
-            )
-        if not there:
+        if not self._comes(wanted):
             self._channel.post(
                 DeadlineError(
                     f"the log was not written within {self._timeout_s:g} s: the storage hangs",
@@ -93,6 +88,21 @@ class DiskLog:
                     hint="look at the disk or the network file system (dmesg, df, iostat)",
                 )
             )
+
+    def _comes(self, wanted: int) -> bool:
+        """Waits until a record is on disk, as long as the log gets anywhere; also whether there is
+        nobody to wait for: at the next step another takes the place of one that is gone."""
+        with self._changed:
+            still: Standstill | None = None
+            while self._reached < wanted:
+                keeper = self._keeper
+                if keeper is None or keeper.lost:
+                    break
+                still = still or Standstill(self._timeout_s)
+                if still.is_over(keeper.log_moves):
+                    return False
+                self._changed.wait(still.look_again_s)
+        return True
 
     def over(self, step: int) -> None:
         """A step is over, and its base is being captured, if it takes one: waits for bases that
@@ -115,11 +125,11 @@ class DiskLog:
     def _is_durable(self, base: Save) -> bool:
         """Waits for that, as long as something is being written; also whether it has failed, of
         which whoever writes it tells, as of a keeper that is gone: then another base is due."""
+        still = Standstill(self._timeout_s)
         while self._keeper is not None and not base.durable.done():
-            written_bytes = self._keeper.written_bytes
-            is_over(base.durable, self._timeout_s)
-            if not base.durable.done() and self._keeper.written_bytes == written_bytes:
+            if still.is_over((self._keeper.moves, self._keeper.log_moves)):
                 return False
+            is_over(base.durable, still.look_again_s)
         return True
 
     def stop(self) -> None:

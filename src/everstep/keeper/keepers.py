@@ -20,8 +20,9 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
 from everstep.keeper.attempts import Attempts
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.left_keepers import left_with_keeper
-from everstep.keeper.local import KeeperStats, LocalKeeper
+from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import open_log
 from everstep.keeper.log_batch import batch_to_wire
 from everstep.keeper.log_limits import LogLimits
@@ -213,6 +214,7 @@ class Keepers:
         remote.on_peered = self._on_peered
         remote.copies = {"tiers": self._tiers, "peers": self._peers}
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
+        self.pool.moves = lambda: (remote.moves, remote.log_moves)
 
     def left_behind(self, *, own: bool = False) -> Recalled:
         """What an earlier training process captured last, if its keeper still has it. What it
@@ -341,6 +343,8 @@ class Keepers:
             seat=seat,
             mailbox=mailbox,
         )
+        if self.pool is not None:
+            self.pool.moves = lambda: (keeper.moves, keeper.log_moves)
         keeper.sweep()
         if self._options.logs and self.pool is not None:
             keeper.log_of_run = keeper.records = open_log(

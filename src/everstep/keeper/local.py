@@ -7,10 +7,10 @@ One thread writes: in the keeper process, or, where there is none, in the traini
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.audit import DigestAudit, digests_of
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel, WatchedProgress
+from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.promised import PromisedSteps
@@ -35,7 +36,9 @@ from everstep.recover.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.mailbox import Mailbox
+from everstep.seams.moving import MovingFileSystem
 from everstep.seams.progress import Counted, ProgressSink, progress, silent
 from everstep.state.body import Body
 from everstep.state.layout import ShardLayout
@@ -46,51 +49,11 @@ if TYPE_CHECKING:  # loaded where there are several ranks, or bases in memory
     from everstep.keeper.commits import RankCommits
     from everstep.keeper.memory_bases import MemoryBases
 
-__all__ = ["CHUNKS", "WRITERS", "KeeperStats", "LocalKeeper"]
+__all__ = ["CHUNKS", "WRITERS", "LocalKeeper"]
 
 WRITERS = 6  # transfers under way at a time: a virtual or an NVMe disk wants several
 CHUNKS = WRITERS + 2
 _LOOK_AGAIN_S = 0.2
-
-
-@dataclass(slots=True)
-class KeeperStats:
-    """What the keeper has done so far.
-
-    Attributes:
-        persist_s: seconds from the beginning of writing to the commit, all bases together.
-        retain_s: seconds in retention, read-backs included.
-        log_bytes, log_batch_steps: of the segments of the log so far; steps of the next one.
-        cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
-        copied, copied_bytes: copies of bases in other tiers.
-        copied_steps, copied_log_bytes, copy_missed: steps of the log that were copied there, as
-            what; steps that will not be.
-        peered, peered_bytes: bases that were sent to the memory of another node.
-        peers_passed_over: bases that were not, because they came too fast.
-        held: bases that live in memory, and were whole there.
-        peered_steps, peer_missed: steps of the log that were sent there; that will not be.
-    """
-
-    committed: int = 0
-    failed: int = 0
-    written_bytes: int = 0
-    persist_s: float = 0.0
-    retain_s: float = 0.0
-    log_bytes: int = 0
-    log_batch_steps: int = 0
-    cpu_s: float = 0.0
-    copied: int = 0
-    copied_bytes: int = 0
-    copied_steps: int = 0
-    copied_log_bytes: int = 0
-    copy_missed: int = 0
-    peered: int = 0
-    peered_bytes: int = 0
-    peers_passed_over: int = 0
-    held: int = 0
-    peered_steps: int = 0
-    peer_missed: int = 0
-    durable_step: int | None = None
 
 
 class LocalKeeper:
@@ -127,7 +90,11 @@ class LocalKeeper:
         mailbox: Mailbox | None = None,
     ) -> None:
         self.lost: EverstepError | None = None  # it goes with this process
-        self._filesystem = filesystem = seams.filesystem
+        self._operations = 0  # on the disk, that have come back
+        self._written = Counted()
+        self._commits: RankCommits | None = None
+        filesystem: FileSystem = MovingFileSystem(seams.filesystem, self._moved)
+        self._filesystem, seams = filesystem, dataclasses.replace(seams, filesystem=filesystem)
         self._clock, self._timeout_s = seams.clock, timeout_s
         self._run = run
         self._channel = channel
@@ -143,7 +110,6 @@ class LocalKeeper:
         self._promised = PromisedSteps(history, keep)
         if verified is not None:
             self._retention.verified.add(verified)
-        self._commits: RankCommits | None = None
         self._port = 0  # of the mailbox
         if seat is not None:
             assert mailbox is not None
@@ -172,13 +138,29 @@ class LocalKeeper:
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._changed, self._written = Condition(), Counted()
+        self._changed = Condition()
         self._waiting: list[Capture] = []
 
     @property
     def written_bytes(self) -> int:
-        """Bytes handed to the disk so far; moves while a base is being written."""
+        """Bytes of bases handed to the disk so far."""
         return self._written.count
+
+    @property
+    def moves(self) -> int:
+        """Changes as long as a base that is being written gets anywhere, or retention does."""
+        return self._operations + self._written.count
+
+    @property
+    def log_moves(self) -> int:
+        """Changes as long as the log gets anywhere."""
+        return 0 if self.log_of_run is None else self.log_of_run.moves
+
+    def _moved(self) -> None:
+        self._operations += 1
+        self._channel.moved()
+        if self._commits is not None:
+            self._commits.moved()
 
     @property
     def waiting(self) -> list[Capture]:
@@ -453,7 +435,8 @@ class LocalKeeper:
                 assert self.bases is not None
                 written = self.bases.hold(plan, bodies, watched, audit)
             else:
-                self._promised.before_base(save.step, self.log_of_run, self._timeout_s)
+                about = save.step, self.log_of_run, self._timeout_s
+                self._promised.before_base(*about, lambda: watched.advance(0))
                 keeps = self._commits or self._persister
                 written = keeps.persist(plan, bodies, watched, audit)
                 if not written:  # it was there already, but this capture may still be under way

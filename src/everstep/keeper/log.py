@@ -36,13 +36,13 @@ from everstep.keeper.log_batch import ENDED, Batch, batch_of
 from everstep.keeper.log_room import LogRoom, NoRoomError
 from everstep.keeper.log_writer import SegmentWriter
 from everstep.seams import Seams
-from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
+from everstep.seams.moving import is_over
 from everstep.seams.threads import IoThreads
 from everstep.state.layout import ShardLayout
 
 if TYPE_CHECKING:
-    from everstep.keeper.local import KeeperStats
+    from everstep.keeper.keeper_stats import KeeperStats
 
 __all__ = ["LogStore", "LoggedStep", "open_log", "records_from_wire"]
 
@@ -105,7 +105,7 @@ class LogStore:
         self._writer, self._post, self._on_disk = writer, post, on_disk
         self._lock = threading.Lock()
         self._items: list[_Item] = []
-        self.forgotten = 0
+        self.forgotten = self._digested = 0
         self._batch = batch or Batch(1)
         self._gather()
         self.after: int | None = None
@@ -254,13 +254,22 @@ class LogStore:
         failed before; or they are not. Those that have arrived are."""
         self._threads.submit(self._turn, on)
 
-    def settle(self, timeout_s: float) -> None:
+    @property
+    def moves(self) -> int:
+        """Changes as long as what has arrived is being digested, or written."""
+        return self._digested + (0 if self._writer is None else self._writer.moves)
+
+    def settle(self, timeout_s: float, alive: Callable[[], None] = lambda: None) -> None:
         """Returns when all that has arrived is digested, and written if it will be.
 
+        Args:
+            alive: called as long as that is being done.
+
         Raises:
-            DeadlineError: not within ``timeout_s``.
+            DeadlineError: nothing of it was done for ``timeout_s``.
         """
-        if not is_over(self._threads.submit(lambda: None), timeout_s):
+        end = self._threads.submit(lambda: None)
+        if not is_over(end, timeout_s, lambda: self.moves, alive=alive):
             raise DeadlineError(
                 f"the log was not written within {timeout_s:g} s: the storage hangs",
                 hint="look at the disk or the network file system (dmesg, df, iostat)",
@@ -320,6 +329,7 @@ class LogStore:
             self._fail(EverstepError(f"internal error in the log: {error!r}", step=step))
         finally:
             item.spoilt = item.record is None
+            self._digested += 1
 
     def _fail(self, error: EverstepError) -> None:
         """No more segments: behind a hole they would be of no use. Nobody waits for them."""

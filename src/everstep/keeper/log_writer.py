@@ -20,6 +20,7 @@ from everstep.keeper.log_room import LogRoom
 from everstep.recover.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
+from everstep.seams.moving import MovingFileSystem
 from everstep.seams.progress import silent
 from everstep.state.body import Body
 from everstep.tiers.disk import (
@@ -45,6 +46,7 @@ class SegmentWriter:
 
     Attributes:
         now_s: the clock by which it says what a segment took.
+        moves: changes with each operation on the disk that has come back.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class SegmentWriter:
         timeout_s: float,
         room: LogRoom | None = None,
     ) -> None:
-        self._filesystem, self._room = seams.filesystem, room
+        self.moves = 0
+        self._filesystem = MovingFileSystem(seams.filesystem, self._moved)
+        self._room = room
         self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity
-        self._fence = Fence(seams.filesystem, run, identity.timeline)
+        self._fence = Fence(self._filesystem, run, identity.timeline)
         self._ring = ring
         self._timeout_s = timeout_s
         self._has_dir = False
@@ -97,6 +101,9 @@ class SegmentWriter:
                 self._clean_up(directory, plan.name)
                 raise
         return SegmentTimes(max(0.0, self.now_s() - began_s - work_s), work_s)
+
+    def _moved(self) -> None:
+        self.moves += 1
 
     def _check_space(self, identity: ShardIdentity, plan: ShardPlan) -> None:
         """Refuses before writing what cannot fit: bases may find room in what is left."""

@@ -23,7 +23,7 @@ from everstep.keeper.messages import identity_from_wire
 from everstep.seams import Seams
 
 if TYPE_CHECKING:
-    from everstep.keeper.local import KeeperStats
+    from everstep.keeper.keeper_stats import KeeperStats
 
 __all__ = ["Logs"]
 
@@ -137,7 +137,8 @@ class Logs:
     def recall(
         self, trainer: Attached, *, own: bool, timeout_s: float
     ) -> Iterator[tuple[Arena, bytes]]:
-        """Arena and index of each log, oldest first (see :meth:`.log.LogStore.to_wire`).
+        """Arena and index of each log, oldest first (see :meth:`.log.LogStore.to_wire`). What is to
+        go to disk goes there first; ``trainer`` is told that this goes on.
 
         Args:
             own: those of ``trainer`` itself, too.
@@ -145,7 +146,7 @@ class Logs:
         for log in self._all():
             if (log.arena is not trainer.arena or own) and not log.empty:
                 log.flush()  # now: it is fenced off as soon as there is a new timeline
-                log.settle(timeout_s)
+                log.settle(timeout_s, trainer.goes_on)
                 index: bytes = msgpack.packb(log.to_wire())
                 yield log.arena, index
 
@@ -158,7 +159,7 @@ class Logs:
         """Returns when the current log is on disk up to its last mark, if it will be at all.
 
         Raises:
-            DeadlineError: not within ``timeout_s``.
+            DeadlineError: nothing of it was written for ``timeout_s``.
         """
         if self._current is not None:
             self._current.flush()

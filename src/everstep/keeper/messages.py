@@ -41,7 +41,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20

@@ -12,7 +12,7 @@ from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.commits import RankCommits
-from everstep.keeper.local import KeeperStats
+from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking

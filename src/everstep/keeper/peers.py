@@ -14,7 +14,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.held import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.holding import Holding
-from everstep.keeper.local import KeeperStats
+from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore

@@ -12,6 +12,7 @@ from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.seams.conditions import Condition
+from everstep.seams.moving import Standstill
 
 __all__ = ["CapturePool", "Room"]
 
@@ -43,6 +44,10 @@ class CapturePool:
     Args:
         lost: why the keeper of this arena is gone; None: it is not. A keeper that does not answer
             may live on, and write what it was given: no memory of its arena is given out again.
+
+    Attributes:
+        moves: changes as long as bases are being written, behind which there will be room; None:
+            nobody knows.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class CapturePool:
         self._retired = False
         self._whole: torch.Tensor | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self.moves: Callable[[], object] | None = None
         self._stuck = False  # nothing was released since somebody has waited in vain
 
     @property
@@ -120,7 +126,7 @@ class CapturePool:
 
         Raises:
             OutOfSpaceError: when the budget can never hold such a block.
-            DeadlineError: when none was released within ``timeout_s``.
+            DeadlineError: when none was released within ``timeout_s``, and nothing has moved.
             KeeperError: the keeper is gone.
         """
         if size_bytes > self.arena.size_bytes:
@@ -218,8 +224,12 @@ class CapturePool:
                     return False
                 self._forget(self._kept.pop(0))
 
+        still = Standstill(timeout_s)
+        look_s = timeout_s if self.moves is None else still.look_again_s
         try:
-            there = self._changed.wait_for(take, timeout_s)
+            while not (there := self._changed.wait_for(take, look_s)):
+                if self.moves is None or still.is_over(self.moves()):
+                    break
         except BaseException:  # an interrupt
             for room in found:
                 self._free(room)
@@ -229,8 +239,8 @@ class CapturePool:
             self._stuck = True
             raise DeadlineError(
                 f"no host memory was released {since}: earlier bases are still being written",
-                hint="a longer interval, a faster disk, or a larger Budget(host_bytes=...); if "
-                "nothing is written any more, is the keeper stopped? (everstep ps)",
+                hint="look at the disk (dmesg, df, iostat); is the keeper stopped? (everstep ps); "
+                "a longer interval, or a larger Budget(host_bytes=...), leaves it more time",
             )
         return found[0]
 

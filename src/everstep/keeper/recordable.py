@@ -62,8 +62,13 @@ class LogKeeper(Protocol):
     lost: EverstepError | None
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes handed to the disk so far; moves while a base is being written."""
+    def moves(self) -> int:
+        """Changes as long as a base that is being written gets anywhere."""
+        ...
+
+    @property
+    def log_moves(self) -> int:
+        """Changes as long as the log gets anywhere."""
         ...
 
     def log(

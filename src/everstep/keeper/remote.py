@@ -16,12 +16,12 @@ from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
-from everstep.keeper.asked import Asked
+from everstep.keeper.asked import Asked, ask_to_wire
 from everstep.keeper.assembly import Assembly, assembly_to_wire
 from everstep.keeper.capture import Capture
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import recalled_from_wire
-from everstep.keeper.local import KeeperStats
+from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log_layouts import LogLayouts
 from everstep.keeper.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.keeper.replies import Replies
@@ -89,7 +89,7 @@ class RemoteKeeper:
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
         self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
-        self._timeline = self.written_bytes = 0
+        self._timeline = self.written_bytes = self.moves = self.log_moves = 0
         self._hung = self._closing = self._recalled = self.replaced = False
         self.lost_steps = set[int]()  # of bases lost with it, or due when it was gone
         self._reader = threading.Thread(
@@ -291,13 +291,7 @@ class RemoteKeeper:
             samples: of the state as it is now.
         """
         number = self._asked.number()
-        message = {
-            "kind": "ask",
-            "number": number,
-            "step": save.step,
-            "exact": exact,
-            "samples": [[some.width_bytes, some.where, some.values] for some in samples],
-        }
+        message = ask_to_wire(number, save.step, samples, exact=exact)
         try:
             with self._changed:
                 if self.lost is not None:
@@ -355,7 +349,8 @@ class RemoteKeeper:
                 self._channel.check()
                 self.silence.check()
                 if steps := self._asked.steps:
-                    moves.look(self.written_bytes, self.replica_step, self.replica_applied, steps)
+                    disk = self.moves, self.log_moves
+                    moves.look(*disk, self.replica_step, self.replica_applied, steps)
                 if self._hung:  # reported already; waiting on would be for ever
                     raise storage_hangs(len(self._waiting))
                 with self._changed:
@@ -426,6 +421,7 @@ class RemoteKeeper:
             self._replies.came(message, fds)
         elif kind == "progress":
             self.written_bytes, self._hung = message["written_bytes"], message["hung"]
+            self.moves, self.log_moves = message["moves"]
         elif kind in ("error", "notice"):
             error = error_from_wire(message["error"])
             if kind == "error":

@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 from everstep.errors import DeadlineError, EverstepError
 from everstep.seams import Clock
+from everstep.seams.moving import Standstill
 from everstep.seams.sockets import close_descriptors
 
 __all__ = ["Replies"]
-
-_LOOK_AGAIN_S = 0.2
 
 
 class _Answers(Protocol):
     pid: int
     lost: EverstepError | None
-    written_bytes: int
+    moves: int
+    log_moves: int
 
 
 class Replies:
@@ -31,9 +31,11 @@ class Replies:
         self._changed, self._clock = changed, clock
         self._found: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
+        self._parts = 0
 
     def part(self, message: dict[str, Any]) -> None:
-        """Bytes that belong to the next one."""
+        """Bytes that belong to the next one; or none, and more is to come."""
+        self._parts += 1
         self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
 
     def came(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -58,19 +60,17 @@ class Replies:
             KeeperError: the keeper is gone.
             DeadlineError: it gets nowhere for ``timeout_s``.
         """
-        written_bytes, start_s = keeper.written_bytes, self._clock.monotonic_s()
-        while self._clock.monotonic_s() - start_s <= timeout_s:
+        still = Standstill(timeout_s, self._clock.running_s)
+        while not still.is_over((keeper.moves, keeper.log_moves, self._parts)):
             with self._changed:
                 self._changed.wait_for(
                     lambda: kind in self._found or keeper.lost is not None,
-                    min(_LOOK_AGAIN_S, timeout_s),
+                    still.look_again_s,
                 )
                 if kind in self._found:
                     return self._found.pop(kind)
             if keeper.lost is not None:
                 raise keeper.lost
-            if keeper.written_bytes != written_bytes:  # it gets somewhere
-                written_bytes, start_s = keeper.written_bytes, self._clock.monotonic_s()
         raise DeadlineError(
             f"the keeper (process {keeper.pid}) has not answered {asked!r} within {timeout_s:g} s",
             hint="everstep ps shows what it is doing; look at the disk",

@@ -23,7 +23,8 @@ from everstep.format.plan import BasePlan
 from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
 from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.local import KeeperStats, LocalKeeper
+from everstep.keeper.keeper_stats import KeeperStats
+from everstep.keeper.local import LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.prepared import Copies, Prepared, prepare
 from everstep.keeper.recordable import LogKeeper

@@ -166,7 +166,8 @@ class Server:
         # Not at every message that comes: each wakes the training process.
         if keeper is not None and now_s - self._told_s >= _TELL_EVERY_S:
             self._told_s = now_s
-            message = {"kind": "progress", "written_bytes": keeper.written_bytes}
+            moves = [keeper.moves, keeper.log_moves]
+            message = {"kind": "progress", "written_bytes": keeper.written_bytes, "moves": moves}
             hung = duties.channel is not None and duties.channel.hung()
             trainer.tell({**message, "hung": hung, **duties.stats()})
         if self._settling and (keeper is None or not keeper.waiting):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
+from everstep.seams.moving import Standstill
 
 __all__ = ["Moves", "Patience", "keeper_gone", "storage_hangs", "unless_gone"]
 
@@ -49,9 +50,7 @@ class Moves:
     """
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
-        self._clock, self._timeout_s = clock, max(_NOWHERE_S, 2 * timeout_s)
-        self._at: tuple[object, ...] = ()
-        self._since_s = clock.running_s()
+        self._still = Standstill(max(_NOWHERE_S, 2 * timeout_s), clock.running_s)
 
     def look(self, *at: object) -> None:
         """It is ``at`` that now; asked several times a second.
@@ -59,13 +58,11 @@ class Moves:
         Raises:
             DeadlineError: as it was for too long.
         """
-        now_s = self._clock.running_s()
-        if at != self._at:
-            self._at, self._since_s = at, now_s
-        elif now_s - self._since_s > self._timeout_s:
+        for_s = self._still.for_s(at)
+        if for_s > self._still.timeout_s:
             raise DeadlineError(
-                f"the keeper's replica gets nowhere for {now_s - self._since_s:.0f} s with bases "
-                "that it was asked for",
+                f"the keeper's replica gets nowhere for {for_s:.0f} s with bases that it was "
+                "asked for",
                 hint="everstep ps shows what it does; its log is in the runtime folder (everstep "
                 "doctor)",
             )

@@ -184,7 +184,7 @@ class SegmentReads:
             if done == len(coming.reads):
                 self._send(coming)
             expected, future = coming.reads[done]
-            if read_result(future, self._timeout_s, self._path) < expected:
+            if read_result(future, self._ring, self._timeout_s, self._path) < expected:
                 raise DamageError(f"{self._path}: it ends too early", path=self._path)
             done += 1
         self._coming.popleft()

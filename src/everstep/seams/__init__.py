@@ -2,6 +2,7 @@
 
 ``filesystem``  the contract for files and directories
 ``posix``       that contract on a real Linux file system
+``moving``      whether what is waited for comes back: what hangs, and what is only slow
 ``clock``       time, real and manual
 ``running``     time in which this process runs, for deadlines of progress
 ``memory``      memory that processes share

@@ -25,13 +25,13 @@ class RunningTime:
     second counts. It stands still for who does not, unless in :meth:`ticking`.
 
     Args:
-        clock_s: that never goes back.
+        clock_s: that never goes back; None: the machine's.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
+    def __init__(self, clock_s: Callable[[], float] | None = None) -> None:
+        self._clock_s = clock_s or time.monotonic
         self._lock = threading.Lock()
-        self._ran_s, self._seen_s = 0.0, clock_s()
+        self._ran_s, self._seen_s = 0.0, self._clock_s()
 
     def now_s(self) -> float:
         """Seconds counted so far; a look."""

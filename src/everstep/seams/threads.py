@@ -36,7 +36,13 @@ class IoThreads:
         self._count = count
         self._name = name
         self._lock = threading.Lock()
+        self._ended = [0]
         self._begin()
+
+    @property
+    def ended(self) -> int:
+        """Changes with each job that is over."""
+        return self._ended[0]
 
     def _begin(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -63,7 +69,7 @@ class IoThreads:
             for number in list(self._seats):
                 thread = threading.Thread(
                     target=_work,
-                    args=(self._jobs, self._seats),
+                    args=(self._jobs, self._seats, self._ended),
                     name=f"{self._name}-{number}",
                     daemon=True,
                 )
@@ -90,7 +96,7 @@ def _end(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
         jobs.put(None)
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None], seats: deque[int]) -> None:
+def _work(jobs: queue.SimpleQueue[_Job | None], seats: deque[int], ended: list[int]) -> None:
     try:
         seats.popleft()
     except IndexError:
@@ -103,4 +109,5 @@ def _work(jobs: queue.SimpleQueue[_Job | None], seats: deque[int]) -> None:
             future.set_result(function(*args))
         except BaseException as error:  # handed to whoever waits for the future
             future.set_exception(error)
+        ended[0] += 1  # of two at once perhaps one: it has changed all the same
         del job, future, function, args  # or this thread would keep the last buffer alive
