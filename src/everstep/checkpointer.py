@@ -19,6 +19,7 @@ from everstep.keeper.calls import Calls, not_within, one_at_a_time
 from everstep.keeper.copies import seams_with_copies
 from everstep.keeper.job import job_of, open_together
 from everstep.keeper.joint import Joint
+from everstep.keeper.keeper import Keeper
 from everstep.keeper.lifetime import (
     AtExit,
     check_platform,
@@ -44,7 +45,6 @@ from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
 from everstep.keeper.preemption import Preempting, asks_ranks
 from everstep.keeper.save import Save
-from everstep.keeper.saver import Keeper
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.starts import Starts
 from everstep.keeper.stats import Stats, stats_of

@@ -20,6 +20,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
 from everstep.keeper.attempts import Attempts
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.keeper import Keeper
 from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.left_keepers import left_with_keeper
 from everstep.keeper.local import LocalKeeper
@@ -29,7 +30,6 @@ from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.messages import identity_to_wire
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.saver import Keeper
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.starting import StartingKeeper
 from everstep.keeper.summed import summed

@@ -20,6 +20,7 @@ from everstep.errors import (
 )
 from everstep.given import is_int, is_number
 from everstep.keeper.calls import Calls
+from everstep.keeper.keeper import Keeper
 from everstep.keeper.keepers import let_go
 from everstep.keeper.lost_steps import is_lost
 from everstep.keeper.parts import Parts
@@ -27,7 +28,7 @@ from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.rooms import LogRooms
 from everstep.keeper.save import Save
-from everstep.keeper.saver import Keeper, Saver
+from everstep.keeper.saver import Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.standby import Standby
 from everstep.keeper.watched import Watched

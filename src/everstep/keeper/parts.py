@@ -28,6 +28,7 @@ from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.disk_said import disk_announcement, free_bytes
 from everstep.keeper.expected import behind_first_update
 from everstep.keeper.job import Job
+from everstep.keeper.keeper import Keeper
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.log_limits import LogLimits
@@ -44,7 +45,7 @@ from everstep.keeper.peering import (
 from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.residuals import residual_bytes, tell_of_lost_residuals
-from everstep.keeper.saver import Keeper, Saver
+from everstep.keeper.saver import Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.standby import (
     Standby,

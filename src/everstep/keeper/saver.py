@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Protocol
 
 import torch
 
@@ -23,11 +22,10 @@ from everstep.format.plan import BasePlan
 from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
 from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.keeper_stats import KeeperStats
+from everstep.keeper.keeper import Keeper
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.prepared import Copies, Prepared, prepare
-from everstep.keeper.recordable import LogKeeper
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.options import Options
@@ -37,30 +35,10 @@ from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.survey import Survey
 
-__all__ = ["Keeper", "Saver", "Tell"]
+__all__ = ["Saver", "Tell"]
 
 Tell = Callable[[Capture, Mapping[str, bytes]], None]
 """Tells the keeper that all of a capture has arrived, with its objects; in the lane's thread."""
-
-
-class Keeper(LogKeeper, Protocol):
-    """Makes captures durable: a thread (:class:`.local.LocalKeeper`) or a process of its own
-    (:class:`.remote.RemoteKeeper`)."""
-
-    @property
-    def stats(self) -> KeeperStats: ...
-
-    def begin(self, capture: Capture) -> None: ...
-
-    def announce(self, capture: Capture) -> None: ...
-
-    def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
-
-    def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
-
-    def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)

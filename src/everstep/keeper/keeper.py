@@ -1,0 +1,33 @@
+"""What a training process asks of its keeper, wherever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from everstep.errors import EverstepError
+from everstep.keeper.capture import Capture
+from everstep.keeper.keeper_stats import KeeperStats
+from everstep.keeper.recordable import LogKeeper
+
+__all__ = ["Keeper"]
+
+
+class Keeper(LogKeeper, Protocol):
+    """Makes captures durable: a thread (:class:`.local.LocalKeeper`) or a process of its own
+    (:class:`.remote.RemoteKeeper`)."""
+
+    @property
+    def stats(self) -> KeeperStats: ...
+
+    def begin(self, capture: Capture) -> None: ...
+
+    def announce(self, capture: Capture) -> None: ...
+
+    def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None: ...
+
+    def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
+
+    def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
+
+    def close(self) -> None: ...
