@@ -4,6 +4,7 @@ which nothing counts as moving any more, and all of them together many times as 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,18 +20,22 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper import commits as commits_module
+from everstep.keeper.attached import Attached
 from everstep.keeper.commits import RankCommits
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import LogStore
+from everstep.keeper.logs import Logs
+from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.promised import PromisedSteps
 from everstep.keeper.replies import Replies
 from everstep.keeper.save import Save
 from everstep.options import LogOptions
-from everstep.seams import ManualClock, Seams
+from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.moving import Standstill, is_over
 from tests.unit.peer_logs import Log
+from tests.unit.serving import bench
 from tests.unit.test_log import World
 from tests.unit.test_together import resume
 from tests.unit.together import RankTraining, rank_seams, trainings
@@ -312,6 +317,70 @@ def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
     assert hangs.ckpt._channel.hung()
     pair.disk.hook = lambda op, path: None
     gate.open()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> None:
+    """Also between the last byte and the name."""
+    clock, heard_s = ManualClock(), list[float]()
+    commits: Any = SimpleNamespace(send=lambda to, message: heard_s.append(clock.monotonic_s()))
+    told = [{"where": str(tmp_path / "copies"), "keep": 1}]
+    files = Slow(clock)
+    mirrors = Mirrors(
+        Seams(filesystem=files, clock=clock),
+        PurePath(tmp_path / "run"),
+        1,
+        told,
+        pytest.fail,
+        timeout_s=LIMIT_S,
+        seat=SimpleNamespace(rank=rank, disks=("one", "two")),  # type: ignore[arg-type]
+        commits=commits,
+    )
+    (tmp_path / "part").write_bytes(b"x" * 100)
+    source = PosixFileSystem().open(tmp_path / "part")
+    begun_s = clock.monotonic_s()
+    mirrors._of_ranks[0]._put("base/part", source)
+    source.close()
+    ends_s = [begun_s, *heard_s, clock.monotonic_s()]
+    assert ends_s[-1] - begun_s > 2 * LIMIT_S
+    assert max(b - a for a, b in itertools.pairwise(ends_s)) < 1.5 * EACH_S
+    mirrors.close()
+
+
+# A keeper process
+
+
+def test_a_keeper_process_says_how_far_its_disk_is(run_folder: Path) -> None:
+    with bench(run_folder) as served:
+        one = served.trainer()
+        one.serve()
+        one.take(1, 5)
+        one.await_("done")
+        before = len(one.hear("progress"))
+        served.until(lambda: len(one.hear("progress")) > before, "a word of it")
+        operations, log = one.hear("progress")[-1]["moves"]
+        assert operations > one.hear("progress")[-1]["written_bytes"] + 10
+        assert log == 0
+
+
+def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
+    store: tuple[LogStore, Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, gate = store
+    moving, told = Moving(6, gate.open), list[Any]()
+    monkeypatch.setattr(LogStore, "moves", property(lambda self: moving()))
+    logs = Logs(Seams(), PurePath("/run"), ChunkRing(2, 1))
+    logs._current = log
+    trainer = Attached(SimpleNamespace(send=told.append), 1, log.arena)  # type: ignore[arg-type]
+    ((arena, index),) = logs.recall(trainer, own=True, timeout_s=SHORT_S)
+    assert arena is log.arena
+    assert index
+    assert told
+    changed = threading.Condition()
+    replies = Replies(changed, ManualClock())
+    for message in told:
+        replies.part(message)
+    assert replies._parts == len(told)
 
 
 # What waits for something

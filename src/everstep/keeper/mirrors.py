@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -21,6 +22,7 @@ from everstep.keeper.place import CopyPlace
 from everstep.keeper.rank_mirror import Followed, FollowingMirror, LeadingMirror
 from everstep.keeper.seat import Seat
 from everstep.seams import Seams
+from everstep.seams.moving import MovingFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.urls import open_tier
@@ -71,7 +73,9 @@ class Mirrors:
         for number, one in enumerate(told):
             options = TierOptions(**one)
             try:
-                place = open_tier(options.where, seams.filesystem, clock=seams.clock)
+                moved = partial(self._moved, number)
+                files = MovingFileSystem(seams.filesystem, moved)  # that a directory is on
+                place = open_tier(options.where, files, clock=seams.clock)
             except EverstepError as error:  # this environment is not that of the trainer
                 post(error)
                 continue
@@ -132,6 +136,10 @@ class Mirrors:
         """Training has died: what is left of the log is copied, too."""
         for log in self._logs:
             log.flush()
+
+    def _moved(self, number: int) -> None:
+        if number in self._of_ranks:
+            self._of_ranks[number].goes_on()
 
     def _heard(self, sender: int, message: CopyMessage) -> None:
         mirror = self._of_ranks.get(message.place)

@@ -91,6 +91,11 @@ class _RankMirror(Mirror):
                 hint=f"objects_per_hour={needed} at least",
             ) from error
 
+    def goes_on(self) -> None:
+        """An operation in the tier has come back: others hear now and then that this rank is at
+        work. In any thread."""
+        self._beat()
+
     def _beat(self) -> None:
         now_s = self._clock.monotonic_s()
         if now_s >= self._beat_not_before_s:
