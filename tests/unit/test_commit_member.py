@@ -25,7 +25,7 @@ from everstep.commit.machine import (
     WriteMarker,
 )
 from everstep.commit.member import Member
-from everstep.commit.messages import ManifestTold, Message, WatermarkTold
+from everstep.commit.messages import DiskMoves, ManifestTold, Message, WatermarkTold
 from everstep.commit.reclaim import reclaimable_bases
 from everstep.commit.steps import (
     BasesSeen,
@@ -248,6 +248,53 @@ def test_what_one_rank_finds_damaged_is_not_what_stays() -> None:
     room.tick(3)
     assert BaseId(1, 10) in room.manifests["a"], "the last good one stays"
     assert (0, IsDamaged(BaseId(1, 20), 1, "damaged")) in room.said
+
+
+def late_after(room: Room, rank: int, moving: Callable[[float], Iterable[int]]) -> float | None:
+    """When ``rank`` reports that others are late; ``moving``: whose disks move at a time."""
+    for now_s in range(100):
+        for other in moving(float(now_s)):
+            room.absorb(rank, room.members[rank].heard(other, DiskMoves()))
+        room.absorb(rank, room.members[rank].tick(float(now_s)))
+        if room.reports(IsLate):
+            return float(now_s)
+    return None
+
+
+@pytest.mark.parametrize("disks", [("one",) * 3, ("a", "b", "c")])
+def test_a_rank_whose_disk_moves_is_not_late(disks: tuple[str, ...]) -> None:
+    room = Room(disks, mute={1, 2})
+    room.save(10, [0])
+    assert late_after(room, 0, lambda now_s: (1, 2)) is None
+    room = Room(disks, mute={1, 2})
+    room.save(10, [0])
+    assert late_after(room, 0, lambda now_s: (1,)) == 20.0
+    assert room.reports(IsLate) == [(0, IsLate(BaseId(1, 10), (2,)))], "only who is silent"
+    room = Room(disks, mute={1, 2})
+    room.save(10, [0])
+    assert late_after(room, 0, lambda now_s: (1, 2) if now_s <= 50 else (2,)) == 70.0
+    assert room.reports(IsLate) == [(0, IsLate(BaseId(1, 10), (1,)))]
+
+
+@pytest.mark.parametrize("until_s", [50, 100])
+def test_the_manifest_is_waited_for_as_long_as_the_disk_of_who_leads_moves(until_s: int) -> None:
+    """All markers are there, and rank 0 writes the manifest, slowly."""
+    other = Room(("one",) * 2, mute={1})
+    other.save(10, [0])
+    room = Room(("one",) * 2, mute={0})
+    room.save(10, [1])
+    member = room.members[1]
+    assert member._flight is not None
+    member._flight.markers[0] = other.markers["one"][BaseId(1, 10)][0]
+    perform = room.perform
+    room.perform = lambda rank, do: (  # type: ignore[method-assign]
+        MarkersSeen({}) if isinstance(do.action, GatherMarkers) else perform(rank, do)
+    )
+    member._flight.commit.take_over = lambda: None  # type: ignore[method-assign]
+    late_s = late_after(room, 1, lambda now_s: (0,) if now_s <= until_s else ())
+    assert late_s == (70.0 if until_s == 50 else None)
+    if late_s is not None:
+        assert room.reports(IsLate) == [(1, IsLate(BaseId(1, 10), ()))]
 
 
 @pytest.mark.parametrize("disks", LAYOUTS[:3])

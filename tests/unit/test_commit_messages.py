@@ -8,6 +8,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.messages import (
     Answer,
     Command,
+    DiskMoves,
     Envelope,
     GivenUp,
     ManifestKept,
@@ -38,6 +39,7 @@ MESSAGES: list[Message] = [
     ManifestTold(Manifest((MARKER,))),
     ManifestKept(BASE),
     GivenUp(BASE, "no space left"),
+    DiskMoves(),
     ReadBackWanted(BASE),
     ReadBackTold(BASE, ""),
     WatermarkTold(BASE, (BaseId(1, 20), BaseId(2, 10)), (BaseId(1, 10),)),
