@@ -28,7 +28,7 @@ from everstep.keeper.cadence import (
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log_limits import LogLimits
-from everstep.keeper.recorder import RecorderStats
+from everstep.keeper.recorder_stats import RecorderStats
 from everstep.keeper.save import Save
 from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
 from everstep.plan.costs import Costs, waste
@@ -76,9 +76,8 @@ class Run:
         if self.options.logs:
             disk = DiskLog(self.options, channel=None)  # type: ignore[arg-type]
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
-            self.recorder = SimpleNamespace(
-                stats=RecorderStats(), disk=disk, rooms=SimpleNamespace(bytes_max=memory_bytes)
-            )
+            rooms = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
+            self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, rooms=rooms)
         parts = self.options, RUN, self.saver, self.keepers, self.recorder, self.clock
         self.cadence = Cadence(*parts, base_bytes=MB, alone=alone, limits=limits)
         self.step = 0
@@ -98,6 +97,7 @@ class Run:
         if self.recorder is not None:
             self.recorder.stats.marks += 1
             self.recorder.stats.record_bytes += log_bytes
+            self.recorder.rooms.taken_bytes += log_bytes
             self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
         self.cadence.stepped()
 

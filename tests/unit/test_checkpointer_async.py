@@ -124,7 +124,8 @@ def budget_for(run: Path, state: dict[str, Any], bases: int) -> everstep.Budget:
     with opened(run.with_name("measure"), state, method="async") as ckpt:
         ckpt.save()
         ckpt.wait()
-        return everstep.Budget(host_bytes=bases * ckpt.stats().host_bytes)
+        each = -(-ckpt.stats().host_bytes // PAGE) * PAGE
+        return everstep.Budget(host_bytes=bases * each)
 
 
 def test_full_host_memory_pushes_back(run_folder: Path) -> None:

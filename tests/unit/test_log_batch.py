@@ -208,7 +208,7 @@ def test_a_batch_leaves_room_for_what_comes(batch_steps: int | str, run_folder: 
     """What waits to be written is not let go of: a log whose memory was full of it made holes,
     each of which took a base, and wrote nothing."""
     options: dict[str, Any] = {"log": replace(AUTO, batch_steps=batch_steps), "seams": Seams()}
-    options |= {"budget": Budget(host_bytes=60_000), "progress_timeout_s": 5}
+    options |= {"budget": Budget(host_bytes=240_000), "progress_timeout_s": 5}
     with Training(run_folder, **options).opened() as run:
         run.train(60)
         stats = run.ckpt.stats()

@@ -195,12 +195,12 @@ def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> N
             run.ckpt.wait()
             rooms = recorder.rooms
             assert {kept.step for kept in rooms.kept} == {1, 2, 3, 4, 5}
-            assert rooms.kept_bytes == sum(kept.room.size_bytes for kept in rooms.kept)
+            assert rooms.kept_bytes == sum(kept.taken_bytes for kept in rooms.kept)
         finally:
             gate.open()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
-        assert recorder.rooms.kept == [], "a base is durable, and nothing is on its way"
+        assert not recorder.rooms.kept, "a base is durable, and nothing is on its way"
         assert recorder.rooms.kept_bytes == 0
     assert spans(run_folder) == [(0, 3)]
 
@@ -222,7 +222,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
         run.ckpt.wait()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
-        assert recorder.rooms.kept == []
+        assert not recorder.rooms.kept
 
 
 @pytest.mark.parametrize("stopped_first", [False, True])

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from everstep.arena import PAGE_BYTES
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.keeper.duties import Duties
 from everstep.keeper.peering import let_go_early, peer_announcement, peer_log_bytes
 from everstep.keeper.pool import Room
+from everstep.keeper.record_memory import RECORD_BYTES
 from everstep.keeper.rooms import Into, LogRooms
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import PeerOptions
 
 SIZE = 100
+TAKEN = PAGE_BYTES + RECORD_BYTES
 
 
 class _Keeper:
@@ -31,9 +34,15 @@ class _Pool:
     def __init__(self) -> None:
         self.taken = 0
 
-    def acquire_now(self, size_bytes: int) -> Room:
+    def rounded_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def acquire_now(self, size_bytes: int, beside_bytes: int) -> Room:
         self.taken += 1
-        return Room(0, size_bytes, 0)
+        return Room(0, size_bytes, 0, beside_bytes)
+
+    def charge(self, room: Room, beside_bytes: int) -> None:
+        room.beside_bytes = beside_bytes
 
     def release(self, room: Room) -> None:
         self.taken -= 1
@@ -52,7 +61,7 @@ class Rooms:
     def __init__(self, *, steps_max: int, peers: bool) -> None:
         self.keeper, self.pool = _Keeper(), _Pool()
         disk: Any = _Disk()
-        self.rooms = LogRooms(disk, steps_max * SIZE, waits_for_peers=peers)
+        self.rooms = LogRooms(disk, steps_max * TAKEN, waits_for_peers=peers)
         keeper: Any = self.keeper
         pool: Any = self.pool
         self.rooms.start(Into(keeper, pool, 1))
@@ -83,9 +92,9 @@ def test_without_peers_a_durable_base_relieves_the_log() -> None:
 def test_what_is_held_is_what_lies_there() -> None:
     log = Rooms(steps_max=100, peers=False)
     log.train(5)
-    assert log.rooms._held_bytes() == 5 * SIZE
+    assert log.rooms._held_bytes() == 5 * TAKEN
     log.rooms.base_durable(3)
-    assert log.rooms._held_bytes() == 2 * SIZE
+    assert log.rooms._held_bytes() == 2 * TAKEN
     pool: Any = _Pool()
     keeper: Any = log.keeper
     log.rooms.start(Into(keeper, pool, 2))

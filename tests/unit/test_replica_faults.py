@@ -459,7 +459,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         world = World()
         ckpt = start(bench, world, on_failure=reported.append)
         states = run_steps(ckpt, world, 1)
-        ckpt._recorder.rooms.bytes_max = 30_000  # type: ignore[union-attr]
+        ckpt._recorder.rooms.bytes_max = 120_000  # type: ignore[union-attr]
         ckpt.save()
         assert gate.reached.wait(20)
         for _ in range(40):
@@ -491,7 +491,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
 def test_records_that_were_applied_make_room_for_others(served: Bench) -> None:
     world = World()
     ckpt = start(served, world)
-    ckpt._recorder.rooms.bytes_max = 30_000  # type: ignore[union-attr]
+    ckpt._recorder.rooms.bytes_max = 120_000  # type: ignore[union-attr]
     states: dict[int, Any] = {}
     for step in range(2, 22):
         states |= run_steps(ckpt, world, 1)
@@ -513,7 +513,7 @@ def test_the_newest_step_stays_in_the_log_until_the_replica_is_done_with_it(serv
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 5)
     until(lambda: ckpt.stats().replica_step == 6)
-    ckpt._recorder.rooms.bytes_max = 90_000  # type: ignore[union-attr]
+    ckpt._recorder.rooms.bytes_max = 400_000  # type: ignore[union-attr]
     for _ in range(20):  # updates of a step that has no end, over whatever was let go
         world.train()
     die(ckpt)
@@ -543,7 +543,7 @@ def test_a_replica_needs_a_log_a_process_and_memory(run_folder: Path) -> None:
     with pytest.raises(OptionError, match="process of its own"):
         opened(run_folder, World(), keeper=everstep.KeeperOptions(process=False))
     with pytest.raises(OutOfSpaceError, match="host memory") as caught:
-        opened(run_folder, World(), budget=everstep.Budget(host_bytes=20_000))
+        opened(run_folder, World(), budget=everstep.Budget(host_bytes=40_000))
     assert caught.value.hint is not None
     needed = int(caught.value.hint.split("=")[1].split(")")[0])
     opened(run_folder, World(), budget=everstep.Budget(host_bytes=needed)).close()

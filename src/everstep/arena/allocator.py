@@ -39,6 +39,7 @@ class Allocator:
         self._alignment_bytes = alignment_bytes
         self._size_bytes = size_bytes - size_bytes % alignment_bytes
         self._live: dict[int, int] = {}
+        self._used_bytes = 0
         # Half-open ranges, by offset; never empty ones, never two that touch.
         self._holes: list[tuple[int, int]] = [(0, self._size_bytes)]
 
@@ -55,7 +56,7 @@ class Allocator:
     @property
     def used_bytes(self) -> int:
         """Bytes of all live blocks, as rounded."""
-        return sum(self._live.values())
+        return self._used_bytes
 
     @property
     def largest_free_bytes(self) -> int:
@@ -123,7 +124,9 @@ class Allocator:
                 f"no live block of the arena starts at offset {offset}: it was freed before, or "
                 "never taken"
             )
-        start, stop = offset, offset + self._live.pop(offset)
+        size_bytes = self._live.pop(offset)
+        self._used_bytes -= size_bytes
+        start, stop = offset, offset + size_bytes
         index = bisect_right(self._holes, (start, stop))
         if index < len(self._holes) and self._holes[index][0] == stop:
             stop = self._holes.pop(index)[1]
@@ -141,3 +144,4 @@ class Allocator:
         rest = [(hole_start, offset), (stop, hole_stop)]
         self._holes[index : index + 1] = [hole for hole in rest if hole[0] < hole[1]]
         self._live[offset] = size_bytes
+        self._used_bytes += size_bytes

@@ -11,11 +11,15 @@ from pathlib import PurePath
 import torch
 from rich.filesize import decimal
 
+from everstep.arena import PAGE_BYTES
+from everstep.arena.memory import PROGRESS_WORDS
 from everstep.errors import OutOfSpaceError
+from everstep.keeper.record_memory import RECORD_BYTES
 from everstep.options import History, Options
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
+from everstep.state.layout import plan_shards
 from everstep.state.survey import Shape, is_reserved
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "DayMeter",
     "Forecast",
     "announcement",
+    "base_memory_bytes",
     "bases_in_flight_max",
     "budget_in_words",
     "check_disk_budget",
@@ -32,6 +37,7 @@ __all__ = [
     "interval_steps_within",
     "log_budget_bytes",
     "log_step_bytes",
+    "mark_memory_bytes",
     "marks_announcement",
     "own_budget_bytes",
     "replica_budget_bytes",
@@ -43,7 +49,19 @@ _NEVER_STEPS = 1 << 62
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20
 _MARKED_MIN_BYTES = 1 << 20
+_PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word
 _STEP_BYTES = 16384  # random states, and what says what the records of a step are
+
+
+def base_memory_bytes(shape: Shape) -> int:
+    """What a base of a state takes of host memory, in whole pages: its tensors, as they lie in the
+    arena, and its plain data, which lies beside it."""
+    sizes = [layout.size_bytes for layout in plan_shards(shape.entries)]
+    return sum(map(_pages_bytes, [*sizes, sum(shape.objects_bytes.values())]))
+
+
+def _pages_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -> int:
@@ -75,7 +93,7 @@ def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
     """
     if options.budget.host_bytes is not None or options.is_scheduled:
         return None
-    return max(_IN_FLIGHT_MIN, _QUEUE_BYTES // max(1, state_bytes))
+    return min(PROGRESS_WORDS, max(_IN_FLIGHT_MIN, _QUEUE_BYTES // max(1, state_bytes)))
 
 
 def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, peers: bool) -> int:
@@ -103,22 +121,22 @@ def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, pee
 
 
 def replica_budget_bytes(
-    options: Options, host_bytes: int, state_bytes: int, gradient_bytes: int
+    options: Options, host_bytes: int, state_bytes: int, step_bytes: int
 ) -> int:
     """What a replica may take of the host memory: a half. In the other are the base that it begins
-    with and the steps that wait while it is written (at most two states, and the gradients
+    with and the steps that wait while it is written (at most two states, and the records
     of two steps).
 
     Args:
-        gradient_bytes: of a step.
+        step_bytes: of the records of a step.
 
     Raises:
         OutOfSpaceError: it is too little, with the number of bytes.
     """
-    need = 2 * (state_bytes + 2 * gradient_bytes)
+    need = 2 * (state_bytes + 2 * step_bytes)
     if options.has_replica and host_bytes < need:
         raise OutOfSpaceError(
-            f"a replica of the state ({state_bytes} bytes), and the gradients of two steps beside "
+            f"a replica of the state ({state_bytes} bytes), and the records of two steps beside "
             f"the base that it begins with, take {need} bytes of host memory; the budget is "
             f"{host_bytes} bytes",
             hint=f"Budget(host_bytes={need}) or more, or apply='recovery'",
@@ -277,6 +295,8 @@ def announcement(
     gradients: tuple[int, int] = (0, 0),
     *,
     disk_bytes: int,
+    memory_bytes: int = 0,
+    plain_bytes: int = 0,
     residual_bytes: int = 0,
     is_all: bool = True,
     parks: bool = True,
@@ -287,6 +307,8 @@ def announcement(
         whose: the run, and which rank of several.
         gradients: as :func:`gradients_of` says; those of a step are what a dense log records.
         disk_bytes: of all bases at once, their records included.
+        memory_bytes: of host memory for a base.
+        plain_bytes: of plain data, which each base and each step of a log holds.
         residual_bytes: of error feedback, which each step mark of a log holds.
         is_all: False: optimizers may make more state in their first step.
         parks: captures that are not due are held, too, where every step is captured.
@@ -309,11 +331,13 @@ def announcement(
         log = f"{decimal(gradient_bytes)} of gradients"
     if residual_bytes:
         log += f" and {decimal(residual_bytes)} of residuals"
+    if plain_bytes > gradient_bytes // _PLAIN_SHARE:
+        log += f" and {decimal(plain_bytes)} of plain data"
     host = "a few chunks"
     if options.method.base != "sync":
         host = f"{decimal(state_bytes)} per base in flight"
         if options.method.base != "checkfreq":  # there it is one
-            most = bases_in_flight_max(options, state_bytes)
+            most = bases_in_flight_max(options, memory_bytes)
             host += "" if most is None else f", {most} at most"
         if options.is_scheduled and parks:
             when = f"a capture every step, durable {when}"
@@ -350,6 +374,12 @@ def log_step_bytes(shape: Shape, recorded_bytes: int) -> int:
     objects and random states included, and what says what they are."""
     entries = sum(entry.size_bytes for entry in _in_marks(shape))
     return recorded_bytes + entries + sum(shape.objects_bytes.values()) + _STEP_BYTES
+
+
+def mark_memory_bytes(shape: Shape) -> int:
+    """What the mark of a step takes of host memory, in a log of a state of this shape."""
+    entries_bytes = sum(entry.size_bytes for entry in _in_marks(shape))
+    return _pages_bytes(entries_bytes) + sum(shape.objects_bytes.values()) + RECORD_BYTES
 
 
 def _in_marks(shape: Shape) -> list[Entry]:

@@ -353,7 +353,7 @@ class Cadence:
             return None, ""
         found: list[tuple[int, str]] = []
         if self._options.method.apply != "replica":  # which needs no records behind it
-            in_memory = recorder.rooms.bytes_max // 2 / self._log_step_bytes
+            in_memory = recorder.rooms.bytes_max // 2 / self._memory_step_bytes
             found.append((max(1, int(in_memory)), "the memory of the log"))
         if self._limits.interval_bytes is not None and self._logs_to_disk:
             on_disk = self._limits.interval_bytes / self._log_step_bytes
@@ -374,7 +374,7 @@ class Cadence:
         if self._told or step_s is None or budget is None:
             return
         self._told = True
-        log_bytes = 2 * math.ceil(self._log_step_bytes * least * (1 + SLACK))
+        log_bytes = 2 * math.ceil(self._memory_step_bytes * least * (1 + SLACK))
         host_bytes = self._limits.host_bytes_for(log_bytes) if "memory" in full else None
         more = "" if host_bytes is None else f"Budget(host_bytes={host_bytes}) or more, "
         day_bytes = math.ceil(self._base_bytes * DAY_S / (step_s * most))
@@ -394,6 +394,12 @@ class Cadence:
         """Of the records of a step, on average."""
         stats = None if self._recorder is None else self._recorder.stats
         return stats.record_bytes / stats.marks if stats is not None and stats.marks else 0.0
+
+    @property
+    def _memory_step_bytes(self) -> float:
+        """What these take of host memory, on average."""
+        assert self._recorder is not None
+        return self._recorder.rooms.taken_bytes / max(1, self._recorder.stats.marks)
 
     def _log_bytes_per_day(self, step_s: float) -> float:
         return self._log_step_bytes * DAY_S / step_s

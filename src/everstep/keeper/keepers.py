@@ -380,9 +380,10 @@ class Keepers:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that was taken: for captures and the log, and for a replica."""
+        """Host memory that was taken: for captures and the log, plain data included, and for a
+        replica."""
         replica_bytes = self.current.replica_bytes if isinstance(self.current, RemoteKeeper) else 0
-        return replica_bytes + (self.pool.touched_bytes if self.pool else 0)
+        return replica_bytes + (self.pool.taken_bytes if self.pool else 0)
 
     def _rebuild_message(self) -> dict[str, Any] | None:
         """How bases that are captured over several steps are made whole; None: there are none."""

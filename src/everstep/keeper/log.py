@@ -35,6 +35,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log_batch import ENDED, Batch, batch_of
 from everstep.keeper.log_room import LogRoom, NoRoomError
 from everstep.keeper.log_writer import SegmentWriter
+from everstep.keeper.record_memory import memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.moving import is_over
@@ -59,6 +60,10 @@ class _Item:
     came_s: float
     record: LogRecord | None = None
     spoilt: bool = False  # there will be no record
+
+    @property
+    def memory_bytes(self) -> int:
+        return memory_bytes(self.layout.size_bytes, self.objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +351,7 @@ class LogStore:
         """What begins the next segment: of a step that is not over."""
         self._pending = list(items)
         self._steps, self._bytes = 0, sum(item.layout.size_bytes for item in items)
+        self._memory_bytes = sum(item.memory_bytes for item in items)
         self._digest_s = 0.0
 
     def _collect(self, item: _Item, digest_s: float) -> None:
@@ -353,6 +359,7 @@ class LogStore:
             self.after = item.head.step - 1
         self._pending.append(item)
         self._bytes += item.layout.size_bytes
+        self._memory_bytes += item.memory_bytes
         self._digest_s += digest_s
         if item.head.kind != "mark":
             return
@@ -360,7 +367,7 @@ class LogStore:
         self._batch.marked(item.head.step, item.came_s)
         if self._held and not self._relief:
             self._catch_up()
-        elif not self._held and self._batch.is_full(self._steps, self._bytes):
+        elif not self._held and self._batch.is_full(self._steps, self._bytes, self._memory_bytes):
             self._write()
 
     def _write(self) -> None:
@@ -388,9 +395,12 @@ class LogStore:
         for item in items:
             self._pending.append(item)
             self._bytes += item.layout.size_bytes
+            self._memory_bytes += item.memory_bytes
             if item.head.kind == "mark":
                 self._steps += 1
-                if not self._held and self._batch.is_full(self._steps, self._bytes):
+                if not self._held and self._batch.is_full(
+                    self._steps, self._bytes, self._memory_bytes
+                ):
                     self._write()
 
     def _turn(self, on: bool) -> None:

@@ -41,21 +41,28 @@ class Batch:
 
     Args:
         steps: of a segment.
-        bytes_max: with so many a segment is full, whatever steps it has: what waits to be written
-            cannot be let go of, and a log whose memory is full of that would never go on.
+        bytes_max: with so many a segment is full, whatever steps it has.
+        memory_max: likewise, of memory that its records take: what waits to be written cannot be
+            let go of, and a log whose memory is full of that would never go on.
 
     Attributes:
         steps: of the next segment.
     """
 
-    def __init__(self, steps: int, bytes_max: int | None = None) -> None:
-        self.steps, self._bytes_max = steps, bytes_max
+    def __init__(
+        self, steps: int, bytes_max: int | None = None, memory_max: int | None = None
+    ) -> None:
+        self.steps, self._bytes_max, self._memory_max = steps, bytes_max, memory_max
 
-    def is_full(self, steps: int, size_bytes: int) -> bool:
-        """Whether what has come is a segment."""
-        return steps >= self.steps or (
-            self._bytes_max is not None and size_bytes >= self._bytes_max
-        )
+    def is_full(self, steps: int, size_bytes: int, memory_bytes: int) -> bool:
+        """Whether what has come is a segment.
+
+        Args:
+            size_bytes: of its records.
+            memory_bytes: that they take.
+        """
+        pairs = (size_bytes, self._bytes_max), (memory_bytes, self._memory_max)
+        return steps >= self.steps or any(most is not None and now >= most for now, most in pairs)
 
     def marked(self, step: int, at_s: float) -> None:
         """A step that goes to disk was over at ``at_s``."""
@@ -73,8 +80,14 @@ class AutoBatch(Batch):
         most: steps, at most; None: as many as there may ever be.
     """
 
-    def __init__(self, first: int, most: int | None = None, bytes_max: int | None = None) -> None:
-        super().__init__(first, bytes_max)
+    def __init__(
+        self,
+        first: int,
+        most: int | None = None,
+        bytes_max: int | None = None,
+        memory_max: int | None = None,
+    ) -> None:
+        super().__init__(first, bytes_max, memory_max)
         self._estimator = BatchEstimator(first, _STEPS_MAX if most is None else most, bytes_max)
         self._last: tuple[int, float] | None = None  # step, and when it was over
 
@@ -96,7 +109,8 @@ def batch_to_wire(options: Options, limits: LogLimits) -> dict[str, Any]:
         limits: of the log.
     """
     lag_steps = options.log.lag_steps
-    parts = [limits.memory_bytes // _MEMORY_PART] if limits.memory_bytes else []
+    memory_max = limits.memory_bytes // _MEMORY_PART if limits.memory_bytes else None
+    parts = [] if memory_max is None else [memory_max]
     if limits.disk_bytes is not None and limits.interval_bytes is not None:
         parts.append(max(1, limits.interval_bytes // _DISK_PART))
     return {
@@ -104,6 +118,7 @@ def batch_to_wire(options: Options, limits: LogLimits) -> dict[str, Any]:
         "steps": options.log.batch_first,
         "most": None if lag_steps is None else lag_steps + 1,
         "bytes_max": min(parts) if parts else None,
+        "memory_max": memory_max,
         "disk_bytes": limits.disk_bytes,
         "bases_bytes": limits.bases_bytes,
     }
@@ -112,5 +127,5 @@ def batch_to_wire(options: Options, limits: LogLimits) -> dict[str, Any]:
 def batch_of(told: Mapping[str, Any]) -> Batch:
     """As :func:`batch_to_wire` says."""
     if told["auto"]:
-        return AutoBatch(told["steps"], told["most"], told["bytes_max"])
-    return Batch(told["steps"], told["bytes_max"])
+        return AutoBatch(told["steps"], told["most"], told["bytes_max"], told["memory_max"])
+    return Batch(told["steps"], told["bytes_max"], told["memory_max"])

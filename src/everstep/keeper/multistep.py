@@ -347,7 +347,7 @@ class Multistep:
             if self._options.leaves_bases_fuzzy:
                 size_bytes += redo_bytes(plan.cut)
             check_disk_budget(self._options, self._run, size_bytes)
-            room = self._saver.acquire(prepared.size_bytes)
+            room = self._saver.acquire(prepared, survey)
         if room is None:
             self._channel.check()
             return save

@@ -127,10 +127,12 @@ class Planner:
             about = {"waits": waits, "tell": not ahead}  # where memory does not suffice
             return self._choice.cut(units, size_bytes, memory_bytes, now=now, **about)
 
-        cut = cut_for(pool.arena.size_bytes)
+        plain_bytes = prepared.objects_bytes
+        cut = cut_for(pool.arena.size_bytes - plain_bytes)
         if len(cut) > 1:
             base_bytes = pool.rounded_bytes(prepared.size_bytes)
-            wanted_bytes = min(2 * base_bytes + redo_bytes(cut), pool.arena.size_bytes)
+            most_bytes = max(0, pool.arena.size_bytes - 2 * plain_bytes)
+            wanted_bytes = min(2 * base_bytes + redo_bytes(cut), most_bytes)
             ready_bytes = self._lane.ready_bytes(tensors.values(), pool.whole)
             if ready_bytes < wanted_bytes:
                 if ahead:

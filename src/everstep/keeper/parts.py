@@ -14,11 +14,13 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.bounds import Bounds, bounds_of, copies_announcement
 from everstep.keeper.budget import (
     announcement,
+    base_memory_bytes,
     check_disk_budget,
     check_multistep_budget,
     gradients_of,
     host_budget_bytes,
     log_step_bytes,
+    mark_memory_bytes,
     marks_announcement,
     own_budget_bytes,
     replica_budget_bytes,
@@ -148,15 +150,17 @@ def assemble(
     if not options.method.in_memory:
         refuse_one_base(peers, state.ranks, options.keep)
     shape, is_all = behind_first_update(state, state.survey().shape)
-    tensors_bytes = sum(entry.size_bytes for entry in shape.entries)
+    state_bytes, plain_bytes = base_memory_bytes(shape), sum(shape.objects_bytes.values())
     gradients = gradients_of(state.optimizers.values())
     if options.logs:
         gradients = gradients[0], gradients[1] - left_to_others_bytes(state)
-    host_bytes = host_budget_bytes(options, tensors_bytes, state.ranks.here)
-    replica_bytes = replica_budget_bytes(options, host_bytes, tensors_bytes, gradients[1])
-    own_bytes = own_budget_bytes(options, host_bytes, tensors_bytes, peers=bool(state.ranks.nodes))
+    host_bytes = host_budget_bytes(options, state_bytes, state.ranks.here)
+    mark_bytes = mark_memory_bytes(shape)
+    step_bytes = gradients[1] + mark_bytes
+    replica_bytes = replica_budget_bytes(options, host_bytes, state_bytes, step_bytes)
+    own_bytes = own_budget_bytes(options, host_bytes, state_bytes, peers=bool(state.ranks.nodes))
     left_bytes = host_bytes - replica_bytes - own_bytes
-    held_bytes = peer_bytes(peers, state.ranks, left_bytes, tensors_bytes)
+    held_bytes = peer_bytes(peers, state.ranks, left_bytes, state_bytes)
     arena_bytes = left_bytes - held_bytes
     peer_log: int | None = None
     bounds = bounds_of(
@@ -179,6 +183,10 @@ def assemble(
         other_bytes=bounds.other_bytes if options.log_on_disk else 0,
         step_bytes=log_step_bytes(shape, recorded_bytes) if options.log_on_disk else 0,
     )
+    limits = LogLimits()
+    if options.logs:
+        limits = LogLimits.of(host_bytes, arena_bytes, state_bytes)
+        limits.check(mark_bytes)
     run_id = open_run()
     clock = seams.clock
     channel = BackgroundChannel(
@@ -195,11 +203,10 @@ def assemble(
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
     recorder = standby = None
-    limits = LogLimits()
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
-        limits = LogLimits.of(host_bytes, arena_bytes, tensors_bytes).on_disk(
+        limits = limits.on_disk(
             options,
             options.keep + bounds.beside,
             bounds.disk_bytes,
@@ -220,7 +227,7 @@ def assemble(
         refuse_unrepeatable(state)
         if job is not None:  # those of what others write stay where they are
             gradients = gradients[0], taught_bytes(state, shape)
-        check_multistep_budget(options, host_bytes, tensors_bytes, gradients[1])
+        check_multistep_budget(options, host_bytes, state_bytes, gradients[1])
         of_steps = options, run, state, saver, lane, channel, clock
         multistep = Multistep(*of_steps) if job is None else RankMultistep(job, *of_steps)
     updates = UpdateHooks(before_update(state, saver.gate))
@@ -238,6 +245,8 @@ def assemble(
         host_bytes,
         gradients,
         disk_bytes=bounds.disk_bytes,
+        memory_bytes=state_bytes,
+        plain_bytes=plain_bytes,
         residual_bytes=left_over,
         is_all=is_all,
         parks=alone and not in_memory,

@@ -26,6 +26,7 @@ class Room:
     """A block of the arena, and a progress word for it.
 
     Attributes:
+        beside_bytes: what belongs to it and lies outside of the arena, as plain data does.
         forget: set while the block is kept only so that a restarted training process can
             restore from it: called when the memory is needed.
         others: blocks that are given back with it.
@@ -34,12 +35,14 @@ class Room:
     offset: int
     size_bytes: int
     word: int
+    beside_bytes: int = 0
     forget: Callable[[], None] | None = None
     others: Sequence[Room] = ()
 
 
 class CapturePool:
-    """Hands out blocks; a full arena pushes back, it never grows (I10).
+    """Hands out blocks; a full arena pushes back, it never grows (I10). What its blocks hold, and
+    what belongs to them and lies beside it, is together no more than the arena has bytes.
 
     Args:
         lost: why the keeper of this arena is gone; None: it is not. A keeper that does not answer
@@ -48,6 +51,8 @@ class CapturePool:
     Attributes:
         moves: changes as long as bases are being written, behind which there will be room; None:
             nobody knows.
+        give_way: called where a base has no room though none is in flight: whether the log, which
+            has it, has let go of any.
     """
 
     def __init__(
@@ -61,11 +66,13 @@ class CapturePool:
         self._kept: list[Room] = []
         self._touching = threading.Lock()
         self._touched_to = 0
+        self._beside_bytes = self._most_bytes = 0
         self._retired = False
         self._whole: torch.Tensor | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self.moves: Callable[[], object] | None = None
         self._stuck = False  # nothing was released since somebody has waited in vain
+        self.give_way: Callable[[], bool] = lambda: False
 
     @property
     def whole(self) -> torch.Tensor:
@@ -111,16 +118,27 @@ class CapturePool:
         """Host memory that the arena has taken so far."""
         return self._touched_to
 
+    @property
+    def taken_bytes(self) -> int:
+        """Host memory that was taken so far: by the arena, and beside it, at most at a time."""
+        return max(self._most_bytes, self._touched_to + self._beside_bytes)
+
     def rounded_bytes(self, size_bytes: int) -> int:
         """What a block of ``size_bytes`` takes."""
         return self._allocator.rounded_bytes(size_bytes)
 
     def acquire(
-        self, size_bytes: int, *, timeout_s: float, in_flight_max: int | None = None
+        self,
+        size_bytes: int,
+        *,
+        timeout_s: float,
+        beside_bytes: int = 0,
+        in_flight_max: int | None = None,
     ) -> Room:
         """A block; waits for one to be released if there is no room.
 
         Args:
+            beside_bytes: that will belong to it outside of the arena, as far as is known.
             in_flight_max: so many blocks of this kind may be in use, besides those kept, with
                 this one; None: as many as there is room for.
 
@@ -129,15 +147,18 @@ class CapturePool:
             DeadlineError: when none was released within ``timeout_s``, and nothing has moved.
             KeeperError: the keeper is gone.
         """
-        if size_bytes > self.arena.size_bytes:
+        if self.rounded_bytes(size_bytes) + beside_bytes > self.arena.size_bytes:
+            plain = f" ({beside_bytes} of them plain data)" if beside_bytes else ""
+            need = self.rounded_bytes(self.rounded_bytes(size_bytes) + beside_bytes)
             raise OutOfSpaceError(
-                f"a copy of the state takes {size_bytes} bytes of host memory, the budget is "
-                f"{self.arena.size_bytes}",
-                hint=f'Budget(host_bytes={size_bytes}) or more, or method="sync"',
+                f"a copy of the state takes {size_bytes + beside_bytes} bytes{plain} of host "
+                f"memory, the budget is {self.arena.size_bytes}",
+                hint=f'Budget(host_bytes={need}) or more, or method="sync"',
             )
         with self._changed:
             # Whoever has waited in vain once, does not again until something is released.
-            room = self._wait(size_bytes, 0.0 if self._stuck else timeout_s, in_flight_max)
+            wait_s = 0.0 if self._stuck else timeout_s
+            room = self._wait(size_bytes, beside_bytes, wait_s, in_flight_max)
         try:
             self.populate(room)
             self.arena.set_progress(room.word, 0)
@@ -146,12 +167,25 @@ class CapturePool:
             raise
         return room
 
-    def acquire_now(self, size_bytes: int) -> Room | None:
+    def acquire_now(self, size_bytes: int, beside_bytes: int = 0) -> Room | None:
         """A block for a record of the log, if there is one: without a progress word, and without
         its pages, which are taken with :meth:`populate`."""
         with self._changed:
-            offset = None if self._lost() is not None else self._allocator.allocate(size_bytes)
-            return None if offset is None else Room(offset, size_bytes, _NO_WORD)
+            if self._lost() is not None:
+                return None
+            offset = self._allocate(size_bytes, beside_bytes)
+            return None if offset is None else Room(offset, size_bytes, _NO_WORD, beside_bytes)
+
+    def charge(self, room: Room, beside_bytes: int) -> None:
+        """It is known by now how much belongs to a block outside of the arena. It is there: where
+        that is more than was thought, whoever comes next waits for it."""
+        with self._changed:
+            less = room.beside_bytes - beside_bytes
+            self._beside_bytes -= less
+            room.beside_bytes = beside_bytes
+            self._count()
+            if less > 0:
+                self._changed.notify_all()
 
     def populate(self, room: Room) -> None:
         """Takes the pages of a block now, and not in the middle of a copy, which would be 6
@@ -164,7 +198,7 @@ class CapturePool:
 
     def warm(self, size_bytes: int) -> None:
         """Takes memory that captures will need, before they need it."""
-        end = min(size_bytes, self.arena.size_bytes)
+        end = min(size_bytes, self.arena.size_bytes - self._beside_bytes)
         while self._touched_to < end:
             with self._touching:
                 begin = self._touched_to
@@ -207,7 +241,26 @@ class CapturePool:
         """Captures that are under way."""
         return PROGRESS_WORDS - len(self._words) - len(self._kept)
 
-    def _wait(self, size_bytes: int, timeout_s: float, in_flight_max: int | None) -> Room:
+    def _allocate(self, size_bytes: int, beside_bytes: int) -> int | None:
+        """The offset of a block, and what belongs to it beside the arena counts: of the arena so
+        much less is used, at its end, as memory that it has taken stays taken."""
+        offset = self._allocator.allocate(size_bytes)
+        if offset is None:
+            return None
+        end = offset + self.rounded_bytes(size_bytes)
+        if end + self._beside_bytes + beside_bytes > self._allocator.size_bytes:
+            self._allocator.free(offset)
+            return None
+        self._beside_bytes += beside_bytes
+        self._count()
+        return offset
+
+    def _count(self) -> None:
+        self._most_bytes = max(self._most_bytes, self._touched_to + self._beside_bytes)
+
+    def _wait(
+        self, size_bytes: int, beside_bytes: int, timeout_s: float, in_flight_max: int | None
+    ) -> Room:
         found: list[Room] = []
 
         def take() -> bool:
@@ -216,13 +269,14 @@ class CapturePool:
             if in_flight_max is not None and self._in_flight >= in_flight_max:
                 return False
             while True:
-                offset = self._allocator.allocate(size_bytes) if self._words else None
+                offset = self._allocate(size_bytes, beside_bytes) if self._words else None
                 if offset is not None:
-                    found.append(Room(offset, size_bytes, self._words.pop()))
+                    found.append(Room(offset, size_bytes, self._words.pop(), beside_bytes))
                     return True
-                if not self._kept:
+                if self._kept:
+                    self._forget(self._kept.pop(0))
+                elif self._in_flight or not self.give_way():
                     return False
-                self._forget(self._kept.pop(0))
 
         still = Standstill(timeout_s)
         look_s = timeout_s if self.moves is None else still.look_again_s
@@ -253,6 +307,7 @@ class CapturePool:
         for other in room.others:
             self._free(other)
         self._allocator.free(room.offset)
+        self._beside_bytes -= room.beside_bytes
         self._stuck = False
         if room.word != _NO_WORD:
             self._words.append(room.word)

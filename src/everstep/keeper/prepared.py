@@ -76,6 +76,11 @@ class Prepared:
     _copies: Copies | None = None
     _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
 
+    @property
+    def objects_bytes(self) -> int:
+        """Of its plain data, about, which lies beside the block."""
+        return sum(self.shape.objects_bytes.values())
+
     def owned_by(self, optimizer: str | None) -> frozenset[str]:
         """Names of the gated entries of an optimizer, by its key; None: all of them."""
         found = self._owned.get(optimizer)

@@ -14,27 +14,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from everstep.capture.lane import Lane, Transfer
+from everstep.capture.lane import Lane
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
+from everstep.keeper.log_limits import gave_way, too_large
 from everstep.keeper.log_marks import Objects, copy_now
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.nonfinite import NonFinite
 from everstep.keeper.peering import let_go_early
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.recordable import Layouts, LogKeeper, Replaced, digest_of
+from everstep.keeper.recorder_stats import RecorderStats
 from everstep.keeper.retry import Retry
 from everstep.keeper.rooms import Into, Loan, LogRooms
 from everstep.keeper.save import Save, as_ours
+from everstep.keeper.under_way import UnderWay
 from everstep.keeper.untold import Untold
 from everstep.options import Options
 from everstep.seams import Clock
@@ -46,44 +48,9 @@ from everstep.state.layout import ShardLayout
 from everstep.state.objects import encode
 from everstep.state.survey import Survey
 
-__all__ = ["Recorder", "RecorderStats"]
+__all__ = ["Recorder"]
 
 _FULL = "the log has half filled its memory, or has what it may have on disk between bases"
-
-
-@dataclass(slots=True, eq=False)
-class _Under:
-    """An update that is being copied.
-
-    Attributes:
-        end: of its bytes.
-        job: tells the keeper of it, behind the copies.
-        loan: of the memory for it.
-        calls: of the optimizer's closure.
-    """
-
-    transfer: Transfer
-    end: int
-    job: Callable[[], None]
-    loan: Loan
-    calls: int = 1
-
-
-@dataclass(slots=True)
-class RecorderStats:
-    """What the log has cost and done.
-
-    Attributes:
-        records, record_bytes, marks: so far.
-        holes: updates and marks that could not be recorded; behind each a new base is due.
-        stall_s: seconds of the training thread.
-    """
-
-    records: int = 0
-    record_bytes: int = 0
-    marks: int = 0
-    holes: int = 0
-    stall_s: float = 0.0
 
 
 class Recorder:
@@ -128,7 +95,7 @@ class Recorder:
         self.rooms = LogRooms(self.disk, log_bytes_max)
         self.overrun: Callable[[], None] = lambda: None
         self.unseen: Callable[[], None] = lambda: None
-        self._under: _Under | None = None
+        self._under: UnderWay | None = None
         self._layouts, self._declared = Layouts(), DeclaredLog(state)
         log = options.method.log
         ratio = options.log.ratio if log == "adaptive" else None
@@ -143,6 +110,7 @@ class Recorder:
         self._digest = ""
         self.base_due: str | None = "no base yet"
         self._leads_here = False  # a base that is whole, and what was recorded since
+        self._told = False  # that a record is too large
         self.stats = RecorderStats()
 
     @property
@@ -167,6 +135,8 @@ class Recorder:
             seen: the state, if it has been surveyed.
         """
         self._drop()
+        if pool is not None:
+            pool.give_way = self._give_way
         self._timeline, self._exact = timeline, exact
         self._opened.began(timeline)
         self.nonfinite.begin()
@@ -277,7 +247,8 @@ class Recorder:
             self._leads_here = there
         self.untold.follows_base = True
         before, self.base_step = self.base_step, save.step
-        into, self.rooms.half_full = self.rooms.into, False
+        into = self.rooms.into
+        self.rooms.base_taken()
         self.disk.base_taken(save, self.rooms.number, leads=led)
 
         def durable(_: Any) -> None:
@@ -288,7 +259,9 @@ class Recorder:
                 self.rooms.base_durable(save.step)
             else:  # the keeper has nothing of it any more
                 self._leads_here = False
-                self.base_step = before if self.base_step == save.step else self.base_step
+                if self.base_step == save.step:
+                    self.base_step = before
+                    self.rooms.base_failed()
             self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)
@@ -332,8 +305,10 @@ class Recorder:
         named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
         named |= samples | self.untold.samples(step)
-        told = self._copy_now(self._head("mark", step, lsn), named, survey.objects, ran)
+        head, about_bytes = self._head("mark", step, lsn), sum(survey.shape.objects_bytes.values())
+        told = self._copy_now(head, named, survey.objects, ran, about_bytes)
         if told is None:
+            self._lane.run(survey.measure)  # plain data may be less by now
             return
         # Or more than the step in flight could be lost. Behind it on the lane is nothing but the
         # updates of this step: no update begins while a base is being copied.
@@ -347,7 +322,7 @@ class Recorder:
         self.stats.marks += 1
         self.disk.marked(self.rooms.number, step)
 
-    def _copy(self, into: Into, key: str, lsn: int, step: int, over: bool) -> _Under | None:
+    def _copy(self, into: Into, key: str, lsn: int, step: int, over: bool) -> UnderWay | None:
         if not self._consumption.grouped_as_before(key):
             self._hole(f"the parameters of {key} are in other groups than before")
             return None
@@ -376,7 +351,7 @@ class Recorder:
             def job() -> None:
                 self._tell(loan, head, layout, objects)
 
-            return _Under(transfer, layout.size_bytes, job, loan)
+            return UnderWay(transfer, layout.size_bytes, job, loan)
 
     def _copy_now(
         self,
@@ -384,16 +359,18 @@ class Recorder:
         named: Mapping[str, torch.Tensor],
         objects: Objects,
         ran: frozenset[str] = frozenset(),
+        objects_bytes: int = 0,
     ) -> Future[None] | None:
         """Copies what may change at once, and lets the keeper be told; None: there is no memory.
 
         Args:
             ran: declared updates since the last mark.
+            objects_bytes: of the objects, about.
         """
         into = self.rooms.into
         assert into is not None
         layout = self._layouts.of(named)
-        with self._lent(layout.size_bytes) as loan:
+        with self._lent(layout.size_bytes, objects_bytes) as loan:
             if loan is None:
                 return None
             into.pool.populate(loan.room)
@@ -415,8 +392,12 @@ class Recorder:
         into, room, number = loan.into, loan.room, None
         try:
             encoded = objects()
+            objects_bytes = sum(map(len, encoded.values()))
             failpoint("log.before_record")
-            number = self.rooms.keep(into, head, room)
+            if not self.rooms.fits(into, room, objects_bytes):
+                self._no_room()
+                return
+            number = self.rooms.keep(into, head, room, objects_bytes)
             if number is None:
                 return
             if head.kind == "mark":
@@ -424,7 +405,7 @@ class Recorder:
             into.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
-            self.stats.record_bytes += layout.size_bytes + sum(map(len, encoded.values()))
+            self.stats.record_bytes += layout.size_bytes + objects_bytes
             self.nonfinite.look(head, layout, into.part(room))
         except EverstepError as error:
             self._lost(error)
@@ -435,10 +416,10 @@ class Recorder:
                 into.release(room)
 
     @contextlib.contextmanager
-    def _lent(self, size_bytes: int) -> Iterator[Loan | None]:
+    def _lent(self, size_bytes: int, objects_bytes: int = 0) -> Iterator[Loan | None]:
         """Memory for a record; None, and a new base is due, if there is none. In an error it is
         given back."""
-        into, room = self.rooms.into, self.rooms.take(size_bytes)
+        into, room = self.rooms.into, self.rooms.take(size_bytes, objects_bytes)
         assert into is not None
         self._step_bytes += size_bytes
         if self.rooms.half_full:
@@ -447,7 +428,7 @@ class Recorder:
             step, self.rooms.cut_short = self.rooms.cut_short, -1
             self._channel.tell(let_go_early(step))
         if room is None:
-            self._hole("there is no host memory for the log")
+            self._no_room()
             if self.rooms.relieved_to() is not None:
                 self.overrun()
         loan = None if room is None else Loan(into, room)
@@ -457,6 +438,20 @@ class Recorder:
             if loan is not None:
                 self._lane.run(loan.give_back)  # behind the copies into it
             raise
+
+    def _no_room(self) -> None:
+        self._hole("there is no host memory for the log")
+        if self.rooms.too_large and not self._told:
+            self._told = True
+            self._channel.tell(too_large(self.rooms.too_large, self.rooms.bytes_max))
+
+    def _give_way(self) -> bool:
+        """A base has no room beside the log: it goes first, or neither would ever go on."""
+        if self.rooms.relieved_to() is not None or not self.rooms.give_way():
+            return False
+        self._hole("a base needs its memory")
+        self._channel.tell(gave_way(self._followed))
+        return True
 
     def _drop(self) -> None:
         """The update that is being copied will not be recorded, if there is one."""

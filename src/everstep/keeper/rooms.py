@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import torch
 from everstep.format.log import RecordHead
 from everstep.keeper.disklog import DiskLog
 from everstep.keeper.pool import CapturePool, Room
+from everstep.keeper.record_memory import RECORD_BYTES
 from everstep.keeper.recordable import LogKeeper
 
 __all__ = ["Into", "Loan", "LogRooms"]
@@ -66,6 +68,7 @@ class _Kept:
     step: int
     room: Room
     to_disk: bool
+    taken_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -74,17 +77,21 @@ class LogRooms:
 
     Attributes:
         disk: which records go to disk.
-        bytes_max: of records in memory; half as much is asked for a new base.
+        bytes_max: of records in memory, with all that they take there; half as much is asked for a
+            new base.
         relieved_to: tells the number up to which records have gone into a replica; None: there is
             none.
         into: where records go now; None before there is a keeper that takes any.
         number: of the newest record.
         held_bytes: of all records, when a room was last asked for.
+        taken_bytes: of all that there have ever been.
+        too_large: a record that was refused, for it alone takes more than all may: its bytes.
         half_full: the log has half filled its memory, or has its part of the disk, and nothing but
-            a base relieves it.
+            a base relieves it: another than the one that is under way.
         waits_for_peers: a base relieves it when it is whole with all peers: before, whoever loses
             a node goes back to the one before. Not where the log has half filled its memory.
         cut_short: the step up to which it was let go before, because of that; -1: never.
+        given_up: the number up to which it was let go of, for a base had no room beside it.
     """
 
     disk: DiskLog
@@ -93,14 +100,19 @@ class LogRooms:
     into: Into | None = None
     number: int = 0
     held_bytes: int = 0
+    taken_bytes: int = 0
+    too_large: int = 0
     half_full: bool = False
-    kept: list[_Kept] = field(default_factory=list)
+    kept: deque[_Kept] = field(default_factory=deque)
     kept_bytes: int = 0
+    asked_number: int = 0  # of the newest record that a base which is under way relieves
+    asked_bytes: int = 0  # of these
     lock: threading.Lock = field(default_factory=threading.Lock)
     durable_step: int = -1
     everywhere_step: int = -1
     waits_for_peers: bool = False
     cut_short: int = -1
+    given_up: int = 0
 
     def start(self, into: Into | None) -> None:
         """From now on records go there; those in other memory are gone with it."""
@@ -108,6 +120,7 @@ class LogRooms:
             if into is None or self.into is None or into.pool is not self.into.pool:
                 self.kept.clear()
                 self.kept_bytes = 0
+            self.asked_number = self.asked_bytes = 0
             for kept in self.kept:
                 kept.to_disk = False  # by whom, now?
             self.into, self.durable_step, self.everywhere_step = into, -1, -1
@@ -119,40 +132,77 @@ class LogRooms:
             newest = max((kept.step for kept in self.kept), default=-1)
             return not self.disk.on and newest > self.durable_step
 
-    def take(self, size_bytes: int) -> Room | None:
-        """A room for a record; None if there is none."""
+    def take(self, size_bytes: int, objects_bytes: int = 0) -> Room | None:
+        """A room for a record; None if there is none.
+
+        Args:
+            objects_bytes: that lie beside it, as far as is known.
+        """
         assert self.into is not None
-        pool = self.into.pool
+        pool, beside_bytes = self.into.pool, objects_bytes + RECORD_BYTES
+        need_bytes = pool.rounded_bytes(size_bytes) + beside_bytes
+        self.too_large = 0
         held, relieved_to = self._held_bytes(), self.relieved_to()
-        if held + size_bytes > self.bytes_max // 2 and self._relieved_step() < self.durable_step:
+        if held + need_bytes > self.bytes_max // 2 and self._relieved_step() < self.durable_step:
             self.cut_short = self.durable_step
             self.base_everywhere(self.durable_step)
             held = self._held_bytes()
-        if held + size_bytes > self.bytes_max // 2:
+        if held + need_bytes > self.bytes_max // 2:
             if relieved_to is None:
-                self.half_full = True
+                rest = held + need_bytes - self.asked_bytes
+                self.half_full = self.half_full or rest > self.bytes_max // 2
             else:
                 self.release(relieved_to)
                 held = self._held_bytes()
         self.held_bytes = held
-        fits = held + size_bytes <= self.bytes_max
-        room = pool.acquire_now(max(1, size_bytes)) if fits else None
+        fits = self._fits(held, need_bytes)
+        room = pool.acquire_now(max(1, size_bytes), beside_bytes) if fits else None
         if room is None and fits and relieved_to is not None:  # there is more in the arena
             self.release(relieved_to)
-            room = pool.acquire_now(max(1, size_bytes))
+            room = pool.acquire_now(max(1, size_bytes), beside_bytes)
         return room
 
-    def keep(self, into: Into, head: RecordHead, room: Room) -> int | None:
+    def fits(self, into: Into, room: Room, objects_bytes: int) -> bool:
+        """Whether a record may come to lie in its room, now that it is known how much lies beside
+        it: the log has no more than is its own, or no base might have room beside it."""
+        need_bytes = into.pool.rounded_bytes(room.size_bytes) + objects_bytes + RECORD_BYTES
+        return self._fits(self._held_bytes(), need_bytes)
+
+    def _fits(self, held_bytes: int, need_bytes: int) -> bool:
+        if need_bytes > self.bytes_max:
+            self.too_large = need_bytes
+        return held_bytes + need_bytes <= self.bytes_max
+
+    def keep(self, into: Into, head: RecordHead, room: Room, objects_bytes: int = 0) -> int | None:
         """A record has come to lie in a room; returns its number, or None if nobody wants it:
         another keeper has come into service, or another timeline, and takes it for one of its own.
+
+        Args:
+            objects_bytes: that lie beside it.
         """
+        beside_bytes = objects_bytes + RECORD_BYTES
+        into.pool.charge(room, beside_bytes)
+        taken = into.pool.rounded_bytes(room.size_bytes) + beside_bytes
         with self.lock:
             if into is not self.into:
                 return None
             self.number += 1
-            self.kept.append(_Kept(self.number, into.timeline, head.step, room, self.disk.on))
-            self.kept_bytes += room.size_bytes
+            on_disk = self.disk.on
+            self.kept.append(_Kept(self.number, into.timeline, head.step, room, on_disk, taken))
+            self.kept_bytes += taken
+            self.taken_bytes += taken
             return self.number
+
+    def base_taken(self) -> None:
+        """A base of what all records so far lead to is under way."""
+        with self.lock:
+            self.half_full = False
+            self.asked_number, self.asked_bytes = self.number, self.kept_bytes
+
+    def base_failed(self) -> None:
+        """The newest that was under way relieves nothing; in any thread."""
+        with self.lock:
+            self.asked_number = self.asked_bytes = 0
 
     def base_durable(self, step: int) -> None:
         """Records up to ``step`` are no longer needed; in any thread."""
@@ -165,6 +215,14 @@ class LogRooms:
         with self.lock:
             self.everywhere_step = max(self.everywhere_step, step)
         self.release()
+
+    def give_way(self) -> bool:
+        """Lets go of all records, but for those that are to be written first: a base has no room
+        beside them. Whether any has gone."""
+        with self.lock:
+            self.given_up, before = self.number, len(self.kept)
+        self.release()
+        return len(self.kept) < before
 
     def _relieved_step(self) -> int:
         """The step up to which no record is needed."""
@@ -186,10 +244,12 @@ class LogRooms:
                 old = kept.timeline < into.timeline and self._relieved_step() >= 0
                 unwritten = kept.to_disk and not self.disk.has(kept.number)
                 needed = kept.step > self._relieved_step() and not old
-                if unwritten or (needed and kept.number > relieved_to):
+                if unwritten or (needed and kept.number > max(relieved_to, self.given_up)):
                     break
-                free.append(self.kept.pop(0))
-                self.kept_bytes -= kept.room.size_bytes
+                free.append(self.kept.popleft())
+                self.kept_bytes -= kept.taken_bytes
+                if kept.number <= self.asked_number:
+                    self.asked_bytes -= kept.taken_bytes
         if free and into is not None:
             into.keeper.forget_log(free[-1].number)
             for kept in free:

@@ -6,22 +6,27 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import PurePath
 
 import torch
 
-from everstep.capture.audit import Sample
 from everstep.capture.base import LiveBody
 from everstep.capture.graphs import refuse_graph_capture
-from everstep.capture.lane import Lane, Transfer
-from everstep.capture.versions import Versions
-from everstep.errors import AuditError, DeadlineError, EverstepError, KeeperError
+from everstep.capture.lane import Lane
+from everstep.errors import (
+    AuditError,
+    DeadlineError,
+    EverstepError,
+    KeeperError,
+    OutOfSpaceError,
+)
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
 from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
+from everstep.keeper.flight import Flight
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.pool import CapturePool, Room
@@ -41,27 +46,6 @@ Tell = Callable[[Capture, Mapping[str, bytes]], None]
 """Tells the keeper that all of a capture has arrived, with its objects; in the lane's thread."""
 
 
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """A capture whose copies may still be under way."""
-
-    capture: Capture
-    keeper: Keeper
-    pool: CapturePool
-    prepared: Prepared
-    room: Room
-    survey: Survey
-    copies: Copies
-    tell: Tell | None = None
-    transfer: Transfer | None = None
-    sample: Sample | None = None
-    versions: Versions | None = None
-    seen: list[int] = field(default_factory=list)
-    passed: frozenset[str] = frozenset()
-    looked: bool = False
-    written: str | None = None
-    decided: bool = False
-    left: bool = False
 
 
 class Saver:
@@ -99,7 +83,7 @@ class Saver:
         self._warm = self._at_once = self.restored_from_memory = False
         self._prepared: Prepared | None = None
         self._layouts = self._captures = 0
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
@@ -135,6 +119,8 @@ class Saver:
         survey = survey or self._state.survey()
         size_bytes = pool.rounded_bytes(sum(entry.size_bytes for entry in survey.shape.entries))
         size_bytes *= self.copies_in_flight
+        beside_bytes = self.copies_in_flight * sum(survey.shape.objects_bytes.values())
+        size_bytes = min(size_bytes, max(0, pool.arena.size_bytes - beside_bytes))
         self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
 
     @property
@@ -288,11 +274,12 @@ class Saver:
 
     def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
         """Begins to copy the state into the arena; what may change at once, is copied now."""
-        room = self.acquire(prepared.size_bytes)
+        room = self.acquire(prepared, survey)
         self.fill(prepared, plan, survey, save, room, prepared.copies(survey.tensors))
 
-    def acquire(self, size_bytes: int) -> Room:
-        """A block of the arena for a base; training waits for it.
+    def acquire(self, prepared: Prepared, survey: Survey) -> Room:
+        """A block of the arena for a base of a state; training waits for it, and for what its plain
+        data will take, as far as is known: if there is none, that is looked at again.
 
         Raises:
             OutOfSpaceError, DeadlineError: there is none.
@@ -302,8 +289,17 @@ class Saver:
         start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
         if self._options.method.base == "checkfreq":
             self._keeper.wait(None, show=False)  # one at a time: its second phase must be over
-        most = bases_in_flight_max(self._options, size_bytes)
-        room = self._pool.acquire(size_bytes, timeout_s=timeout_s, in_flight_max=most)
+        size_bytes, beside_bytes = prepared.size_bytes, prepared.objects_bytes
+        try:
+            room = self._pool.acquire(
+                size_bytes,
+                timeout_s=timeout_s,
+                beside_bytes=beside_bytes,
+                in_flight_max=bases_in_flight_max(self._options, size_bytes + beside_bytes),
+            )
+        except (OutOfSpaceError, DeadlineError):
+            self._lane.run(survey.measure)
+            raise
         self.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
         return room
 
@@ -343,7 +339,7 @@ class Saver:
             on_end=lambda ended: self._let_go(ended, room, keeper, pool),
         )
         block = pool.block(room)
-        flight = _Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
+        flight = Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
         try:
             if copies.versions is not None:  # first: the survey has just been there
                 flight.versions, flight.seen = copies.versions, copies.versions.now()
@@ -374,7 +370,7 @@ class Saver:
                 raise
         self.stall_s["capture"] += self._clock.monotonic_s() - begun_s
 
-    def _announce(self, flight: _Flight) -> None:
+    def _announce(self, flight: Flight) -> None:
         """In the lane's thread, before any progress: the keeper is told what is coming."""
         try:
             flight.keeper.announce(flight.capture)
@@ -383,7 +379,7 @@ class Saver:
             if not isinstance(error, Exception):
                 raise
 
-    def _finish(self, flight: _Flight, block: torch.Tensor) -> None:
+    def _finish(self, flight: Flight, block: torch.Tensor) -> None:
         """Behind the copies, in the lane's thread: the objects, and the word that all is there."""
         capture = flight.capture
         mine = told = False
@@ -392,7 +388,7 @@ class Saver:
             if not flight.transfer.wait(self._options.progress_timeout_s):
                 raise DeadlineError("copying the state hangs", step=capture.step)
             failpoint("capture.before_captured")
-            objects = flight.survey.objects()
+            objects = flight.objects()
             check = flight.copies.check
             if check is not None and flight.sample is not None:
                 torn = self._look(flight) or check.differing(flight.sample, block)
@@ -415,7 +411,7 @@ class Saver:
         finally:
             self._leave(flight)
 
-    def _look(self, flight: _Flight, passes: frozenset[str] = frozenset()) -> str | None:
+    def _look(self, flight: Flight, passes: frozenset[str] = frozenset()) -> str | None:
         """When all is copied, or entries (``passes``, by name) are about to be updated: the name of
         one that was written to until then, and not by an update that was let at it before."""
         with self._lock:
@@ -425,7 +421,7 @@ class Saver:
             flight.looked = len(flight.passed) == len(flight.prepared.gated)
         return flight.written
 
-    def _lose(self, flight: _Flight, error: BaseException) -> None:
+    def _lose(self, flight: Flight, error: BaseException) -> None:
         """A capture that failed, or that the user has interrupted: nothing of it may become
         durable, unless the keeper has been told that it is whole."""
         if not self._decide(flight):
@@ -443,17 +439,17 @@ class Saver:
             save.durable.cancel()
         self._retire(flight)
 
-    def _decide(self, flight: _Flight) -> bool:
+    def _decide(self, flight: Flight) -> bool:
         """Whether the caller is the first to say what becomes of a capture."""
         with self._lock:
             first, flight.decided = not flight.decided, True
         return first
 
-    def _retire(self, flight: _Flight) -> None:
+    def _retire(self, flight: Flight) -> None:
         with contextlib.suppress(ValueError):
             self._flights.remove(flight)
 
-    def _leave(self, flight: _Flight) -> None:
+    def _leave(self, flight: Flight) -> None:
         """Nothing writes into the memory of a capture any more."""
         with self._lock:
             first, flight.left = not flight.left, True

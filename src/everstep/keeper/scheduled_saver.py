@@ -182,7 +182,7 @@ class ScheduledSaver(Saver):
             raise
 
     def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
-        room = self.acquire(prepared.size_bytes)
+        room = self.acquire(prepared, survey)
         keeper, pool = self._keeper, self._pool
         assert keeper is not None
         assert pool is not None

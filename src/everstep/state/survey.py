@@ -123,6 +123,11 @@ class Survey:
         self._sizes.update((name, len(data)) for name, data in objects.items())
         return objects
 
+    def measure(self) -> None:
+        """What :meth:`objects` finds their sizes to be, the next survey's shape says, at the
+        latest, where nobody wants them now; in any thread."""
+        self.objects()
+
     def encoded(self) -> dict[str, Encoded]:
         """The objects, encoded, by section; from now on they are kept so."""
         encoded = {section: _encoded(tree, section) for section, tree in self._trees.items()}
