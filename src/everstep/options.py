@@ -47,9 +47,9 @@ class Budget:
     """Upper bounds (I10); None means the default, which is printed at start.
 
     Attributes:
-        host_bytes: host memory for captured state (default: half of what is available, and no
-            more than two bases on their way to the disk, or 64 MiB of them; what is given here is
-            used for as many as fit).
+        host_bytes: host memory for captured state, plain data included (default: half of what is
+            available, and no more than two bases on their way to the disk, or 64 MiB of them; what
+            is given here is used for as many as fit).
         disk_bytes: disk for the run folder, of several ranks for the files of each (default: what
             is free; ``every="auto"`` plans for half of it where a log goes to disk). A log on disk
             has what bases leave: with more a base is taken early, and what there is no room for

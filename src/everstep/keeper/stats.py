@@ -35,7 +35,8 @@ class Stats:
             writing).
         written_bytes: bytes made durable.
         persist_s: seconds spent in making bases durable, in whichever thread.
-        host_bytes: host memory that was taken for captured state, the log and a replica.
+        host_bytes: host memory that was taken for captured state, the log (both with their plain
+            data) and a replica.
         keeper_cpu_s: processor time of the keeper process.
         keeper_restarts: keeper processes that were lost and replaced.
         replica_step: step of the state that the keeper's replica has; None while none follows.

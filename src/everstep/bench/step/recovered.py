@@ -16,6 +16,7 @@ from typing import Any
 __all__ = ["main"]
 
 _SAVED_S = 300.0
+_SLACK_BYTES = 64 << 20
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +106,8 @@ def _checkpointer(order: dict[str, Any], loop: Any) -> Any:
         loop.training.state(),
         method=Method(base="lazy", log="dense"),
         every=None,
-        budget=Budget(host_bytes=2 * loop.size_bytes + 3 * gradients_bytes),  # and no base is due
+        # And no base is due: a half of what is left holds all gradients, and what marks have.
+        budget=Budget(host_bytes=2 * loop.size_bytes + 3 * gradients_bytes + _SLACK_BYTES),
         log=LogOptions(to=order["to"], batch_steps=1, history=history),
         keeper=KeeperOptions(linger_s=60.0),
     )
