@@ -459,7 +459,7 @@ def test_a_mark_without_room_raises_no_false_alarm(served: Bench) -> None:
     run_steps(ckpt, world, 3)
     recorder = ckpt._recorder
     assert recorder is not None
-    limit, recorder.rooms.bytes_max = recorder.rooms.bytes_max, 0
+    limit, recorder.rooms.bytes_max = recorder.rooms.bytes_max, recorder.rooms.kept_bytes
     run_steps(ckpt, world, 1)  # the function runs in it
     assert recorder.stats.holes
     recorder.rooms.bytes_max = limit

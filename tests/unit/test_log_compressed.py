@@ -110,7 +110,7 @@ def test_the_start_says_what_residuals_take(
         kept = world.state["compressor"].state_dict()["residuals"].values()
     took = sum(residual.nbytes for residual in kept)
     assert (took > 0) == feedback
-    said = f"compressed gradients and {decimal(took)} of residuals for each step since"
+    said = f"compressed gradients and {decimal(took)} of residuals and "
     told = capsys.readouterr().err
     assert (said in told) == feedback
     assert ("residuals" in told) == feedback
