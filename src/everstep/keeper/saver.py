@@ -46,8 +46,6 @@ Tell = Callable[[Capture, Mapping[str, bytes]], None]
 """Tells the keeper that all of a capture has arrived, with its objects; in the lane's thread."""
 
 
-
-
 class Saver:
     """Takes bases, of whichever timeline is being written.
 
