@@ -40,6 +40,8 @@ class Remote:
     lost = None
     arena: Any = type("Arena", (), {"size_bytes": 0, "view": memoryview(b"")})()
 
+    moves = log_moves = 0
+
     def __init__(self) -> None:
         self.at: list[tuple[str, int]] = []
 
@@ -56,12 +58,18 @@ class Remote:
         self.at.append(("closed", 0))
 
 
+class Pool:
+    moves: Any = None
+
+    def close(self) -> None: ...
+
+
 @pytest.fixture
 def keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keepers:
     given: Any = {"method": "lazy", "every": None, "keep": 1, "budget": None}
     options = validate_options(**given, on_failure="warn", progress_timeout_s=DEADLINE_S)
     about: Any = options, Seams(), tmp_path, "run", None, None, 4096
-    monkeypatch.setattr(keepers_module, "CapturePool", lambda arena, lost: None)
+    monkeypatch.setattr(keepers_module, "CapturePool", lambda arena, lost: Pool())
     monkeypatch.setattr(keepers_module, "is_there", lambda run, run_id, rank: False)
     return Keepers(*about)
 
