@@ -321,7 +321,8 @@ def test_what_could_not_be_written_ends_behind_the_next_base(run_folder: Path, o
         assert "the log on disk ends there, and goes on behind the next base" in str(error)
         stats = run.ckpt.stats()
         assert stats.log_holes == 0, "in memory there is none"
-        assert stats.log_steps_in_memory == 2, "7, and 8, of which there is a base"
+        # 7, and 8, of which there is a base; and 6, if its segment had failed before its mark.
+        assert stats.log_steps_in_memory in (2, 3)
     assert spans(run_folder) == [(0, 4), (8, 20)]
     assert_rebuilt(run_folder, run.states, range(1, 5))
     assert_rebuilt(run_folder, run.states, range(8, 21))
