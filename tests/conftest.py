@@ -183,6 +183,16 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one rank."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def no_garbage() -> None:
     """What earlier tests dropped is gone: memory and descriptors of theirs would be found, or be
     given back while one looks."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import everstep
@@ -17,14 +17,7 @@ from tests.unit.serving import Bench, die, serving
 from tests.unit.sharding import locals_of
 from tests.unit.world import forget
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{tmp_path}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

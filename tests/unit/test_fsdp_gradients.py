@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -16,14 +16,7 @@ import everstep
 from tests.unit.sharding import locals_of
 from tests.unit.world import forget
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{tmp_path}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Breaks(nn.Module):
