@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import everstep
 from everstep.arena import PAGE_BYTES
@@ -39,7 +40,7 @@ from tests.unit.serving import bench
 from tests.unit.test_log import World
 from tests.unit.test_together import resume
 from tests.unit.together import RankTraining, rank_seams, trainings
-from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, raising
+from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, opened, raising
 
 LIMIT_S, EACH_S = 10.0, 2.5
 SHORT_S = 0.02  # of real time, which nothing may depend on
@@ -583,3 +584,16 @@ def test_a_transfer_behind_those_of_others_does_not_hang() -> None:
     hangs.open()
     stuck.result(TIMEOUT_S)
     ring.close()
+
+
+def test_whoever_waits_for_memory_looks_at_the_keeper_that_writes(run_folder: Path) -> None:
+    with opened(run_folder, {"n": torch.ones(4)}, method="lazy") as ckpt:
+        ckpt.resume()
+        pool = ckpt._keepers.pool
+        assert pool is not None
+        assert pool.moves is not None
+        before = pool.moves()
+        ckpt.step()
+        ckpt.save()
+        ckpt.wait(TIMEOUT_S)
+        assert pool.moves() != before
