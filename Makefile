@@ -5,6 +5,8 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
+# A requirements file that the environment has beside the development tools; see test-frameworks.
+REQUIREMENTS ?=
 # Words added to the command of `make demo`, `make bench` and the test targets.
 ARGS ?=
 # The quick tests are shared by so many processes, one more than there are cores, as a third of their time
@@ -18,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The environment is up to date when the stamp of these contents is there. Contents, not
 # times: switching branches costs nothing, and a moved checkout is noticed.
-KEY := $(shell { pwd; echo "$(PYTHON) $(TORCH)"; cat pyproject.toml scripts/setup.sh; } | cksum | cut -d' ' -f1)
+KEY := $(shell { pwd; echo "$(PYTHON) $(TORCH)"; cat pyproject.toml scripts/setup.sh $(REQUIREMENTS); } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.ready-$(KEY)
 # A stamp without an interpreter (the system's Python was replaced) counts for nothing.
 ifneq ($(shell test -x "$(PY)" && echo yes),yes)
@@ -26,14 +28,15 @@ ifneq ($(shell test -x "$(PY)" && echo yes),yes)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint test-slow test-gpu bench format clean distclean
+.PHONY: help setup demo test lint test-slow test-gpu test-frameworks framework-tests bench format \
+	clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make the environment (.venv); quick when it is there
 
-$(STAMP): ; @sh scripts/setup.sh "$(PYTHON)" "$(VENV)" "$@" $(TORCH)
+$(STAMP): ; @REQUIREMENTS="$(REQUIREMENTS)" sh scripts/setup.sh "$(PYTHON)" "$(VENV)" "$@" $(TORCH)
 
 demo: setup ## the main job: train, get killed four times, resume, compare every bit
 	@$(VENV)/bin/everstep demo $(ARGS)
@@ -52,6 +55,12 @@ test-slow: setup ## the tests that take longer
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu -o faulthandler_timeout=600 $(ARGS)
 
+test-frameworks: ## the tests on real Trainers and loaders, in an environment of their own
+	@$(MAKE) VENV=.venv-frameworks REQUIREMENTS=tests/frameworks/requirements.txt framework-tests
+
+framework-tests: setup
+	$(PY) -m pytest tests/frameworks $(SHARED) -o faulthandler_timeout=600 $(ARGS)
+
 bench: setup ## how fast a state becomes durable, next to the disk's limit and to others
 	$(VENV)/bin/everstep bench persist $(ARGS)
 
@@ -64,4 +73,6 @@ clean: ## remove caches and build outputs; the environment stays
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
-	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	@for venv in "$(VENV)" .venv-frameworks; do \
+		if [ -e "$$venv/pyvenv.cfg" ]; then rm -rf "$$venv"; fi; \
+	done

@@ -3,6 +3,8 @@
 #
 #   setup.sh PYTHON VENV STAMP TORCH...
 #
+# The variable REQUIREMENTS may name a requirements file, which is installed with them.
+#
 # TORCH is what pip is told to install first, alone. STAMP is created when all is done, so
 # that an interrupted run starts over. Running it twice changes nothing.
 set -eu
@@ -69,7 +71,7 @@ echo "setup: installing $* (this can take minutes)"
 install "$*" "$@"
 torch=$(version_of torch 2>/dev/null) || fail "'$*' did not install torch; see TORCH in the Makefile"
 echo "setup: installing everstep and its development tools"
-install "everstep and its development tools" --editable ".[dev]"
+install "everstep and its development tools" --editable ".[dev]" ${REQUIREMENTS:+-r "$REQUIREMENTS"}
 [ "$(version_of torch)" = "$torch" ] ||
     fail "torch $torch was replaced by $(version_of torch): a dependency in pyproject.toml forbids it"
 

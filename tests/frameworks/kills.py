@@ -1,0 +1,97 @@
+"""Train a program without interruption, and with SIGKILLs at given steps; compare what it wrote.
+
+A program is a file in ``programs/`` that trains with a framework and everstep. Its environment
+names the run folder (``RUN``) and a folder for its record (``OUT``). It reports each finished step
+and its final state by :mod:`tests.frameworks.record`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Trained", "train"]
+
+PROGRAMS = Path(__file__).with_name("programs")
+ROOT = Path(__file__).parents[2]
+_TIMEOUT_S = 300.0
+
+
+@dataclass
+class Trained:
+    """The record of a training, which may have been killed and resumed.
+
+    Attributes:
+        steps: by number of the step, what the program recorded of it: ids of the samples, loss.
+            A step that was trained again replaces the one before.
+        final: digests of the parts of the final state.
+        recoveries: what each start has said of its resume: step, exact, notes.
+        output: stdout and stderr of the last start.
+    """
+
+    steps: dict[int, Any] = field(default_factory=dict)
+    final: dict[str, str] = field(default_factory=dict)
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    output: str = ""
+
+
+def train(
+    program: str, folder: Path, kill_at: Sequence[int] = (), env: Mapping[str, str] | None = None
+) -> Trained:
+    """Run ``programs/<program>.py`` to its end, killing it after each of the steps ``kill_at``.
+
+    Args:
+        program: the name of a file in ``programs/``, without its suffix.
+        folder: an empty folder for the run and the record.
+        kill_at: numbers of steps, ascending: the n-th start is killed once it has recorded the
+            n-th of these; the last start is left alone.
+        env: further environment variables of the program.
+    """
+    for number in kill_at:
+        _start(program, folder, env, kill_at=number)
+    output = _start(program, folder, env, kill_at=None)
+    trained = Trained(output=output)
+    for line in (folder / "out" / "record.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "recovery" in entry:
+            trained.recoveries.append(entry["recovery"])
+        elif "final" in entry:
+            trained.final = entry["final"]
+        else:
+            trained.steps[entry["step"]] = entry["saw"]
+    return trained
+
+
+def _start(
+    program: str, folder: Path, env: Mapping[str, str] | None, kill_at: int | None
+) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+        "RUN": str(folder / "run"),
+        "OUT": str(folder / "out"),
+        "KILL_AT": "" if kill_at is None else str(kill_at),
+        **(env or {}),
+    }
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", str(PROGRAMS / f"{program}.py")],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    expected = 0 if kill_at is None else -signal.SIGKILL
+    assert process.returncode == expected, process.stdout[-4000:]
+    return process.stdout

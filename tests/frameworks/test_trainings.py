@@ -1,0 +1,35 @@
+"""Programs on real frameworks end with the same bits whether or not they are killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.kills import train
+
+METHODS = ("lazy", "logged")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("program", "env", "kill_at"),
+    [
+        ("accelerated", {"WORKERS": "0"}, (3, 17)),
+        ("accelerated", {"WORKERS": "2"}, (12, 13)),
+        ("lightning_fit", {}, (7, 38)),
+        ("peft_lora", {}, (8, 13)),
+    ],
+)
+def test_killed_training_ends_in_the_same_bits(
+    program: str, env: dict[str, str], kill_at: tuple[int, ...], method: str, tmp_path: Path
+) -> None:
+    env = {**env, "METHOD": method}
+    whole = train(program, tmp_path / "whole", env=env)
+    killed = train(program, tmp_path / "killed", kill_at=kill_at, env=env)
+    assert [r["exact"] for r in killed.recoveries] == [True] * (1 + len(kill_at))
+    assert killed.recoveries[-1]["step"] > 0
+    if method == "logged":  # the keeper has the log: no step is lost
+        assert [r["step"] for r in killed.recoveries] == [0, *kill_at]
+    assert killed.steps == whole.steps
+    assert killed.final == whole.final
