@@ -6,7 +6,15 @@ from importlib.util import find_spec
 
 import pytest
 
-FRAMEWORKS = ("accelerate", "datasets", "lightning", "omegaconf", "peft", "torchdata", "transformers")
+FRAMEWORKS = (
+    "accelerate",
+    "datasets",
+    "lightning",
+    "omegaconf",
+    "peft",
+    "torchdata",
+    "transformers",
+)
 
 # Without the frameworks (in `make test`) these modules cannot even be imported.
 collect_ignore_glob = [] if all(map(find_spec, FRAMEWORKS)) else ["test_*.py"]

@@ -69,9 +69,7 @@ def train(
     return trained
 
 
-def _start(
-    program: str, folder: Path, env: Mapping[str, str] | None, kill_at: int | None
-) -> str:
+def _start(program: str, folder: Path, env: Mapping[str, str] | None, kill_at: int | None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     variables = {
         **os.environ,

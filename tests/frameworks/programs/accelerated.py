@@ -1,4 +1,4 @@
-"""Accelerate in bfloat16 with accumulated gradients over everstep's loader; dropout in the model."""
+"""Accelerate in bfloat16 with accumulated gradients, dropout, and everstep's loader."""
 
 from __future__ import annotations
 
