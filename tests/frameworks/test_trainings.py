@@ -19,6 +19,7 @@ METHODS = ("lazy", "logged")
         ("accelerated", {"WORKERS": "2"}, (12, 13)),
         ("lightning_fit", {}, (7, 38)),
         ("peft_lora", {}, (8, 13)),
+        ("trainer", {}, (7, 20)),
     ],
 )
 def test_killed_training_ends_in_the_same_bits(
