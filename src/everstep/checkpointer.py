@@ -212,6 +212,7 @@ class Checkpointer:
         self._step, base = resumed.step, resumed.base if resumed.source == "disk" else None
         self._cadence.began(resumed, again=self._timeline > 0)
         survey = self._state.survey() if self._recorder or only_in_memory else None
+        self._state.descends_from = resumed.descends_from
         self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
         if self._recorder is not None:
@@ -456,7 +457,8 @@ class Checkpointer:
 
     def _identity(self, exact: bool = True) -> ShardIdentity:
         at, info = (self._timeline, self._step, self._updates.lsn), self._info
-        return ShardIdentity(self._run_id, *at, info.rank, info.world, exact and self._state.exact)
+        of_rank = self._run_id, *at, info.rank, info.world, exact and self._state.exact
+        return ShardIdentity(*of_rank, inexact=self._state.why_inexact)
 
     def _ready(self) -> None:
         """Before anything is counted or saved: open, healthy, and with a timeline."""

@@ -49,6 +49,7 @@ class ShardIdentity:
         behind_mark: it was taken by ``save()``, behind the step mark that the log has of its step:
             what no optimizer owns may have changed since.
         common: what its rank has in common with others; of the marker, not of the header.
+        inexact: why it is not exact, in words, where that is known; likewise of the marker.
     """
 
     run: str
@@ -60,6 +61,7 @@ class ShardIdentity:
     exact: bool
     behind_mark: bool = False
     common: tuple[InCommon, ...] = ()
+    inexact: str = ""
 
 
 @dataclass(frozen=True, slots=True)

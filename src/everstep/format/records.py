@@ -39,6 +39,7 @@ VERDICTS = ("equal", "different", "unchecked")
 
 _NUMBER_MAX = (1 << 63) - 1
 _WORLD_MAX = 1 << 20
+_REASON_CHARS_MAX = 2000
 
 
 _RUN_ID = re.compile(r"(?!-)[0-9A-Za-z_.-]{0,64}")  # 32 hexadecimal digits, of those that we make
@@ -142,6 +143,7 @@ class Marker:
         step, lsn: the user's step; number of optimizer updates before it.
         exact: whether the state is exact, by lineage (I9).
         common: what this rank takes to be common to it and others; they have to do so, too.
+        inexact: why the state is not exact, in words, where that is known; written only then.
     """
 
     run: str
@@ -153,6 +155,7 @@ class Marker:
     exact: bool
     files: tuple[FileRecord, ...]
     common: tuple[InCommon, ...] = ()
+    inexact: str = ""
 
     @classmethod
     def of(cls, identity: ShardIdentity, files: tuple[FileRecord, ...]) -> Marker:
@@ -167,6 +170,7 @@ class Marker:
             exact=identity.exact,
             files=files,
             common=identity.common,
+            inexact=identity.inexact[:_REASON_CHARS_MAX],
         )
 
     def encode(self) -> bytes:
@@ -325,7 +329,9 @@ def _rank_fields(marker: Marker) -> dict[str, Any]:
         for file in marker.files
     ]
     common = [asdict(one) for one in marker.common]
-    return {"rank": marker.rank, "files": files, **({"common": common} if common else {})}
+    found: dict[str, Any] = {"rank": marker.rank, "files": files}
+    found |= {"common": common} if common else {}
+    return found | ({"inexact": marker.inexact} if marker.inexact else {})
 
 
 def _marker(base: _Fields, rank: _Fields) -> Marker:
@@ -353,6 +359,7 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
         (rank if "exact" in rank.fields else base).flag("exact"),
         tuple(files),
         _common(rank, number, world) if "common" in rank.fields else (),
+        rank.text("inexact") if "inexact" in rank.fields else "",
     )
 
 

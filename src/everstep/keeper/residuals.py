@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,10 @@ from torch import nn
 
 from everstep.compress.training import Compressor
 from everstep.keeper.recordable import compressors_of, exchanges_of
-from everstep.recover.resume import Resumed
 from everstep.state.image import State
 from everstep.state.providers import ModuleProvider
 
-__all__ = ["residual_bytes", "tell_of_lost_residuals", "with_lost"]
+__all__ = ["residual_bytes", "tell_of_lost_residuals"]
 
 _log = logging.getLogger("everstep")
 
@@ -66,15 +65,6 @@ def tell_of_lost_residuals(state: State) -> None:
                 hint,
             )
     state.lost_beside = tuple(found)
-
-
-def with_lost(resumed: Resumed, state: State) -> Resumed:
-    """What was restored, which is not exact where something beside the state was not."""
-    if resumed.base is None or not state.lost_beside:
-        return resumed
-    why = "; ".join(filter(None, (resumed.inexact, *state.lost_beside)))
-    ranks = tuple(replace(one, exact=False) for one in resumed.ranks)  # DDP's have it alike
-    return replace(resumed, exact=False, own_exact=False, inexact=why, ranks=ranks)
 
 
 def _saved(state: State) -> set[int]:

@@ -233,7 +233,8 @@ class Saver:
     ) -> None:
         start_s, behind_mark = self._clock.monotonic_s(), survey is None and self._options.logs
         survey = survey or self._state.survey()
-        identity = replace(identity, exact=identity.exact and self._state.exact)  # seen now
+        exact, why = identity.exact and self._state.exact, self._state.why_inexact  # seen now
+        identity = replace(identity, exact=exact, inexact=why)
         prepared = self.prepare(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
         if self._options.budget.disk_bytes is not None:

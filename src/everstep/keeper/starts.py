@@ -14,7 +14,7 @@ from everstep.keeper.frozen import Frozen
 from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.overwritten import Overwritten
-from everstep.keeper.residuals import tell_of_lost_residuals, with_lost
+from everstep.keeper.residuals import tell_of_lost_residuals
 from everstep.keeper.seat import Seat
 from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
@@ -83,14 +83,14 @@ class Starts:
             self._keepers.open(beside=self._job is not None)
             recalled = self._left_behind(own=own)
         changed = self._frozen.changed()
+        tell_of_lost_residuals(self._state)  # a hook may have been registered meanwhile
         with self._overwritten.resuming(), self._computed():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         self._overwritten.restored(resumed, self._run)
         self._frozen.began(resumed.step)
         if changed:
             resumed = replace(resumed, problems=(*resumed.problems, changed))
-        tell_of_lost_residuals(self._state)  # a hook may have been registered meanwhile
-        return with_lost(resumed, self._state), in_memory
+        return resumed, in_memory
 
     def _resume(
         self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool

@@ -15,6 +15,7 @@ from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.scalers import Scalers
+from everstep.keeper.strangers import Strangers
 from everstep.keeper.untold import Owned
 from everstep.options import Options
 from everstep.state.image import RNG_SECTION, State
@@ -57,6 +58,8 @@ class Watched:
         self._accumulated = Accumulated(state, parts.updates, parts.channel.tell)
         self._scalers = Scalers(state.values, parts.channel.tell)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
+        lost = None if self._watcher is None else self._watcher.skipped
+        self._strangers = Strangers(state, parts.updates, parts.saver.gate, lost, parts.channel.tell)
 
     def leave(self) -> None:
         """Training has left, and not by ``close()``: other ranks are not asked for anything."""
@@ -294,6 +297,7 @@ class Watched:
             self._watcher.unseen = self._unseen
         for key, optimizer in self._state.optimizers.items():
             updates.watch(key, optimizer)
+        self._strangers.watch()
 
     def check_changing(self) -> None:
         """Raises:

@@ -25,9 +25,10 @@ def why_not_exact(
         timelines: of the run.
     """
     found = []
-    if of := {marker.rank: marker.exact for marker in markers if not marker.exact}:
+    if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
         ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""
-        found.append(f"the base of {base}{ranks} is not called exact: {_lineage(base, timelines)}")
+        why = ": ".join((_lineage(base, timelines), *dict.fromkeys(filter(None, of.values()))))
+        found.append(f"the base of {base}{ranks} is not called exact: {why}")
     if loaded.mismatches:
         name, what = loaded.mismatches[0]
         more = _more(len(loaded.mismatches), "mismatched")

@@ -281,6 +281,7 @@ def _load(
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
     notes += forget_gradients(state.stateful, state.optimizers.values())
+    notes += state.beside  # is not restored, and so nothing is exact, on any rank
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
     state.apart.restored(placed, saved.world, state.ranks.world)
     shape = ""

@@ -104,6 +104,13 @@ class Resumed:
     lent: int = 0
     by_offsets: bool = False
 
+    @property
+    def descends_from(self) -> str:
+        """Why bases that descend from this state are not exact; "" if they are."""
+        if self.exact:
+            return ""
+        return (self.loaded is not None and self.loaded.marker.inexact) or self.inexact
+
     def led_from(self, world: int) -> int | None:
         """Step of the base that the log of ``world`` ranks goes on from; None: there is none, as it
         goes on from no base of another number of ranks, nor behind the log of another layout

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -24,7 +24,7 @@ from everstep.state.entries import Entry
 from everstep.state.in_common import InCommon
 from everstep.state.objects import TensorRef, join_path
 from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
-from everstep.state.owners import DeclaredUpdate, Memory, Told, memory_of
+from everstep.state.owners import DeclaredUpdate, Holding, Memory, Told, memory_of
 from everstep.state.plain_provider import Places, PlainProvider
 from everstep.state.providers import (
     ModuleProvider,
@@ -50,12 +50,13 @@ from everstep.state.survey import (
     Part,
     Survey,
     is_reserved,
+    same_objects,
     unsupported,
 )
 from everstep.state.tree import references, split
-from everstep.state.zero import ZeroProvider, is_zero
+from everstep.state.zero import ZeroProvider, acting, is_zero
 
-__all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State"]
+__all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State", "some_of"]
 
 RNG_SECTION = f"{RESERVED}/rng"
 
@@ -83,7 +84,11 @@ class State:
         ranks: as given.
         replays_fast: replay may use kernels whose last bits are not those of training.
         descends_exactly: what was restored is exact; nothing was, so far.
+        descends_from: why it is not, in words, where that is known.
         lost_beside: what gradients depend on and is in no part of the state, in words.
+        layout: of the entries that were surveyed last; another object once they are others.
+        strangers: optimizers and schedulers that train what the state has, and are in no part of
+            it, in words.
         trains_in: the thread that has ended the last step; None: there was none.
         unsaved: by optimizer: what it trains, and no part of the state has.
         apart: which parameters inside of DDP are each rank's own.
@@ -121,8 +126,14 @@ class State:
         self.replays_fast = False
         self.trains_in: int | None = None
         self.descends_exactly = True
+        self.descends_from = ""
         self.unsaved: dict[str, list[str]] = {}
         self.lost_beside: tuple[str, ...] = ()
+        self.strangers: list[str] = []
+        self.layout: tuple[Entry, ...] = ()
+        self._tensors: Mapping[str, torch.Tensor] = {}  # surveyed last
+        self._holdings: tuple[Holding, ...] | None = None  # when unsaved was looked for last
+        self._frozen: list[torch.Tensor] = []  # in an optimizer, in no part of the state
         modules: dict[str, ModuleProvider] = {}
         names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -169,39 +180,44 @@ class State:
         self._share.of(survey)
         shape = survey.shape
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
-        rounds, copied = self._tell_of_rounded(survey)
-        self._loses = rounds | self._tell_of_apart(survey)
-        self._tell_of_unsaved(survey, copied)
+        self._loses = (*self._tell_of_rounded(survey), *self._tell_of_apart(survey))
+        self._inside = self._tell_of_inside()
 
-    def _tell_of_rounded(self, survey: Survey) -> tuple[bool, set[int]]:
-        """Of the parameters that a module's ``state_dict()`` gives copies of (hooks of its own do
-        that): whether some of them are rounded, so that what comes back is not what training had;
-        and where all of them lie."""
-        found, copied = list[str](), set[int]()
+    def _copied(self, survey: Survey) -> Iterator[tuple[str, torch.Tensor, nn.Parameter]]:
+        """Yield name, stored tensor and parameter of the parameters that a module's ``state_dict()``
+        gives copies of (hooks of its own do that)."""
+        for name, parameter in self._named_parameters():
+            stored = survey.tensors.get(name)
+            if stored is not None and _where(stored) != _where(parameter):
+                yield name, stored, parameter
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for section, provider in self.providers.items():
-            named = provider.named_parameters() if isinstance(provider, ModuleProvider) else ()
-            for key, parameter in named:
-                name = join_path(section, key)
-                stored = survey.tensors.get(name)
-                if stored is None or _where(stored) == _where(parameter):
-                    continue
-                copied.add(_where(parameter))
-                if stored.dtype != parameter.dtype:
-                    found.append(f"{name} ({parameter.dtype}, stored as {stored.dtype})")
-                elif not _same_bits(stored, parameter):
-                    found.append(name)
+            if isinstance(provider, ModuleProvider):
+                for key, parameter in provider.named_parameters():
+                    yield join_path(section, key), parameter
+
+    def _tell_of_rounded(self, survey: Survey) -> list[str]:
+        """Return which of those copies are rounded, so that what comes back is not what training
+        had, in words."""
+        found = list[str]()
+        for name, stored, parameter in self._copied(survey):
+            if stored.dtype != parameter.dtype:
+                found.append(f"{name} ({parameter.dtype}, stored as {stored.dtype})")
+            elif not _same_bits(stored, parameter):
+                found.append(name)
         if found:
             _log.warning(
                 "everstep: state_dict() gives %d parameter(s) otherwise than training has them: "
                 "%s; what resume() gives back is rounded, and is not called exact",
                 len(found),
-                ", ".join(found[:3]) + (", ..." if len(found) > 3 else ""),
+                some_of(found),
             )
-        return bool(found), copied
+        return [f"state_dict() rounds {some_of(found)}"] if found else []
 
-    def _tell_of_apart(self, survey: Survey) -> bool:
+    def _tell_of_apart(self, survey: Survey) -> list[str]:
         """Tensors in plain data may lie in the memory of others: each comes back in its own, and
-        what training writes to one of them the others do not get. Returns whether some do."""
+        what training writes to one of them the others do not get. Return which do, in words."""
         held, places = self._held(), dict[str, Memory]()
         for name, tensor in survey.tensors.items():
             memory = memory_of(tensor) if self.is_plain(name) else None
@@ -222,40 +238,61 @@ class State:
                 "gives each memory of its own, and is not called exact\n  hint: keep one of them "
                 "in the state, and make the others of it behind resume()",
                 len(found),
-                ", ".join(found[:3]) + (", ..." if len(found) > 3 else ""),
+                some_of(found),
             )
-        return bool(found)
+        return [f"tensors of plain data lie in others: {some_of(found)}"] if found else []
 
-    def _tell_of_unsaved(self, survey: Survey, copied: set[int]) -> None:
-        """An optimizer may train what is in no part of the state: a head, a loss with weights of
-        its own. Its moments would come back, and it would not. Or it may hold another optimizer
-        (SAM does), whose moments would not."""
+    def _look_for_unsaved(self, survey: Survey, holdings: tuple[Holding, ...]) -> None:
+        """Find the parameters that an optimizer trains and no part of the state has: a head, a loss
+        with weights of its own. Their moments would come back, and they would not.
+
+        Done where what optimizers own has changed since the last look (``add_param_group()``), or
+        where a parameter has been unfrozen since.
+        """
+        before = self._holdings
+        if before is not None and same_objects(holdings, before):
+            if not any(parameter.requires_grad for parameter in self._frozen):
+                return  # mostly
+        copied = (_where(parameter) for *_, parameter in self._copied(survey))
         saved = {0, *copied, *map(_where, survey.tensors.values())}
-        for section, provider in self.providers.items():
-            if isinstance(provider, OptimizerProvider):
-                named = provider.named()
-                lost = [name for name, tensor in named if _where(tensor) not in saved]
-                if lost:
-                    self.unsaved[section] = lost
-                    names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-                    _log.warning(
-                        "everstep: %r trains %d parameter(s) that are in no part of the state "
-                        "(%s): their values are not saved, and resume() leaves them as the program "
-                        "made them\n  hint: add the module or the tensors to the state",
-                        section,
-                        len(lost),
-                        names,
-                    )
+        self._frozen, unsaved = [], dict[str, list[str]]()
+        for provider in self._optimizer_providers:
+            state = acting(provider.optimizer).state
+            for name, tensor in provider.named():
+                if _where(tensor) in saved:
+                    continue
+                if tensor.requires_grad or tensor.grad is not None or state.get(tensor):
+                    unsaved.setdefault(provider.section, []).append(name)
+                else:
+                    self._frozen.append(tensor)
+        for section, lost in unsaved.items():
+            if lost != self.unsaved.get(section):
+                _log.warning(
+                    "everstep: %r trains %d parameter(s) that are in no part of the state "
+                    "(%s): their values are not saved, resume() leaves them as the program made "
+                    "them, and nothing is called exact\n  hint: add the module or the tensors to "
+                    "the state",
+                    section,
+                    len(lost),
+                    some_of(lost),
+                )
+        self.unsaved, self._holdings = unsaved, holdings
+
+    def _tell_of_inside(self) -> list[str]:
+        """Return, in words, which optimizers hold another one (SAM does) whose state is in no part
+        of the state."""
+        found = list[str]()
         for section, optimizer in self.optimizers.items():
             for name, inner in lost_inside(optimizer):
                 if not any(inner is one for one in self.optimizers.values()):
+                    what = f"{section!r} holds another optimizer ({name})"
+                    found.append(f"{what}, which is in no part of the state")
                     _log.warning(
-                        "everstep: %r holds another optimizer (%s), which is in no part of the "
-                        "state: what it keeps is not saved, and resume() loses it\n  hint: add it "
-                        "to the state, under a name of its own",
-                        section,
-                        name,
+                        "everstep: %s: what it keeps is not saved, resume() loses it, and nothing "
+                        "is called exact\n  hint: add it to the state, under a name of its own",
+                        found[-1],
                     )
+        return found
 
     def is_plain(self, name: str) -> bool:
         """Whether a tensor of this name is in plain data."""
@@ -281,16 +318,47 @@ class State:
         return lambda tensor: _where(tensor) in held
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """What training has and no part of the state has, in words: it is neither saved nor
+        restored."""
+        trained = (
+            f"{key!r} trains {len(names)} parameter(s) that are in no part of the state "
+            f"({some_of(names)})"
+            for key, names in self.unsaved.items()
+        )
+        return (*self._inside, *trained, *self.lost_beside, *self.strangers)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Why what is saved now is not all that training has, in words."""
+        lossy = (
+            f"the state_dict() of {one.section!r} gives tensors otherwise than training has them"
+            for one in self._optimizer_providers
+            if one.loses
+        )
+        return (*self._loses, *lossy, *self.beside)
+
+    @property
     def exact(self) -> bool:
         """Whether what was surveyed last, and what it descends from, is all that training had."""
-        lossy = any(one.loses for one in self._optimizer_providers)
-        return self.descends_exactly and not (self._loses or lossy or self.lost_beside)
+        return self.descends_exactly and not self.losses
+
+    @property
+    def why_inexact(self) -> str:
+        """Why it is not, in words, as far as that is known; "" if it is."""
+        return "; ".join(filter(None, dict.fromkeys((self.descends_from, *self.losses))))
 
     @property
     def encoded(self) -> list[str]:
         """Keys of the optimizers whose ``state_dict()`` gives another form of what they train
         with, as far as has been surveyed: nothing but they themselves could go on from that."""
         return [one.section for one in self._optimizer_providers if one.encodes]
+
+    def seen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of all that training may write to: parameters of modules as they are
+        now, wherever they have been moved to, and all other entries as they were surveyed last."""
+        yield from self._named_parameters()
+        yield from ((name, one) for name, one in self._tensors.items() if not is_reserved(name))
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -326,7 +394,11 @@ class State:
                 leaves[section] = error.leaves
         if leaves:  # of all sections
             raise unsupported([leaf for key in self.providers for leaf in leaves.get(key, ())])
-        return self._assembler.survey({section: found[section] for section in self.providers})
+        survey = self._assembler.survey({section: found[section] for section in self.providers})
+        holdings = tuple(part.holding for part in found.values() if part.holding is not None)
+        self._look_for_unsaved(survey, holdings)
+        self.layout, self._tensors = survey.shape.entries, survey.tensors
+        return survey
 
     def _check_unchanged(self) -> None:
         """The dict may get new plain values, but no other keys, and no other objects."""
@@ -437,6 +509,11 @@ class State:
                 unexpected = [(section, "in the checkpoint, not in the state")]
                 plans[section] = RestorePlan.without(unexpected)
         return plans
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first few of many names, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _where(tensor: torch.Tensor) -> int:

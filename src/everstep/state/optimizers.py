@@ -55,6 +55,7 @@ _CALLS_NO_HOOKS = (
     "load_state_dict()"
 )
 _HOOKS = "_optimizer_step_pre_hooks"
+_VALUE_CHARS_MAX = 60
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -343,6 +344,29 @@ class OptimizerProvider:
         return found
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        before = [dict(group) for group in self._optimizer.param_groups]
+        self._load(tree)
+        self._put_gradients(tree)
+        return self._kept_options(before)
+
+    def _kept_options(self, before: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Put options back that a group had before it was loaded and the base does not know: torch
+        replaces the whole group. (What torch itself adds to a group of an older version stays.)
+
+        Returns:
+            Which these are, in words: training had none, so what goes on with one is not exact.
+        """
+        notes = []
+        for number, (old, new) in enumerate(zip(before, self._optimizer.param_groups, strict=True)):
+            for name in [name for name in old if name not in new]:
+                new[name] = old[name]
+                where = join_path(f"{self.section}/param_groups/{number}", name)
+                value = repr(old[name])
+                value = value if len(value) < _VALUE_CHARS_MAX else type(old[name]).__name__
+                notes.append(f"{where} is not in the base: it stays as the program has it, {value}")
+        return notes
+
+    def _load(self, tree: Mapping[str, Any]) -> None:
         named = self._parameters(self._names.now())
         numbers = {name: index for index, (name, _) in enumerate(named)}
         state = {numbers.get(key, key): value for key, value in tree["state"].items()}
@@ -353,8 +377,6 @@ class OptimizerProvider:
         own = {key: value for key, value in tree.items() if key not in (CLASS, FORMS, GRADIENTS)}
         forms = {numbers[name]: keys for name, keys in _forms_of(tree).items() if name in numbers}
         load(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
-        self._put_gradients(tree)
-        return []
 
     def _has_strays(self) -> bool:
         groups = self._optimizer.param_groups

@@ -37,6 +37,7 @@ __all__ = [
     "Holding",
     "Memory",
     "Owner",
+    "Spans",
     "Told",
     "holding_of",
     "memory_of",
@@ -172,7 +173,7 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, depth + 1)
 
 
-class _Spans:
+class Spans:
     """Bytes of memory, to be looked up: stretches with something else between each two of them."""
 
     def __init__(self, found: Iterable[Memory]) -> None:
@@ -214,8 +215,8 @@ class Claims:
         }
         # Hyperparameters are in an update's record: it reads none of the state.
         self.read = owned.keys() - self.options
-        self._spans, self._spans_read = _Spans(owned), _Spans(self.read)
-        self._all_read = _Spans(memory for memory in self.read if memory.is_dense)
+        self._spans, self._spans_read = Spans(owned), Spans(self.read)
+        self._all_read = Spans(memory for memory in self.read if memory.is_dense)
 
     def own_part_of(self, memory: Memory) -> bool:
         """Whether an optimizer owns any of the bytes from the first to the last of ``memory``."""

@@ -90,7 +90,7 @@ class ZeroProvider(OptimizerProvider):
             plan.tree = {**plan.tree, "state": state}
         return plan
 
-    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+    def _load(self, tree: Mapping[str, Any]) -> None:
         named = self._parameters(self._names.now())
         numbers = {name: index for index, (name, _) in enumerate(named)}
         state = {numbers[name]: values for name, values in tree["state"].items()}
@@ -101,8 +101,6 @@ class ZeroProvider(OptimizerProvider):
         self._zero.optim.state.clear()
         self._zero.load_state_dict({"state": state, "param_groups": groups})
         self._zero.state.clear()  # a second copy, which it makes and never looks at
-        self._put_gradients(tree)
-        return []
 
     def _holding_now(self) -> Holding:
         outer = super()._holding_now()

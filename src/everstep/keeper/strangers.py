@@ -1,0 +1,230 @@
+"""Finds optimizers that update what a state has and are in no part of it.
+
+Such an optimizer was forgotten, or the loop has bound a new one in mid-run. What it keeps
+(moments, rates) is in no base, so nothing that is saved from its first update on is exact. Its
+updates are held at the gate and counted like those of the state's own optimizers, and no log can
+repeat them.
+
+torch calls the hooks that are registered here before and after the step of every optimizer of the
+process. Each optimizer is judged once, at its first step, and again when it has got more groups or
+the state has other entries;
+for one that updates nothing of the state, or is a part of it, the hook is a lookup in a dict.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from everstep.capture.updates import UpdateHooks
+from everstep.errors import StateError
+from everstep.state.dtensors import local_of
+from everstep.state.image import State, some_of
+from everstep.state.optimizers import unwrapped
+from everstep.state.owners import Memory, Spans, memory_of
+from everstep.state.tensors import why_not_storable
+
+__all__ = ["Strangers"]
+
+_OBJECTS_MAX, _ITEMS_MAX = 50_000, 4096
+_HOLDS_NONE = (
+    *(str, bytes, bytearray, int, float, complex, bool, type(None), type, torch.dtype),
+    *(types.ModuleType, types.CodeType, types.FrameType, types.BuiltinFunctionType),
+    *(torch.Tensor, torch.UntypedStorage, nn.Module),
+)
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """An optimizer that may update what the state has, and is in no part of it.
+
+    Attributes:
+        groups: how many it had when it was judged.
+        parameters: those that the state has.
+        why: what to say of it.
+        consumes: one of these has a gradient that its update, under way, consumes.
+        told: it has updated one of them, which was said.
+    """
+
+    groups: int
+    parameters: list[torch.Tensor]
+    why: str
+    consumes: bool = False
+    told: bool = False
+
+
+class Strangers:
+    """The optimizers of the process, as far as they concern a state.
+
+    Args:
+        updates: counts updates, and holds the handles of all hooks.
+        gate: called before anything of the state is updated (I1).
+        lost: called, with the reason, behind an update that no log can repeat; None: there is none.
+        tell: called, once for each, with what the user should know.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        updates: UpdateHooks,
+        gate: Callable[[str | None], None],
+        lost: Callable[[str], None] | None,
+        tell: Callable[[StateError], None],
+    ) -> None:
+        self._state, self._updates = state, updates
+        self._gate, self._lost, self._tell = gate, lost, tell
+        self._others: dict[int, tuple[int, object]] = {}  # with the number of groups then
+        self._strangers: dict[int, tuple[_Stranger, object]] = {}
+        self._layout: object = None  # of the state that they were judged by
+        self._hooked = False
+
+    def watch(self) -> None:
+        """Look at each step of each optimizer from now on, until the handles are removed."""
+        self._updates.handles.append(register_optimizer_step_pre_hook(self._before))
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        known = self._others.get(id(optimizer))
+        if known is not None and known[0] == len(optimizer.param_groups):
+            if self._layout is self._state.layout:
+                return  # mostly
+        if torch.compiler.is_compiling():
+            return
+        stranger = self._judged(optimizer)
+        if stranger is None:
+            return
+        stranger.consumes = _any_gradient(stranger.parameters)
+        if not self._is_within_ours:
+            self._gate(None)
+        if not self._hooked:  # it is called behind this very step, too
+            self._hooked = True
+            self._updates.handles.append(register_optimizer_step_post_hook(self._after))
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        stranger, _ref = self._strangers.get(id(optimizer), (None, None))
+        if stranger is None:
+            return
+        # A closure computes gradients within the step, and a hook may free them there.
+        if not (stranger.consumes or _any_gradient(stranger.parameters)):
+            return
+        if not stranger.told:
+            stranger.told = True
+            self._state.strangers.append(stranger.why)
+            self._tell(self._notice(stranger.why))
+        if self._is_within_ours:
+            return  # of the update of one of the state's own, which is counted
+        self._updates.updated()
+        if self._lost is not None:
+            self._lost(stranger.why)
+
+    @property
+    def _is_within_ours(self) -> bool:
+        updates = self._updates
+        return updates.outermost is not None and updates.thread == threading.get_ident()
+
+    def _notice(self, why: str) -> StateError:
+        log = " No log can repeat its updates: a base is taken at the end of each such step."
+        return StateError(
+            f"{why}: what it keeps (moments, rates) is not saved, resume() loses it, and nothing "
+            f"that is saved from now on is called exact.{'' if self._lost is None else log}",
+            hint='add it to the state, {"optimizer": optimizer}; where the loop goes on with a new '
+            "optimizer, close this Checkpointer first and make one of a state that has the new one",
+        )
+
+    def _judged(self, optimizer: Optimizer) -> _Stranger | None:
+        if self._layout is not self._state.layout:  # a module was replaced, or has grown
+            self._layout = self._state.layout
+            self._others.clear()
+        key, groups = id(optimizer), len(optimizer.param_groups)
+        known, _ref = self._strangers.get(key, (None, None))
+        if known is not None and known.groups == groups:
+            return known
+        # Numbers of objects are used again: what is known of one goes with it.
+        others, strangers = self._others, self._strangers
+
+        def gone(_: object) -> None:
+            others.pop(key, None)
+            strangers.pop(key, None)
+
+        alive = weakref.ref(optimizer, gone)
+        found = None if self._is_ours(optimizer) else self._updates_ours(optimizer)
+        if found is None or is_held(optimizer, self._holders()):
+            others[key] = groups, alive
+            return None
+        others.pop(key, None)
+        if known is not None:
+            found.told = known.told
+        strangers[key] = found, alive
+        return found
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Return whether it is an optimizer of the state, or within one of these: what it keeps is
+        saved with the outer one's then, or it is said at the start that it is not."""
+        for one in self._state.optimizers.values():
+            inside = (v for v in vars(one).values() if isinstance(v, Optimizer))
+            if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):
+                return True
+        return False
+
+    def _updates_ours(self, optimizer: Optimizer) -> _Stranger | None:
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        theirs = [(parameter, memory) for parameter in listed if (memory := _memory(parameter))]
+        seen = [(name, memory) for name, one in self._state.seen() if (memory := _memory(one))]
+        ours, spans = Spans(m for _, m in seen), Spans(m for _, m in theirs)
+        parameters = [parameter for parameter, memory in theirs if ours.meet(memory)]
+        if not parameters:
+            return None
+        names = [name for name, memory in seen if spans.meet(memory)]
+        kind = type(optimizer)
+        what = f"an optimizer that is in no part of the state ({kind.__module__}.{kind.__name__})"
+        why = f"{what} updates {len(names)} tensor(s) of it ({some_of(names)})"
+        return _Stranger(len(optimizer.param_groups), parameters, why)
+
+    def _holders(self) -> list[object]:
+        """Objects of the state that may save an optimizer that they hold: those with a
+        ``state_dict()`` of their own. torch's schedulers hold theirs, and do not save it."""
+        found = [one for one in self._state.stateful if not isinstance(one, LRScheduler)]
+        own = self._state.optimizers.values()
+        return [*found, *(o for o in own if type(o).state_dict is not Optimizer.state_dict)]
+
+
+def is_held(wanted: object, holders: Iterable[object]) -> bool:
+    """Return whether ``wanted`` is an attribute or an item of ``holders``, or of what they hold,
+    however deeply; of huge structures the nearest objects are looked at."""
+    todo, seen = deque(holders), {id(one) for one in holders}
+    while todo and len(seen) < _OBJECTS_MAX:
+        one = todo.popleft()
+        if isinstance(one, types.FunctionType):
+            parts: Iterable[object] = [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        else:
+            parts = gc.get_referents(one)[:_ITEMS_MAX]
+        for part in parts:
+            if part is wanted:
+                return True
+            if id(part) not in seen and not isinstance(part, _HOLDS_NONE):
+                seen.add(id(part))
+                todo.append(part)
+    return False
+
+
+def _memory(tensor: torch.Tensor) -> Memory | None:
+    local = local_of(tensor)
+    return None if why_not_storable(local) else memory_of(local)
+
+
+def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
