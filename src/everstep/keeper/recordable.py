@@ -328,8 +328,8 @@ def refuse_optimizers(state: State, log: str) -> None:
             leaves=tuple(found),
             hint='method="lazy" needs no log',
         )
-    if state.unsaved:
-        key, names = next(iter(state.unsaved.items()))
+    if unsaved := {**state.unsaved_frozen, **state.unsaved}:
+        key, names = next(iter(unsaved.items()))
         raise UnsupportedStateError(
             f"the updates of {key!r} cannot be replayed from a log: {len(names)} parameter(s) that "
             f"it trains are in no part of the state ({', '.join(names[:3])})",

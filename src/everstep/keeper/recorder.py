@@ -463,6 +463,8 @@ class Recorder:
         self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""
     ) -> RecordHead:
         exact = self._exact and self._opened.holds  # all that replay asks for
+        if kind == "mark":  # of updates nobody asks
+            exact = exact and self._state.exact
         return RecordHead(kind, self._timeline, step, lsn, self._digest, exact, declared)
 
     def _lost(self, error: EverstepError) -> None:

@@ -39,7 +39,7 @@ from everstep.state.optimizers import unwrapped
 from everstep.state.owners import Memory, Spans, memory_of
 from everstep.state.tensors import why_not_storable
 
-__all__ = ["Strangers"]
+__all__ = ["Strangers", "is_held", "is_ours", "kind_of"]
 
 _OBJECTS_MAX, _ITEMS_MAX = 50_000, 4096
 _HOLDS_NONE = (
@@ -98,12 +98,22 @@ class Strangers:
         self._updates.handles.append(register_optimizer_step_pre_hook(self._before))
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            _uncompiled(self._look_before, optimizer)
+        else:
+            self._look_before(optimizer)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            _uncompiled(self._look_after, optimizer)
+        else:
+            self._look_after(optimizer)
+
+    def _look_before(self, optimizer: Optimizer) -> None:
         known = self._others.get(id(optimizer))
         if known is not None and known[0] == len(optimizer.param_groups):
             if self._layout is self._state.layout:
                 return  # mostly
-        if torch.compiler.is_compiling():
-            return
         stranger = self._judged(optimizer)
         if stranger is None:
             return
@@ -114,7 +124,7 @@ class Strangers:
             self._hooked = True
             self._updates.handles.append(register_optimizer_step_post_hook(self._after))
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _look_after(self, optimizer: Optimizer) -> None:
         stranger, _ref = self._strangers.get(id(optimizer), (None, None))
         if stranger is None:
             return
@@ -161,8 +171,8 @@ class Strangers:
             strangers.pop(key, None)
 
         alive = weakref.ref(optimizer, gone)
-        found = None if self._is_ours(optimizer) else self._updates_ours(optimizer)
-        if found is None or is_held(optimizer, self._holders()):
+        found = None if is_ours(optimizer, self._state) else self._updates_ours(optimizer)
+        if found is None or is_held(optimizer, self._state):
             others[key] = groups, alive
             return None
         others.pop(key, None)
@@ -170,15 +180,6 @@ class Strangers:
             found.told = known.told
         strangers[key] = found, alive
         return found
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        """Return whether it is an optimizer of the state, or within one of these: what it keeps is
-        saved with the outer one's then, or it is said at the start that it is not."""
-        for one in self._state.optimizers.values():
-            inside = (v for v in vars(one).values() if isinstance(v, Optimizer))
-            if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):
-                return True
-        return False
 
     def _updates_ours(self, optimizer: Optimizer) -> _Stranger | None:
         listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -188,28 +189,43 @@ class Strangers:
         parameters = [parameter for parameter, memory in theirs if ours.meet(memory)]
         if not parameters:
             return None
-        names = [name for name, memory in seen if spans.meet(memory)]
-        kind = type(optimizer)
-        what = f"an optimizer that is in no part of the state ({kind.__module__}.{kind.__name__})"
+        names = list(dict.fromkeys(name for name, memory in seen if spans.meet(memory)))
+        what = f"an optimizer that is in no part of the state ({kind_of(optimizer)})"
         why = f"{what} updates {len(names)} tensor(s) of it ({some_of(names)})"
         return _Stranger(len(optimizer.param_groups), parameters, why)
 
-    def _holders(self) -> list[object]:
-        """Objects of the state that may save an optimizer that they hold: those with a
-        ``state_dict()`` of their own. torch's schedulers hold theirs, and do not save it."""
-        found = [one for one in self._state.stateful if not isinstance(one, LRScheduler)]
-        own = self._state.optimizers.values()
-        return [*found, *(o for o in own if type(o).state_dict is not Optimizer.state_dict)]
+
+@torch._disable_dynamo
+def _uncompiled(look: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+    """Look when the step runs, not when it is compiled: this is no part of the graph."""
+    look(optimizer)
 
 
-def is_held(wanted: object, holders: Iterable[object]) -> bool:
-    """Return whether ``wanted`` is an attribute or an item of ``holders``, or of what they hold,
-    however deeply; of huge structures the nearest objects are looked at."""
-    todo, seen = deque(holders), {id(one) for one in holders}
+def is_ours(optimizer: Optimizer, state: State) -> bool:
+    """Return whether it is an optimizer of the state, or within one of these: what it keeps is saved
+    with the outer one's then, or it is said at the start that it is not."""
+    for one in state.optimizers.values():
+        inside = (value for value in vars(one).values() if isinstance(value, Optimizer))
+        if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):
+            return True
+    return False
+
+
+def is_held(wanted: object, state: State) -> bool:
+    """Return whether ``wanted`` is within an object of the state that may save it: one with a
+    ``state_dict()`` of its own, which has it as an attribute or an item, however deeply. (Of huge
+    structures the nearest objects are looked at.) torch's schedulers do not save the optimizer that
+    they hold."""
+    own = state.optimizers.values()
+    holders = [o for o in own if type(o).state_dict is not Optimizer.state_dict]
+    todo = deque[object]([*state.stateful, *holders])
+    seen = {id(one) for one in todo}
     while todo and len(seen) < _OBJECTS_MAX:
         one = todo.popleft()
-        if isinstance(one, types.FunctionType):
-            parts: Iterable[object] = [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        if isinstance(one, LRScheduler):
+            parts: Iterable[object] = [v for k, v in vars(one).items() if k != "optimizer"]
+        elif isinstance(one, types.FunctionType):  # not its globals
+            parts = [*(one.__closure__ or ()), *(one.__defaults__ or ())]
         else:
             parts = gc.get_referents(one)[:_ITEMS_MAX]
         for part in parts:
@@ -219,6 +235,11 @@ def is_held(wanted: object, holders: Iterable[object]) -> bool:
                 seen.add(id(part))
                 todo.append(part)
     return False
+
+
+def kind_of(value: object) -> str:
+    """Return the name of its class, with that of the module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _memory(tensor: torch.Tensor) -> Memory | None:

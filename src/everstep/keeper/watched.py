@@ -15,6 +15,7 @@ from everstep.keeper.multistep_ranks import RankMultistep
 from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.scalers import Scalers
+from everstep.keeper.schedules import Schedules
 from everstep.keeper.strangers import Strangers
 from everstep.keeper.untold import Owned
 from everstep.options import Options
@@ -60,6 +61,7 @@ class Watched:
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
         lost = None if self._watcher is None else self._watcher.skipped
         self._strangers = Strangers(state, parts.updates, parts.saver.gate, lost, parts.channel.tell)
+        self._schedules = Schedules(state, lost, parts.channel.tell)
 
     def leave(self) -> None:
         """Training has left, and not by ``close()``: other ranks are not asked for anything."""
@@ -188,6 +190,7 @@ class Watched:
             fresh: nothing was restored: it is as the program has made it.
         """
         self.marked(survey)
+        self._schedules.started()
         if fresh:
             there = survey or self._state.survey()
             names = [name for name in there.tensors if name.startswith(_RANDOM)]
@@ -207,6 +210,7 @@ class Watched:
         if self._updates.lsn == self.lsn_at_mark:
             self._accumulated.marked(step)
         self._scalers.marked(step)
+        self._schedules.marked()
         self.marked()
 
     def marked(self, survey: Survey | None = None) -> None:

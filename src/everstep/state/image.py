@@ -91,6 +91,7 @@ class State:
             it, in words.
         trains_in: the thread that has ended the last step; None: there was none.
         unsaved: by optimizer: what it trains, and no part of the state has.
+        unsaved_frozen: by optimizer: what it has, too, and would train if it were not frozen.
         apart: which parameters inside of DDP are each rank's own.
     """
 
@@ -128,12 +129,13 @@ class State:
         self.descends_exactly = True
         self.descends_from = ""
         self.unsaved: dict[str, list[str]] = {}
+        self.unsaved_frozen: dict[str, list[str]] = {}
         self.lost_beside: tuple[str, ...] = ()
         self.strangers: list[str] = []
         self.layout: tuple[Entry, ...] = ()
         self._tensors: Mapping[str, torch.Tensor] = {}  # surveyed last
         self._holdings: tuple[Holding, ...] | None = None  # when unsaved was looked for last
-        self._frozen: list[torch.Tensor] = []  # in an optimizer, in no part of the state
+        self._frozen: list[torch.Tensor] = []
         modules: dict[str, ModuleProvider] = {}
         names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -255,7 +257,7 @@ class State:
                 return  # mostly
         copied = (_where(parameter) for *_, parameter in self._copied(survey))
         saved = {0, *copied, *map(_where, survey.tensors.values())}
-        self._frozen, unsaved = [], dict[str, list[str]]()
+        self._frozen, self.unsaved_frozen, unsaved = [], {}, dict[str, list[str]]()
         for provider in self._optimizer_providers:
             state = acting(provider.optimizer).state
             for name, tensor in provider.named():
@@ -264,6 +266,7 @@ class State:
                 if tensor.requires_grad or tensor.grad is not None or state.get(tensor):
                     unsaved.setdefault(provider.section, []).append(name)
                 else:
+                    self.unsaved_frozen.setdefault(provider.section, []).append(name)
                     self._frozen.append(tensor)
         for section, lost in unsaved.items():
             if lost != self.unsaved.get(section):

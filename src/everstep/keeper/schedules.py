@@ -1,0 +1,144 @@
+"""Finds schedulers that are not what drives the optimizers of a state.
+
+A scheduler in the state may drive another optimizer than the one in the state; and one that is in
+no part of it may drive an optimizer of the state, as where a framework's ``train()`` has made a
+scheduler of its own. What such a scheduler counts is in no base.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from everstep.errors import StateError
+from everstep.keeper.strangers import is_held, is_ours, kind_of
+from everstep.state.image import State
+from everstep.state.optimizers import unwrapped
+from everstep.state.providers import StatefulProvider
+
+__all__ = ["Schedules"]
+
+_log = logging.getLogger("everstep")
+
+
+class Schedules:
+    """The schedulers of the process, as far as they concern a state.
+
+    torch tells nobody who drives an optimizer, but marks its ``step`` as soon as a scheduler has
+    been made for it. Only then are the objects of the process looked through, at the start and at
+    the first step mark behind it. A scheduler that exists may be one that nobody uses any more: it
+    is told of once it has counted a step.
+
+    Args:
+        lost: called, with the reason, as a new base is due that carries it: what a log leads to
+            rests on an older one that is exact; None: there is no log.
+        tell: called, once for each, with what the user should know.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        lost: Callable[[str], None] | None,
+        tell: Callable[[StateError], None],
+    ) -> None:
+        self._state, self._lost, self._tell = state, lost, tell
+        self._idle: dict[int, tuple[weakref.ref[LRScheduler], object]] = {}  # with what it counted
+        self._at_first_mark = True
+        for key, scheduler in self._parts():
+            driven = unwrapped(scheduler.optimizer)
+            if state.optimizers and not is_ours(driven, state) and not is_held(driven, state):
+                why = f"{key!r} drives an optimizer that is in no part of the state"
+                state.strangers.append(f"{why} ({kind_of(driven)})")
+                _log.warning(
+                    "everstep: %s: it is not what the state's own go by, and nothing is called "
+                    "exact\n  hint: give the scheduler that drives the optimizer of the state, "
+                    "or the optimizer that it drives; a framework's train() may make new ones: "
+                    "make the Checkpointer behind that",
+                    state.strangers[-1],
+                )
+
+    def started(self) -> None:
+        """The state is that of a start: what counts from now on is looked for."""
+        self._idle = {id(one): (weakref.ref(one), _count(one)) for one in self._beside()}
+        self._at_first_mark = True
+
+    def marked(self) -> None:
+        """A step is over."""
+        if self._at_first_mark:
+            self._at_first_mark = False
+            for one in self._beside():
+                self._idle.setdefault(id(one), (weakref.ref(one), _count_when_made(one)))
+        if self._idle:
+            self._look()
+
+    def _look(self) -> None:
+        for key, (ref, before) in list(self._idle.items()):
+            scheduler = ref()
+            if scheduler is not None and _count(scheduler) == before:
+                continue
+            del self._idle[key]
+            if scheduler is not None and not is_held(scheduler, self._state):
+                self._found(scheduler)
+
+    def _found(self, scheduler: LRScheduler) -> None:
+        driven = unwrapped(scheduler.optimizer)
+        key = next(key for key, one in self._state.optimizers.items() if one is driven)
+        why = f"a scheduler that is in no part of the state ({kind_of(scheduler)}) drives {key!r}"
+        if why in self._state.strangers:
+            return
+        self._state.strangers.append(why)
+        self._tell(
+            StateError(
+                f"{why}: what it counts is not saved, resume() loses it, and nothing that is saved "
+                "from now on is called exact",
+                hint='add it to the state, {"scheduler": scheduler}; a framework\'s train() may '
+                "make one of its own: make the Checkpointer behind that, of what is used then",
+            )
+        )
+        if self._lost is not None:
+            self._lost(why)
+
+    def _parts(self) -> Iterator[tuple[str, LRScheduler]]:
+        """Yield the schedulers of the state, as they are or as a framework wraps them."""
+        for key, value in self._state.values.items():
+            if isinstance(self._state.providers.get(key), StatefulProvider):
+                inner = value if isinstance(value, LRScheduler) else _inner(value)
+                if isinstance(inner, LRScheduler):
+                    yield key, inner
+
+    def _beside(self) -> list[LRScheduler]:
+        """Return the schedulers of the state's optimizers that are no part of the state."""
+        own = self._state.optimizers.values()
+        if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in own):
+            return []
+        parts = [scheduler for _, scheduler in self._parts()]
+        kinds: dict[type, bool] = {}
+        found = []
+        for one in gc.get_objects():
+            kind = type(one)  # isinstance() might run code of others
+            if kind not in kinds:
+                kinds[kind] = issubclass(kind, LRScheduler)
+            if kinds[kind] and not any(one is part for part in parts):
+                driven = vars(one).get("optimizer")
+                if isinstance(driven, Optimizer) and any(unwrapped(driven) is o for o in own):
+                    found.append(one)
+        return found
+
+
+def _inner(value: object) -> object:
+    return vars(value).get("scheduler") if hasattr(value, "__dict__") else None
+
+
+def _count(scheduler: LRScheduler) -> object:
+    """Return what it has counted; ReduceLROnPlateau has no ``_step_count``."""
+    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
+
+
+def _count_when_made(scheduler: LRScheduler) -> int:
+    """Return what it had counted when it was made, whatever ``last_epoch`` it was given."""
+    return 1 if hasattr(scheduler, "_step_count") else 0
