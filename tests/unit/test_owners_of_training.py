@@ -1,5 +1,5 @@
 """Optimizers, parameters, schedulers and options that train a state and are in no part of it: each
-is named, and nothing that is saved without it, or resumed from that, is called exact (I9)."""
+one is named, and nothing that is saved without it, or resumed from that, is called exact (I9)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim import optimizer as torch_optimizer
 from torch.optim import lr_scheduler as schedules
+from torch.optim import optimizer as torch_optimizer
 
 import everstep
 from everstep.errors import UnsupportedStateError
@@ -42,7 +42,7 @@ def update(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """What a program is warned of."""
+    """Collect the warnings that a program gets."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -60,7 +60,7 @@ def opened(
 
 
 def peeked(run: Path, state: dict[str, Any], step: int | None = None) -> everstep.Recovery:
-    """What another process comes back to."""
+    """Return the recovery of another process."""
     with everstep.Checkpointer(run, state, every=None, keep=99, keeper=THREAD) as ckpt:
         return ckpt.resume(step)
 
@@ -91,7 +91,7 @@ def test_a_forgotten_optimizer_is_named_and_nothing_is_called_exact(
 
 @pytest.mark.parametrize("method", ["async", "lazy", "logged"])
 def test_an_optimizer_that_is_bound_anew_in_mid_run(run_folder: Path, method: str) -> None:
-    """What was saved before it is exact, what is saved after it is the state, and not exact."""
+    """Bases before it are exact; those after it have the state as it was, and are not."""
     model, optimizer = make()
     state = {"model": model, "optimizer": optimizer}
     weights: dict[int, torch.Tensor] = {}
@@ -125,7 +125,7 @@ def test_rewinding_does_not_restore_an_optimizer_in_no_part_of_the_state(run_fol
 
 
 def test_it_holds_back_updates_while_the_state_is_copied(run_folder: Path) -> None:
-    """As an optimizer of the state does (I1): each base is that of its step."""
+    """Each base is that of its step, as with an optimizer of the state (I1)."""
     model = nn.Linear(4, 50_000)
     optimizer = SGD(model.parameters(), lr=0.1)
     sums: dict[int, torch.Tensor] = {}
@@ -140,14 +140,14 @@ def test_it_holds_back_updates_while_the_state_is_copied(run_folder: Path) -> No
 
 
 class Calling(AdamW):
-    """Calls hooks twice."""
+    """An optimizer whose step calls hooks twice."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 class Holding(SGD):
-    """Saves the optimizer that it holds."""
+    """An optimizer that saves the one that it holds."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, lr=0.1)
@@ -165,7 +165,7 @@ class Holding(SGD):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As accelerate and Lightning make theirs."""
+    """A wrapper as accelerate and Lightning make theirs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -177,7 +177,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class App:
-    """An object of the user's that saves what it holds, somewhere."""
+    """An object of the user's that saves what it holds in a list in a dict."""
 
     def __init__(self, **held: Any) -> None:
         self.held = [held]
@@ -222,7 +222,7 @@ def of_another_model(model: nn.Module, optimizer: AdamW) -> Any:
 
 
 def that_lists_what_is_frozen(model: nn.Module, _: AdamW) -> Any:
-    """As where two models share a backbone that nobody trains."""
+    """Share a backbone that nobody trains between two models."""
     model.bias.requires_grad_(False)  # type: ignore[union-attr,operator]
     own, other = AdamW([model.weight]), AdamW([model.bias])  # type: ignore[list-item]
 
@@ -260,7 +260,7 @@ def test_no_false_alarm(run_folder: Path, of: Callable[..., Any]) -> None:
 
 
 def test_of_two_models_each_has_its_own(run_folder: Path) -> None:
-    """The two nets of a GAN in two runs: the optimizer of one is none of the other's concern."""
+    """Two nets of a GAN in two runs: the optimizer of one does not concern the other run."""
     paths = [run_folder / name for name in "ab"]
     run_folder.mkdir(exist_ok=True)
     pairs = [make(seed) for seed in range(2)]
@@ -294,7 +294,7 @@ def test_one_that_gets_a_group_of_ours_later(run_folder: Path) -> None:
 
 
 def test_a_model_that_was_moved_before_its_first_step(run_folder: Path) -> None:
-    """Its parameters lie elsewhere than when the Checkpointer was made."""
+    """Parameters that lie elsewhere than when the Checkpointer was made are found."""
     model, optimizer = make()
     with said() as messages, opened(run_folder, {"model": model}) as (ckpt, _):
         model.double().float()
@@ -304,7 +304,10 @@ def test_a_model_that_was_moved_before_its_first_step(run_folder: Path) -> None:
 
 
 def test_hooks_end_with_the_checkpointer_and_hold_no_optimizer(run_folder: Path) -> None:
-    hooks = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    hooks = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
     before = [len(one) for one in hooks]
     model, optimizer = make()
     with said(), opened(run_folder, {"model": model, "optimizer": optimizer}) as (ckpt, _):
@@ -350,11 +353,11 @@ def test_parameters_in_no_part_of_the_state_are_not_called_exact(run_folder: Pat
 def test_parameters_that_are_frozen_and_in_no_part_of_the_state(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are not trained, until they are."""
+    """Frozen parameters are told of once they are unfrozen."""
     model, _ = make()
     head = nn.Linear(2, 2).requires_grad_(False)
     state = {"model": model, "opt": SGD([*model.parameters(), *head.parameters()], lr=0.1)}
-    with opened(run_folder, state) as (ckpt, found):
+    with opened(run_folder, state) as (ckpt, _):
         update(model, state["opt"])  # type: ignore[arg-type]
         ckpt.step()
         assert not caplog.text
@@ -379,7 +382,9 @@ def test_a_group_that_is_added_in_mid_run(
         optimizer.add_param_group({"params": list(head.parameters())})
         update(nn.Sequential(model, head), optimizer)
         ckpt.step()
-    assert "'opt' trains 2 parameter(s) that are in no part of the state (group1[0], g" in caplog.text
+    assert (
+        "'opt' trains 2 parameter(s) that are in no part of the state (group1[0], g" in caplog.text
+    )
     model, optimizer = make()
     optimizer.add_param_group({"params": list(nn.Linear(2, 2).parameters())})
     assert not peeked(run_folder, {"model": model, "opt": optimizer}).exact
@@ -463,7 +468,7 @@ def test_options_of_a_newer_torch_are_those_that_torch_gives_an_older_state(
 def scheduled(
     run: Path, of: Callable[[nn.Module, AdamW], Any], **options: Any
 ) -> tuple[list[str], list[everstep.Recovery]]:
-    """What two processes are told, and come back to."""
+    """Return the warnings and recoveries of two processes."""
     found = []
     with said() as messages:
         for _ in range(2):
@@ -482,10 +487,8 @@ def scheduled(
 
 @pytest.mark.parametrize("method", ["async", "logged"])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_scheduler_in_no_part_of_the_state(
-    run_folder: Path, method: str, replaced: bool
-) -> None:
-    """Forgotten, or made by a framework in the place of the one that the state has."""
+def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, replaced: bool) -> None:
+    """It was forgotten, or a framework has made it in place of the one in the state."""
 
     def of(_: nn.Module, optimizer: AdamW) -> Any:
         if not replaced:
@@ -513,7 +516,7 @@ def test_a_scheduler_of_the_state_that_drives_another_optimizer(
 
 
 class Prepared:
-    """As accelerate wraps a scheduler."""
+    """A scheduler as accelerate wraps it."""
 
     def __init__(self, scheduler: Any, optimizer: Any) -> None:
         self.scheduler, self.optimizers = scheduler, [optimizer]

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -111,9 +112,9 @@ class Strangers:
 
     def _look_before(self, optimizer: Optimizer) -> None:
         known = self._others.get(id(optimizer))
-        if known is not None and known[0] == len(optimizer.param_groups):
-            if self._layout is self._state.layout:
-                return  # mostly
+        same = self._layout is self._state.layout
+        if same and known is not None and known[0] == len(optimizer.param_groups):
+            return  # mostly
         stranger = self._judged(optimizer)
         if stranger is None:
             return
@@ -195,15 +196,15 @@ class Strangers:
         return _Stranger(len(optimizer.param_groups), parameters, why)
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _uncompiled(look: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
     """Look when the step runs, not when it is compiled: this is no part of the graph."""
     look(optimizer)
 
 
 def is_ours(optimizer: Optimizer, state: State) -> bool:
-    """Return whether it is an optimizer of the state, or within one of these: what it keeps is saved
-    with the outer one's then, or it is said at the start that it is not."""
+    """Return whether it is an optimizer of the state, or within one of these: what it keeps is
+    saved with the outer one's then, or it is said at the start that it is not."""
     for one in state.optimizers.values():
         inside = (value for value in vars(one).values() if isinstance(value, Optimizer))
         if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):

@@ -60,8 +60,9 @@ class Watched:
         self._scalers = Scalers(state.values, parts.channel.tell)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
         lost = None if self._watcher is None else self._watcher.skipped
-        self._strangers = Strangers(state, parts.updates, parts.saver.gate, lost, parts.channel.tell)
-        self._schedules = Schedules(state, lost, parts.channel.tell)
+        tell = parts.channel.tell
+        self._strangers = Strangers(state, parts.updates, parts.saver.gate, lost, tell)
+        self._schedules = Schedules(state, lost, tell)
 
     def leave(self) -> None:
         """Training has left, and not by ``close()``: other ranks are not asked for anything."""

@@ -186,8 +186,8 @@ class State:
         self._inside = self._tell_of_inside()
 
     def _copied(self, survey: Survey) -> Iterator[tuple[str, torch.Tensor, nn.Parameter]]:
-        """Yield name, stored tensor and parameter of the parameters that a module's ``state_dict()``
-        gives copies of (hooks of its own do that)."""
+        """Yield name, stored tensor and parameter of the parameters that a module's
+        ``state_dict()`` gives copies of (hooks of its own do that)."""
         for name, parameter in self._named_parameters():
             stored = survey.tensors.get(name)
             if stored is not None and _where(stored) != _where(parameter):
@@ -251,10 +251,9 @@ class State:
         Done where what optimizers own has changed since the last look (``add_param_group()``), or
         where a parameter has been unfrozen since.
         """
-        before = self._holdings
-        if before is not None and same_objects(holdings, before):
-            if not any(parameter.requires_grad for parameter in self._frozen):
-                return  # mostly
+        same = self._holdings is not None and same_objects(holdings, self._holdings)
+        if same and not any(parameter.requires_grad for parameter in self._frozen):
+            return  # mostly
         copied = (_where(parameter) for *_, parameter in self._copied(survey))
         saved = {0, *copied, *map(_where, survey.tensors.values())}
         self._frozen, self.unsaved_frozen, unsaved = [], {}, dict[str, list[str]]()
@@ -358,8 +357,8 @@ class State:
         return [one.section for one in self._optimizer_providers if one.encodes]
 
     def seen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor of all that training may write to: parameters of modules as they are
-        now, wherever they have been moved to, and all other entries as they were surveyed last."""
+        """Yield name and tensor of all that training may write to: parameters of modules as they
+        are now, wherever they have been moved to, and all entries as they were surveyed last."""
         yield from self._named_parameters()
         yield from ((name, one) for name, one in self._tensors.items() if not is_reserved(name))
 
