@@ -8,7 +8,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import everstep
 from everstep.errors import UnsupportedStateError
+from everstep.format.header import ShardIdentity
+from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.state.image import State
 
 THREAD = everstep.KeeperOptions(process=False)
@@ -137,6 +140,62 @@ def test_it_holds_back_updates_while_the_state_is_copied(run_folder: Path) -> No
     for step, weight in sums.items():
         peeked(run_folder, {"model": model}, step)
         assert torch.equal(model.weight, weight)
+
+
+def test_many_optimizers_are_told_of_a_few_times(run_folder: Path) -> None:
+    """A new one in each epoch is told of once; of one for each parameter, some are named."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    with said() as messages, opened(run_folder, {"model": model}) as (ckpt, _):
+        for _ in range(3):
+            update(model, SGD(model.parameters(), lr=0.1))
+            ckpt.step()
+        update(model, *(AdamW([parameter]) for parameter in model.parameters()))
+        ckpt.step()
+    assert 2 < len(messages) < 10
+    assert sum("SGD" in one for one in messages) == 1
+    assert not peeked(run_folder, {"model": model}).exact
+
+
+def test_a_closure_that_computes_the_gradients(run_folder: Path) -> None:
+    """There are none before the step, nor after it."""
+    model, _ = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        return float(loss)
+
+    with said() as messages, opened(run_folder, {"model": model}) as (ckpt, _):
+        optimizer.step(closure)
+        model.zero_grad()
+        ckpt.step()
+    assert [STRANGER in one for one in messages] == [True]
+
+
+def test_one_that_is_called_within_the_step_of_another(run_folder: Path) -> None:
+    """No log can repeat that."""
+    model, optimizer = make()
+    other = SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        other.step()
+        return float(loss)
+
+    state = {"model": model, "optimizer": optimizer}
+    with said() as messages, opened(run_folder, state, method="logged", every=None) as (ckpt, _):
+        for _ in range(3):
+            optimizer.step(closure)
+            model.zero_grad()
+            ckpt.step()
+        assert ckpt.stats().log_holes >= 3
+    assert STRANGER in "".join(messages)
+    weight = model.weight.detach().clone()
+    assert not peeked(run_folder, state).exact
+    assert torch.equal(model.weight, weight)
 
 
 class Calling(AdamW):
@@ -502,6 +561,33 @@ def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, repl
     assert SCHEDULER in found[1].evidence
 
 
+class Progress:
+    """An object of the user's that has a whole framework, and saves little of it."""
+
+    def __init__(self, **framework: Any) -> None:
+        self.framework = framework
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 1}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_object_that_has_the_framework_which_replaces_a_scheduler(
+    run_folder: Path, saves: bool
+) -> None:
+    def of(_: nn.Module, optimizer: AdamW) -> Any:
+        second = schedules.StepLR(optimizer, 2)
+        part = App(sched=second) if saves else Progress(sched=second)
+        return {"part": part, "sched": schedules.StepLR(optimizer, 2)}, [second]
+
+    messages, found = scheduled(run_folder, of)
+    assert [SCHEDULER in one for one in messages] == ([] if saves else [True, True])
+    assert [one.exact for one in found] == [True, saves]
+
+
 def test_a_scheduler_of_the_state_that_drives_another_optimizer(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -567,7 +653,17 @@ def test_a_scheduler_that_nobody_steps_is_not_told_of(run_folder: Path) -> None:
     assert [one.exact for one in found] == [True, True], found
 
 
-# --- What is written --------------------------------------------------------------------------
+# --- The reason -------------------------------------------------------------------------------
+
+
+def test_the_reason_is_written_only_where_there_is_one() -> None:
+    identity = ShardIdentity("run", 1, 2, 3, 0, 1, False, inexact="x" * 9999)
+    file = FileRecord("rank-00000.safetensors", 8, 8, "0" * 32, "0" * 32)
+    marker = Marker.of(identity, (file,))
+    assert Marker.decode(marker.encode(), PurePath("m")) == marker
+    assert marker.inexact == "x" * 2000
+    assert Manifest.decode(Manifest((marker,)).encode(), PurePath("m")).markers == (marker,)
+    assert b"inexact" not in Marker.of(replace(identity, inexact=""), (file,)).encode()
 
 
 def test_why_is_in_words_what_all_of_it_is() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -48,6 +48,7 @@ class Schedules:
     ) -> None:
         self._state, self._lost, self._tell = state, lost, tell
         self._idle: dict[int, tuple[weakref.ref[LRScheduler], object]] = {}  # with what it counted
+        self._parts_then: dict[str, object] = {}
         self._at_first_mark = True
         for key, scheduler in self._parts():
             driven = unwrapped(scheduler.optimizer)
@@ -65,6 +66,7 @@ class Schedules:
     def started(self) -> None:
         """The state is that of a start: what counts from now on is looked for."""
         self._idle = {id(one): (weakref.ref(one), _count(one)) for one in self._beside()}
+        self._parts_then = {key: _count(one) for key, one in self._parts()}
         self._at_first_mark = True
 
     def marked(self) -> None:
@@ -82,8 +84,25 @@ class Schedules:
             if scheduler is not None and _count(scheduler) == before:
                 continue
             del self._idle[key]
-            if scheduler is not None and not is_held(scheduler, self._state):
+            if scheduler is not None and not self._may_be_saved(scheduler):
                 self._found(scheduler)
+
+    def _may_be_saved(self, scheduler: LRScheduler) -> bool:
+        """Return whether an object of the state has it, and may save it. Not one that has a whole
+        framework, where that has put the scheduler in the place of one that is a part of the state
+        itself and counts no more, and saves nothing like it."""
+        if not is_held(scheduler, self._state):
+            return False
+        driven = unwrapped(scheduler.optimizer)
+        replaced = any(
+            unwrapped(one.optimizer) is driven and self._parts_then.get(key) == _count(one)
+            for key, one in self._parts()
+        )
+        if not replaced:
+            return True
+        counted = {"last_epoch": scheduler.last_epoch}
+        others = (one for one in self._state.stateful if not isinstance(one, LRScheduler))
+        return any(_has(one.state_dict(), counted) for one in others)  # type: ignore[attr-defined]
 
     def _found(self, scheduler: LRScheduler) -> None:
         driven = unwrapped(scheduler.optimizer)
@@ -132,6 +151,13 @@ class Schedules:
 
 def _inner(value: object) -> object:
     return vars(value).get("scheduler") if hasattr(value, "__dict__") else None
+
+
+def _has(tree: object, wanted: Mapping[str, object]) -> bool:
+    if isinstance(tree, Mapping):
+        found = all(key in tree and tree[key] == value for key, value in wanted.items())
+        return found or any(_has(value, wanted) for value in tree.values())
+    return isinstance(tree, (list, tuple)) and any(_has(value, wanted) for value in tree)
 
 
 def _count(scheduler: LRScheduler) -> object:

@@ -42,6 +42,7 @@ from everstep.state.tensors import why_not_storable
 
 __all__ = ["Strangers", "is_held", "is_ours", "kind_of"]
 
+_TOLD_MAX = 8  # there may be one for each parameter
 _OBJECTS_MAX, _ITEMS_MAX = 50_000, 4096
 _HOLDS_NONE = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None), type, torch.dtype),
@@ -59,14 +60,12 @@ class _Stranger:
         parameters: those that the state has.
         why: what to say of it.
         consumes: one of these has a gradient that its update, under way, consumes.
-        told: it has updated one of them, which was said.
     """
 
     groups: int
     parameters: list[torch.Tensor]
     why: str
     consumes: bool = False
-    told: bool = False
 
 
 class Strangers:
@@ -76,7 +75,7 @@ class Strangers:
         updates: counts updates, and holds the handles of all hooks.
         gate: called before anything of the state is updated (I1).
         lost: called, with the reason, behind an update that no log can repeat; None: there is none.
-        tell: called, once for each, with what the user should know.
+        tell: called, once for each kind, with what the user should know.
     """
 
     def __init__(
@@ -119,7 +118,9 @@ class Strangers:
         if stranger is None:
             return
         stranger.consumes = _any_gradient(stranger.parameters)
-        if not self._is_within_ours:
+        if self._is_within_ours:
+            self._updates.within = True  # and no log can repeat that one
+        else:
             self._gate(None)
         if not self._hooked:  # it is called behind this very step, too
             self._hooked = True
@@ -132,9 +133,9 @@ class Strangers:
         # A closure computes gradients within the step, and a hook may free them there.
         if not (stranger.consumes or _any_gradient(stranger.parameters)):
             return
-        if not stranger.told:
-            stranger.told = True
-            self._state.strangers.append(stranger.why)
+        known = self._state.strangers
+        if stranger.why not in known and len(known) < _TOLD_MAX:
+            known.append(stranger.why)
             self._tell(self._notice(stranger.why))
         if self._is_within_ours:
             return  # of the update of one of the state's own, which is counted
@@ -177,8 +178,6 @@ class Strangers:
             others[key] = groups, alive
             return None
         others.pop(key, None)
-        if known is not None:
-            found.told = known.told
         strangers[key] = found, alive
         return found
 

@@ -27,7 +27,8 @@ def why_not_exact(
     found = []
     if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
         ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""
-        why = ": ".join((_lineage(base, timelines), *dict.fromkeys(filter(None, of.values()))))
+        reasons = "; ".join(dict.fromkeys(filter(None, of.values())))
+        why = ": ".join(filter(None, (_lineage(base, timelines), reasons)))
         found.append(f"the base of {base}{ranks} is not called exact: {why}")
     if loaded.mismatches:
         name, what = loaded.mismatches[0]

@@ -357,7 +357,9 @@ class OptimizerProvider:
             Which these are, in words: training had none, so what goes on with one is not exact.
         """
         notes = []
-        for number, (old, new) in enumerate(zip(before, self._optimizer.param_groups, strict=True)):
+        for number, (old, new) in enumerate(
+            zip(before, self._optimizer.param_groups, strict=False)
+        ):
             for name in [name for name in old if name not in new]:
                 new[name] = old[name]
                 where = join_path(f"{self.section}/param_groups/{number}", name)
