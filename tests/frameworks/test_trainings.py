@@ -34,3 +34,10 @@ def test_killed_training_ends_in_the_same_bits(
         assert [r["step"] for r in killed.recoveries] == [0, *kill_at]
     assert killed.steps == whole.steps
     assert killed.final == whole.final
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scheduler_that_the_trainer_has_replaced_is_told_of(method: str, tmp_path: Path) -> None:
+    killed = train("trainer", tmp_path, (9,), {"SCHEDULER": "replaced", "METHOD": method})
+    assert [r["exact"] for r in killed.recoveries] == [True, False]
+    assert "a scheduler that is in no part of the state" in killed.output

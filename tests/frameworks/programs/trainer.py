@@ -81,7 +81,8 @@ class EverstepTrainer(Trainer):
     def train_with(self, run, **options):
         loader = self.get_train_dataloader()
         self.create_optimizer_and_scheduler(self.set_initial_training_values(self.args, loader)[-1])
-        self._created_lr_scheduler = False  # or train() replaces the one that is in the state
+        # True: train() replaces the scheduler that is in the state.
+        self._created_lr_scheduler = os.environ.get("SCHEDULER") == "replaced"
         state = {
             "model": self.model,
             "optimizer": self.optimizer,
