@@ -23,6 +23,7 @@ import everstep
 from everstep.errors import UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
+from everstep.keeper.saver import Saver
 from everstep.state.image import State
 
 THREAD = everstep.KeeperOptions(process=False)
@@ -127,19 +128,29 @@ def test_rewinding_does_not_restore_an_optimizer_in_no_part_of_the_state(run_fol
     assert any(STRANGER in note for note in found.notes)
 
 
-def test_it_holds_back_updates_while_the_state_is_copied(run_folder: Path) -> None:
-    """Each base is that of its step, as with an optimizer of the state (I1)."""
-    model = nn.Linear(4, 50_000)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    sums: dict[int, torch.Tensor] = {}
-    with said(), opened(run_folder, {"model": model}, method="lazy") as (ckpt, _):
-        for step in range(1, 6):
-            update(model, optimizer)
-            sums[step] = model.weight.detach().clone()
+def test_its_updates_wait_until_what_they_change_is_copied(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate is asked before each update, as by the optimizers of the state (I1)."""
+    model, optimizer = make()
+    asked: list[tuple[str | None, torch.Tensor]] = []
+    gate = Saver.gate
+
+    def noted(self: Saver, key: str | None) -> None:
+        asked.append((key, model.weight.detach().clone()))
+        gate(self, key)
+
+    monkeypatch.setattr(Saver, "gate", noted)
+    other = SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with said(), opened(run_folder, state, method="lazy", every=None) as (ckpt, _):
+        for using, key in ((optimizer, "optimizer"), (other, None), (other, None)):
+            asked.clear()
+            before = model.weight.detach().clone()
+            update(model, using)
+            assert [one for one, _ in asked] == [key]
+            assert torch.equal(asked[0][1], before)
             ckpt.step()
-    for step, weight in sums.items():
-        peeked(run_folder, {"model": model}, step)
-        assert torch.equal(model.weight, weight)
 
 
 def test_many_optimizers_are_told_of_a_few_times(run_folder: Path) -> None:
