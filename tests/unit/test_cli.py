@@ -958,6 +958,8 @@ def hostile(run: Path) -> Path:
 def test_names_are_never_markup_nor_escapes(
     hostile: Path, verb: list[str], columns: int | None
 ) -> None:
+    if verb[0] == "inspect":  # there is none that resume() would choose
+        verb = [*verb, "--step", "4"]
     result = invoke(*verb, hostile, columns=columns)
     assert result.exit_code in (ExitCode.OK, ExitCode.DIFFERENT), result.output
     assert all(char.isprintable() for char in result.output.replace("\n", ""))
@@ -969,13 +971,12 @@ def test_names_are_never_markup_nor_escapes(
 def test_verify_reports_what_is_hostile_and_follows_no_link(hostile: Path) -> None:
     found = document("verify", hostile, status=1)
     named = {problem["path"] for problem in found["problems"]}
-    assert os.fspath(base_of(hostile, 1, 2)) in named
     assert os.fspath(hostile / "timeline-00009") in named
-    assert all(base["step"] != 2 for base in found["bases"])
     damaged = {damage["path"] for base in found["bases"] for damage in base["damages"]}
     assert os.fspath(base_of(hostile, 1, 4) / "rank-00001.done") in damaged
     assert os.fspath(base_of(hostile) / "rank-00007.done") in damaged
-    assert invoke("rm", hostile, "--step", 2).exit_code == ExitCode.USAGE
+    assert os.fspath(base_of(hostile, 1, 2)) in damaged
+    assert invoke("rm", hostile, "--step", 2, "--force").exit_code == ExitCode.USAGE
     assert len(list((hostile / "away").iterdir())) == 3
 
 

@@ -22,7 +22,7 @@ from everstep.keeper.attempts import Attempts
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.keeper_stats import KeeperStats
-from everstep.keeper.left_keepers import left_with_keeper
+from everstep.keeper.left_keepers import left_by_a_move, left_with_keeper
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import open_log
 from everstep.keeper.log_batch import batch_to_wire
@@ -229,6 +229,16 @@ class Keepers:
         Raises:
             DeadlineError: the keeper gets nowhere.
         """
+        found = self._left_here(own=own)
+        if own or found.base is not None or found.records or not self._may_be_kept:
+            return found
+        whose = self._run, self._run_id, self._info.rank
+        timeout_s = self._options.progress_timeout_s
+        moved = left_by_a_move(*whose, self._seams, timeout_s=timeout_s)
+        return found if moved.base is None and not moved.records else moved
+
+    def _left_here(self, *, own: bool) -> Recalled:
+        """As :meth:`left_behind`, by the keeper that knows the run's folder where it is now."""
         remote, timeout_s = self._remote, self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
