@@ -40,6 +40,7 @@ from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
 from everstep.options import Options
+from everstep.recover.decide import refuse_unreachable
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.lent_files import opens_in
@@ -233,6 +234,9 @@ class Job:
         )
         with contextlib.ExitStack() as opened:
             with self.telling():
+                if step is None:
+                    with storage_errors("resume", run, rank=self.info.rank):
+                        refuse_unreachable(scan_run(seams.filesystem, run))
                 mailbox = self._open_mailbox()
                 opened.callback(mailbox.close)
                 name = uuid.uuid4().hex

@@ -17,6 +17,7 @@ __all__ = [
     "begins_with_several",
     "candidates",
     "first_unreachable",
+    "refuse_unreachable",
 ]
 
 
@@ -162,6 +163,18 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
         hidden = None
     ordered = tuple(usable[base] for base in chosen)
     return Candidates(ordered, tuple(skipped), tuple(damaged[base] for base in lost), hidden)
+
+
+def refuse_unreachable(inventory: Inventory) -> None:
+    """Refuse to restore anything, where no step was asked for and what cannot be read may be newer
+    than all that can be.
+
+    Raises:
+        RecoveryError: with the path.
+    """
+    found = candidates(inventory)
+    if found.unreachable is not None and not found.ordered:
+        raise found.unreachable.error()
 
 
 def begins_with_several(inventory: Inventory, *, step: int | None = None) -> bool:

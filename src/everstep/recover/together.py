@@ -38,7 +38,7 @@ from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.recover.decide import Skipped, candidates
+from everstep.recover.decide import Skipped
 from everstep.recover.files_ahead import Apart, CopiesAhead
 from everstep.recover.forward import OTHER_STATE
 from everstep.recover.held import HeldBase
@@ -94,7 +94,7 @@ class _Start:
         self.ready: Callable[[], None] = lambda: None
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
-        self._needs, self._step = needs, step
+        self._needs = needs
         self._timelines = KnownTimelines()
         self.fetched: list[Fetched] = []
         self.outcome = Outcome()
@@ -208,10 +208,6 @@ class _Start:
     def _look(self, lossy: bool) -> Offer:
         inventory = scan_run(self._filesystem, self._run, self._timelines)
         self.outcome.inventory = inventory
-        if self._step is None:
-            found = candidates(inventory)
-            if found.unreachable is not None and not found.ordered:
-                raise found.unreachable.error()
         rank = self._meeting.rank
         disk, held = self._meeting.disks[rank], []
         if self._held is not None and self._held.id.timeline in inventory.timelines:
