@@ -66,14 +66,16 @@ def left_by_a_move(
     for info in keepers_left_by_a_move(run_id):
         if info.rank != rank:
             continue
-        _log.warning(
-            "%s was moved from %s while keeper process %d had it: what that has in memory is "
-            "restored from, and left there until it ends (everstep stop ends it)",
-            run,
-            info.run,
-            info.pid,
-        )
-        return _recalled(info, run, seams, timeout_s) or Recalled()
+        recalled = _recalled(info, run, seams, timeout_s)
+        if recalled is not None:
+            _log.warning(
+                "%s was moved from %s while keeper process %d had it: what that has in memory "
+                "counts here, and stays there until it ends (everstep stop ends it)",
+                run,
+                info.run,
+                info.pid,
+            )
+            return recalled
     return Recalled()
 
 
