@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 
@@ -46,7 +46,7 @@ from everstep.recover.lent_files import opens_in
 from everstep.recover.loading import Compares, comparer, loader, needs_here
 from everstep.recover.node_reads import NodeStart, memory_name
 from everstep.recover.others import failed_there, in_words
-from everstep.recover.outcome import told_back, with_ranks
+from everstep.recover.outcome import doubted, told_back, with_ranks
 from everstep.recover.peer_copy import PeerCopy
 from everstep.recover.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
 from everstep.recover.rank_copies import Copies
@@ -66,6 +66,8 @@ from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, 
 from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Job", "KeeperOfRank", "job_of", "open_together"]
+
+_T = TypeVar("_T")
 
 
 class KeeperOfRank(Protocol):
@@ -298,9 +300,12 @@ class Job:
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             back = told_back(resumed) | said_apart(state.apart)
+            back["buckets"] = [] if resumed.base is None else state.buckets.wishes()
             resumed = with_ranks(resumed, said := self._say("tell what was read", back))
             if resumed.base is not None:
-                self._gather(state)
+                self._together(state.gather, "hand each other what they replayed")
+                rebuild = partial(state.buckets.rebuild, [one["buckets"] for one in said])
+                resumed = doubted(resumed, self._together(rebuild, "rehearse a backward of DDP"))
             self._apart, (self._parts, _) = state.apart, heard_apart(state.apart, said)
             state.apart.began()
             if self._copies is not None:
@@ -321,12 +326,16 @@ class Job:
                 self._say("start together", {"error": in_words(error)})
             raise
 
-    def _gather(self, state: State) -> None:
-        """What others have replayed of what this rank holds copies of (ZeRO)."""
+    def _together(self, do: Callable[[], _T], what: str) -> _T:
+        """What all ranks do by torch's collectives.
+
+        Raises:
+            DeadlineError: one of them is gone.
+        """
         try:
-            state.gather()
+            return do()
         except RuntimeError as error:  # of torch's backends
-            text, hint = "ranks hand each other what they replayed", "see what the others print"
+            text, hint = f"ranks {what}", "see what the others print"
             raise DeadlineError(f"{text}: {error}", rank=self.info.rank, hint=hint) from error
 
     def _open_mailbox(self) -> PeerMailbox:
