@@ -4,6 +4,7 @@ order in which one that nobody disturbed does, or says that it does not."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from everstep.state import buckets
 from everstep.state.buckets import Buckets
+from everstep.state.image import State
 from everstep.state.objects import decode
 from everstep.state.providers import ModuleProvider
 from everstep.state.survey import Part
@@ -158,10 +160,20 @@ def rebuilt_otherwise() -> tuple[Any, Buckets]:
     return ddp, found
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_static_graph_cannot_be_rehearsed(any_ranks: None, steps: int) -> None:
+    first, of_first = made(static_graph=True)
+    before = of_first.collect()
+    train(first, steps)
+    ddp, found = made(static_graph=True)
+    assert not restored(ddp, found, before)
+    (told,) = restored(ddp, found, of_first.collect())
+    assert "static_graph" in told
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: made(static_graph=True), "static_graph"),
         (lambda: made(bucket_cap_mb=1), "bucket_cap_mb"),
         (with_hook([], stateful_hook), "communication hook"),
         (rebuilt_otherwise, "another order"),
@@ -249,6 +261,20 @@ def test_plain_ddp_goes_on_bit_for_bit(run: Run) -> None:
     assert drill(run, "buckets", 5, method="lazy") >= 2
 
 
+def test_a_ddp_that_is_made_after_resume_is_told_of(
+    any_ranks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Deep()
+    state = State({"model": net})
+    assert not state.buckets.settle(as_many=True)
+    assert state.exact
+    ddp, state.trains_in = DDP(net), threading.get_ident()
+    assert not state.exact
+    assert not state.exact
+    assert caplog.text.count("was made after resume()") == 1
+    del ddp
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lazy", "logged", "lowdiff_plus", "gockpt", "checkflow"])
 def test_every_method_knows_the_order(run: Run, method: str) -> None:
@@ -276,8 +302,8 @@ def test_a_job_that_cannot_rebuild_is_not_called_exact(run: Run) -> None:
     """Nor is what descends from it."""
     options = {"method": "lazy"}
     run.to_the_end("buckets_static", options, world=4, last=3)
-    for last in (5, 6):
+    for last, step in ((5, 2), (6, 4)):
         said = run.to_the_end("buckets_static", options, world=4, last=last)
-        assert {lines[0]["resumed"] for lines in said} == {last - 2 if last == 5 else 4}
+        assert {lines[0]["resumed"] for lines in said} == {step}
         assert not any(lines[0]["exact"] for lines in said)
         assert all("static_graph" in lines[0]["notes"][0] for lines in said)

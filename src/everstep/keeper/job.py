@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import uuid
@@ -56,7 +57,7 @@ from everstep.recover.scan import scan_run
 from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
-from everstep.seams.group import Group, group_of_job
+from everstep.seams.group import Group, group_of_job, restarts_meet_the_dead
 from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.peers import PeerMailbox
 from everstep.state.apart import Apart
@@ -67,6 +68,7 @@ from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Job", "KeeperOfRank", "job_of", "open_together"]
 
+_log = logging.getLogger("everstep")
 _T = TypeVar("_T")
 
 
@@ -461,6 +463,14 @@ def job_of(seams: Seams, timeout_s: float) -> Job | None:
         DeadlineError: not all ranks make a Checkpointer.
     """
     group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
+    if group is not None and group.rank == COORDINATOR and restarts_meet_the_dead():
+        _log.warning(
+            "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
+            "--max-restarts starts again find in it the addresses of those that were killed, and "
+            "gloo does not connect them (connectFullMesh ... Connection refused)\n  hint: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
+            "--standalone or --rdzv-backend=c10d"
+        )
     return None if group is None else Job(group, timeout_s)
 
 

@@ -217,8 +217,8 @@ def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
     if not notes:
         return resumed
     why = "; ".join(filter(None, (resumed.inexact, *notes)))
-    about = {"exact": False, "own_exact": False, "inexact": why}
-    return replace(resumed, **about, problems=(*resumed.problems, *notes))
+    problems = (*resumed.problems, *notes)
+    return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
 
 
 def told_back(resumed: Resumed) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from everstep.errors import DeadlineError, StateError
 
-__all__ = ["Group", "TorchGroup", "group_of_job"]
+__all__ = ["Group", "TorchGroup", "group_of_job", "restarts_meet_the_dead"]
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BYTE = torch.uint8
@@ -127,6 +127,15 @@ class TorchGroup:
                 rank=self.rank,
                 hint=f"every rank has to {what}, at the same place of the program",
             ) from error
+
+
+def restarts_meet_the_dead() -> bool:
+    """Whether ranks that torchrun is going to start again will find addresses of those that were
+    killed: its agent keeps one store over all restarts, and gloo asks that for addresses under the
+    same keys each time."""
+    left = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return kept and left.isdecimal() and int(left) > 0
 
 
 def group_of_job(timeout_s: float) -> Group | None:

@@ -23,6 +23,7 @@ them, or the rehearsal is not possible, that is told, and nothing is claimed.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import warnings
 import weakref
@@ -40,6 +41,8 @@ from everstep.state.restoring import RestorePlan, Saved
 from everstep.state.survey import RESERVED, Part
 
 __all__ = ["BUCKETS_SECTION", "Buckets"]
+
+_log = logging.getLogger("everstep")
 
 BUCKETS_SECTION = f"{RESERVED}/ddp"
 
@@ -89,6 +92,7 @@ class Buckets(Unproven):
         self._known: dict[str, weakref.ref[nn.parallel.DistributedDataParallel]] = {}
         self._saved: Mapping[str, Any] = {}
         self._wanted: dict[str, tuple[int, ...]] = {}  # what is to be rehearsed
+        self._missed: bool | None = False  # None: it is to be looked for
         self._part: Part | None = None  # once nothing of it changes any more
         self._find()
 
@@ -105,7 +109,7 @@ class Buckets(Unproven):
             return self._part  # mostly
         part = Part((), Encoded(encode(self.collect(), self.section)))
         orders = (_order_of(ddp) for _, ddp in self._ddps() if _rebuilds(ddp))
-        if all(order.rebuilt or order.numbers is None for order in orders):
+        if all(order.rebuilt for order in orders):
             self._part = part
         return part
 
@@ -123,7 +127,7 @@ class Buckets(Unproven):
         Args:
             as_many: as many ranks have saved it; sums of others part in any case.
         """
-        self._wanted = {}
+        self._wanted, self._missed = {}, None if as_many else False
         self._find()
         doubts = list[str]()
         for name, ddp in self._ddps() if as_many else ():
@@ -149,7 +153,7 @@ class Buckets(Unproven):
             return _why_not_rehearsed(ddp)
         saved, live, order = self._saved.get(name), _record(ddp), _order_of(ddp)
         if not isinstance(saved, dict) or saved.get("order") is None:
-            return "unsaved"
+            return "static" if ddp.static_graph and saved is not None else "unsaved"
         if order.numbers is None:
             return "unknown"
         if [saved.get(key) for key in ("caps", "count")] != [live["caps"], live["count"]]:
@@ -189,6 +193,24 @@ class Buckets(Unproven):
                 lost.append(f"the buckets of {name!r} are in another order than was asked for")
         self._wanted, self._part = {}, None
         return lost
+
+    def missed(self) -> bool:
+        """Whether a DDP that rebuilds its buckets was made only after a state was restored, which
+        is told once. To be asked once a step has been taken."""
+        if self._missed is None:
+            before = set(self._known)
+            self._find()
+            late = [n for n, ddp in self._ddps() if n not in before and _rebuilds(ddp)]
+            self._missed = bool(late)
+            if late:
+                _log.warning(
+                    "everstep: the DistributedDataParallel of %r was made after resume(): its "
+                    "first step may have summed gradients in another order than a training that "
+                    "was never interrupted, so what is saved from now on is not called exact\n"
+                    "  hint: make it before the Checkpointer",
+                    late[0],
+                )
+        return self._missed
 
     def _ddps(self) -> Iterator[tuple[str, nn.parallel.DistributedDataParallel]]:
         for name, reference in self._known.items():
@@ -263,8 +285,8 @@ def _order_of(ddp: Any) -> _Order:
             about = ddp._get_ddp_logging_data()
         if about.get("has_rebuilt_buckets") == 1:
             return _Order(True, _numbers(about["rebuilt_per_bucket_param_indices"]))
-        if about.get("iteration", 0) >= _SAMPLED:
-            return _Order(False, None)
+        if about.get("iteration", 0) >= (1 if ddp.static_graph else _SAMPLED):
+            return _Order(False, None)  # of a static graph the first backward has no order
         return _Order(False, _numbers(about.get("prev_iteration_grad_ready_order_indices", "")))
     except (AttributeError, KeyError, RuntimeError, ValueError):
         return _Order(False, None)
@@ -359,7 +381,8 @@ def _rehearse(ddp: Any, order: Sequence[int]) -> None:
             warnings.simplefilter("ignore")  # that all parameters are used, as here
             start = torch.zeros((), device=ddp.device, requires_grad=True)
             trained = (parameter for parameter in parameters if parameter.requires_grad)
-            end = _Tell.apply(start, reducer, order, *trained)
+            apply: Any = _Tell.apply
+            end = apply(start, reducer, order, *trained)
             reducer.prepare_for_forward()
             reducer.prepare_for_backward([end])
             torch.autograd.backward(end, inputs=[start])

@@ -343,7 +343,9 @@ class State:
             for one in self._optimizer_providers
             if one.loses
         )
-        return (*self._loses, *lossy, *self.beside)
+        late = ("a DistributedDataParallel was made after resume()",)
+        missed = late if self.trains_in is not None and self.buckets.missed() else ()
+        return (*self._loses, *lossy, *self.beside, *missed)
 
     @property
     def exact(self) -> bool:
@@ -516,8 +518,9 @@ class State:
             plans[section] = provider.plan(Saved(trees[section], used, tied), live)
         for section in trees:
             if section not in self.providers:
-                what = [(section, "in the checkpoint, not in the state")]
-                unexpected = [] if section == BUCKETS_SECTION else what  # of no use without DDP
+                unexpected = [(section, "in the checkpoint, not in the state")]
+                if section == BUCKETS_SECTION:  # of no use without DDP
+                    unexpected = []
                 plans[section] = RestorePlan.without(unexpected)
         return plans
 
