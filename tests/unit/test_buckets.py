@@ -221,6 +221,19 @@ def test_hooks_that_keep_nothing_are_no_obstacle(any_ranks: None, hook: Any) -> 
     assert layout(ddp) == layout(first)
 
 
+def test_a_process_that_has_made_a_backward_needs_no_rehearsal(any_ranks: None) -> None:
+    """As is advised for PowerSGD, whose hook none may call."""
+    first, of_first = with_hook([], stateful_hook)()
+    train(first, 3)
+    ddp, found = with_hook(called := [], stateful_hook)()
+    train(ddp)
+    before = list(called)
+    assert not restored(ddp, found, of_first.collect())
+    assert called == before
+    train(ddp)
+    assert layout(ddp) == layout(first)
+
+
 def test_all_ranks_rehearse_or_none(any_ranks: None) -> None:
     first, of_first = made()
     train(first, 3)
@@ -229,7 +242,8 @@ def test_all_ranks_rehearse_or_none(any_ranks: None) -> None:
     found.restore(of_first.collect(), strict=True)
     assert not found.settle(as_many=True)
     assert found.wishes()
-    assert not found.rebuild([[]])
+    (told,) = found.rebuild([[]])
+    assert "not all ranks" in told
     assert layout(ddp) == before
 
 

@@ -57,7 +57,7 @@ from everstep.recover.scan import scan_run
 from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
-from everstep.seams.group import Group, group_of_job, restarts_meet_the_dead
+from everstep.seams.group import Group, group_of_job, keeps_store_over_restarts
 from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.peers import PeerMailbox
 from everstep.state.apart import Apart
@@ -329,7 +329,7 @@ class Job:
             raise
 
     def _together(self, do: Callable[[], _T], what: str) -> _T:
-        """What all ranks do by torch's collectives.
+        """Do what needs torch's collectives on all ranks.
 
         Raises:
             DeadlineError: one of them is gone.
@@ -463,7 +463,7 @@ def job_of(seams: Seams, timeout_s: float) -> Job | None:
         DeadlineError: not all ranks make a Checkpointer.
     """
     group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
-    if group is not None and group.rank == COORDINATOR and restarts_meet_the_dead():
+    if group is not None and group.rank == COORDINATOR and keeps_store_over_restarts():
         _log.warning(
             "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
             "--max-restarts starts again find in it the addresses of those that were killed, and "

@@ -98,7 +98,7 @@ class Outcome:
         return replace(restored, exact=restored.exact and self.exact)
 
     def doubt(self, notes: tuple[str, ...]) -> None:
-        """What was restored does not lead on as training would have gone on."""
+        """Note why the next step may differ from that of an uninterrupted training."""
         if notes and self.loaded is not None:
             self.loaded = replace(self.loaded, notes=(*self.loaded.notes, *notes))
             self.exact = False
@@ -213,7 +213,7 @@ def resumed_of(
 
 
 def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
-    """What was restored, where it does not lead on as training would have gone on."""
+    """Return what was restored with such notes, which were found after the agreement."""
     if not notes:
         return resumed
     why = "; ".join(filter(None, (resumed.inexact, *notes)))

@@ -432,7 +432,7 @@ class _Start:
 
 
 def _doubts(state: State, loaded: LoadedBase | None) -> tuple[str, ...]:
-    """Why the next step will not be that of a training that was never interrupted."""
+    """Return why the next step may differ from that of an uninterrupted training."""
     if loaded is None:
         return ()
     return state.buckets.settle(as_many=loaded.marker.world == state.ranks.world)

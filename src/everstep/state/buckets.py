@@ -7,17 +7,17 @@ bucket: a process that resumed with first buckets would take its first step with
 than one that was never interrupted. So that order is a part of the state, each rank's own, and is
 brought about before the first step.
 
-For that all ranks of a DDP rehearse a backward together: its reducer is told of each parameter, in
-the recorded order, while gradients are None or zero, so that zeros are summed; then the buckets are
-rebuilt as the next forward would have done. No operator of the model runs, nothing is accumulated:
-hooks on parameters are not called, no random number is drawn, and gradients are put back.
+To do so, all ranks of a DDP rehearse a backward together: each parameter is marked as ready in the
+reducer, in the recorded order, while gradients are None or zero, so that zeros are summed; then the
+buckets are rebuilt as the next forward would do it. No operator of the model runs and nothing is
+accumulated: hooks on parameters are not called, no random number is drawn, gradients are put back.
 
-A second trap is disarmed by the same rehearsal: with ``gradient_as_bucket_view=True`` a gradient
+The rehearsal prevents a second difference: with ``gradient_as_bucket_view=True`` a gradient
 that is a view of a bucket is divided by the number of ranks, and one that is not (the first) is
 multiplied by one over that number, which is the same for powers of two only.
 
-Private names of torch are used, for want of public ones; where a version of torch does not have
-them, or the rehearsal is not possible, that is told, and nothing is claimed.
+Private names of torch are used, for want of public ones. Where a version of torch does not have
+them, or the rehearsal is not possible, the recovery's notes say so, and it is not called exact.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Order:
 
     Attributes:
         rebuilt: the buckets have been rebuilt; otherwise the next forward will do that.
-        numbers: empty: there was no backward yet; None: nobody can tell.
+        numbers: empty before the first backward; None if unknown.
     """
 
     rebuilt: bool
@@ -98,7 +98,7 @@ class Buckets(Unproven):
 
     @property
     def are_saved(self) -> bool:
-        """Whether there is a DDP that rebuilds its buckets."""
+        """Return whether there is a DDP that rebuilds its buckets."""
         return any(_rebuilds(ddp) for _, ddp in self._ddps())
 
     def collect(self) -> dict[str, Any]:
@@ -121,11 +121,12 @@ class Buckets(Unproven):
         return []
 
     def settle(self, *, as_many: bool) -> tuple[str, ...]:
-        """Decides what this rank has to rehearse for what was restored last; returns, in words,
-        why the next step will not be that of a training that was never interrupted.
+        """Decide what this rank has to rehearse for the state that was restored last; return, in
+        words, why the next step may differ from that of an uninterrupted training.
 
         Args:
-            as_many: as many ranks have saved it; sums of others part in any case.
+            as_many: the state was saved by as many ranks. Another number of ranks sums to other
+                last bits in any case.
         """
         self._wanted, self._missed = {}, None if as_many else False
         self._find()
@@ -142,7 +143,7 @@ class Buckets(Unproven):
         return tuple(doubts)
 
     def _settle(self, name: str, ddp: nn.parallel.DistributedDataParallel) -> str | None:
-        """The same of one DDP; what is returned is a key of ``_WHY_NOT``."""
+        """Decide for one DDP; return a key of ``_WHY_NOT``, or None without doubts."""
         divides = _lost_its_views(ddp)
         if not _rebuilds(ddp):
             if not divides:
@@ -169,13 +170,13 @@ class Buckets(Unproven):
         return _why_not_rehearsed(ddp)
 
     def wishes(self) -> list[list[Any]]:
-        """What :meth:`settle` wants to be rehearsed, for the other ranks: names, and ranks of the
-        group."""
+        """Return what this rank is going to rehearse, for the other ranks: a name and the ranks of
+        the group, for each DDP."""
         return [[n, _ranks(ddp)] for n, ddp in self._ddps() if n in self._wanted]
 
     def rebuild(self, said: Sequence[Collection[Any]]) -> list[str]:
-        """Rehearses what all ranks of its group want to be rehearsed; returns, in words, where that
-        has not led to the recorded order. To be called by all ranks.
+        """Rehearse where all ranks of the group do; return, in words, which DDPs are not in the
+        recorded order. All ranks have to call it.
 
         Args:
             said: of all ranks, by rank: :meth:`wishes`.
@@ -186,7 +187,10 @@ class Buckets(Unproven):
         lost = list[str]()
         for name, ddp in list(self._ddps()):
             ranks = _ranks(ddp)
-            if name not in self._wanted or not all([name, ranks] in said[rank] for rank in ranks):
+            if name not in self._wanted:
+                continue
+            if not all([name, ranks] in said[rank] for rank in ranks):
+                lost.append(f"not all ranks can bring the buckets of {name!r} into their order")
                 continue
             _rehearse(ddp, self._wanted[name])
             if _rebuilds(ddp) and _order_of(ddp) != _Order(True, self._wanted[name]):
@@ -195,8 +199,8 @@ class Buckets(Unproven):
         return lost
 
     def missed(self) -> bool:
-        """Whether a DDP that rebuilds its buckets was made only after a state was restored, which
-        is told once. To be asked once a step has been taken."""
+        """Return whether a DDP that rebuilds its buckets was made after the state was restored, and
+        warn once. Call it after a step has been taken."""
         if self._missed is None:
             before = set(self._known)
             self._find()
@@ -218,8 +222,8 @@ class Buckets(Unproven):
                 yield name, ddp
 
     def _find(self) -> None:
-        """Looks for those that are new: in modules of the state, and around them (a state often has
-        the module that is in a DDP, and not the DDP)."""
+        """Find new DDPs: in modules of the state, and around them (a state often has the module
+        that a DDP wraps, and not the DDP)."""
         if not distributed.is_available() or not distributed.is_initialized():
             return
         if distributed.get_world_size() < _RANKS_MIN:
@@ -232,8 +236,11 @@ class Buckets(Unproven):
         }
         kind = nn.parallel.DistributedDataParallel
         modules = [p.outer for p in self._providers.values() if isinstance(p, ModuleProvider)]
-        around: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
         inside: list[Any] = [m for outer in modules for m in outer.modules() if isinstance(m, kind)]
+        around: list[Any] = []
+        if names.keys() - {id(parameter) for one in inside for parameter in one.parameters()}:
+            # (DDP's metaclass takes microseconds to answer issubclass().)
+            around = [one for one in gc.get_objects() if kind in type(one).__mro__]
         for one in (*around, *inside):  # the latter are those that count
             first = next((names[id(p)] for p in one.module.parameters() if id(p) in names), None)
             if (
@@ -247,20 +254,20 @@ class Buckets(Unproven):
 
 
 def _rebuilds(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether it rebuilds its buckets, and what is summed depends on that."""
+    """Return whether a DDP rebuilds its buckets, and its sums depend on that."""
     if any(_gathers(kept) for _, kept in getattr(ddp, "_comm_hooks", ())):
         return False
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def _gathers(kept: object) -> bool:
-    """Whether a hook adds up what ranks give in the order of ranks, whatever the buckets are."""
+    """Return whether a hook sums in the order of ranks, whatever the buckets are."""
     loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
     return loaded is not None and isinstance(kept, loaded.DDPCompression)
 
 
 def _record(ddp: Any) -> dict[str, Any]:
-    """What is saved of a DDP."""
+    """Return the record of a DDP that is saved."""
     numbers, caps = _order_of(ddp).numbers, [*getattr(ddp, "bucket_bytes_cap_list", ())]
     return {
         "order": None if numbers is None else np.array(numbers, np.int32),
@@ -270,7 +277,7 @@ def _record(ddp: Any) -> dict[str, Any]:
 
 
 def _count(ddp: Any) -> int:
-    """How many parameters its reducer has; -1: nobody can tell."""
+    """Return the number of parameters that the reducer has; -1 if torch does not tell."""
     try:
         return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
     except (AttributeError, KeyError, RuntimeError):
@@ -297,7 +304,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _trained(ddp: nn.parallel.DistributedDataParallel) -> int:
-    """How many of its parameters require a gradient now."""
+    """Return the number of parameters that require a gradient now."""
     named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
     return sum(one.requires_grad and name not in ignored for name, one in named)
 
@@ -307,8 +314,8 @@ def _ranks(ddp: nn.parallel.DistributedDataParallel) -> list[int]:
 
 
 def _lost_its_views(ddp: Any) -> bool:
-    """Whether there are gradients that were views of buckets, and the next backward would multiply
-    them by one over the number of ranks where it divided before."""
+    """Return whether restored gradients are not views of buckets as they were before, so that the
+    next backward would multiply by one over the number of ranks instead of dividing by it."""
     size = ddp.process_group.size()
     if not ddp.gradient_as_bucket_view or not size & (size - 1) or _hooks(ddp):
         return False
@@ -317,7 +324,7 @@ def _lost_its_views(ddp: Any) -> bool:
 
 
 def _why_not_rehearsed(ddp: Any) -> str | None:
-    """A key of ``_WHY_NOT``; None: nothing stands against it."""
+    """Return a key of ``_WHY_NOT``; None if a rehearsal is possible."""
     if ddp.static_graph:
         return "static"
     tables = (m for m in ddp.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
@@ -335,8 +342,8 @@ def _why_not_rehearsed(ddp: Any) -> str | None:
 
 
 def _hooks(ddp: Any) -> list[object]:
-    """Its communication hooks; those of torch that are built in by name. One that updates within
-    backward is registered by the first forward."""
+    """Return the communication hooks; one that is built into torch by its name, and None for the
+    one that the first forward registers where optimizers update within backward."""
     found: list[object] = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
     built_in = ddp._get_ddp_logging_data().get("comm_hook", "")
     within = any(hasattr(one, "_in_backward_optimizers") for one in ddp.module.parameters())
@@ -344,7 +351,7 @@ def _hooks(ddp: Any) -> list[object]:
 
 
 def _is_stateless(hook: Any) -> bool:
-    """Whether it is one of torch's that keep nothing, and only compress what is summed."""
+    """Return whether a hook is one of torch's that keep nothing and only compress what is summed."""
     if isinstance(hook, str):
         return True
     known = getattr(hook, "__module__", "") == _STATELESS
@@ -352,8 +359,8 @@ def _is_stateless(hook: Any) -> bool:
 
 
 class _Tell(torch.autograd.Function):
-    """A node whose backward tells a reducer of parameters, in an order. They are inputs, for a
-    reducer that searches the graph for them, and get no gradient."""
+    """A node whose backward marks parameters as ready in a reducer, in an order. The parameters
+    are inputs, for a reducer that searches the graph for them, and get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, reducer: Any, order: Any, *_: Any) -> torch.Tensor:
@@ -368,7 +375,7 @@ class _Tell(torch.autograd.Function):
 
 
 def _rehearse(ddp: Any, order: Sequence[int]) -> None:
-    """A backward that adds nothing to any gradient, reduced as any other."""
+    """Run a backward that adds nothing to any gradient, and is reduced as any other."""
     reducer, parameters = ddp.reducer, list(ddp.module.parameters())
     reducer._rebuild_buckets()  # of a backward before, as any forward does
     gradients = [parameter.grad for parameter in parameters]

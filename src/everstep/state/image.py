@@ -501,7 +501,7 @@ class State:
                 plans[section] = RestorePlan.without()
                 continue
             if section not in trees and provider is self.buckets:
-                plans[section] = RestorePlan(None)  # older: what it does not tell is told later
+                plans[section] = RestorePlan(None)  # of an older version; settle() says so
                 continue
             if section not in trees:
                 plans[section] = RestorePlan.without([(section, "not in the checkpoint")])
