@@ -351,7 +351,7 @@ def _hooks(ddp: Any) -> list[object]:
 
 
 def _is_stateless(hook: Any) -> bool:
-    """Return whether a hook is one of torch's that keep nothing and only compress what is summed."""
+    """Return whether a hook is one of torch's that keep nothing from step to step."""
     if isinstance(hook, str):
         return True
     known = getattr(hook, "__module__", "") == _STATELESS
