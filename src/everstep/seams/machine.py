@@ -86,7 +86,8 @@ def real_path(path: str) -> PurePath:
     Raises:
         FileNotFoundError: it is relative to a working directory that was removed.
     """
-    whole = PurePath(os.getcwd(), path)
+    # The working directory is asked for only where it matters: it may have been removed.
+    whole = PurePath(path) if os.path.isabs(path) else PurePath(os.getcwd(), path)
     for at in (whole, *whole.parents):
         if os.path.lexists(at):
             return PurePath(
