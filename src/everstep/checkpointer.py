@@ -44,6 +44,7 @@ from everstep.keeper.lost_steps import tell_if_bases_are_lost, tell_if_steps_are
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
 from everstep.keeper.preemption import Preempting, asks_ranks
+from everstep.keeper.recoverable import Recoverable
 from everstep.keeper.save import Save
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.starts import Starts
@@ -172,6 +173,7 @@ class Checkpointer:
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
         self._joint = Joint(job, self._options, parts, self._state)
+        self._recoverable = Recoverable(self._keepers, self._saver, self._recorder)
         self._last: Save | None = None
         self._preempting.install()
         self._open = True
@@ -215,8 +217,11 @@ class Checkpointer:
         self._state.descends_from = resumed.descends_from
         self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
+        on_disk = None if only_in_memory else resumed.base
+        self._recoverable.restored(None if on_disk is None else on_disk.step)
         if self._recorder is not None:
-            self._recorder.restored(resumed.led_from(self._state.ranks.world), survey)
+            led_from = resumed.led_from(self._state.ranks.world)
+            self._recorder.restored(led_from, survey, self._step, on_disk=on_disk is not None)
         self._watched.started(survey, fresh=resumed.base is None)
         if resumed.base is not None:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due
@@ -313,7 +318,7 @@ class Checkpointer:
         self._cadence.asked(self._step)
         standby, due = self._standby, self._recorder is not None and self._recorder.needs_capture
         identity = self._identity(exact)
-        if standby is not None and standby.follows and not due:
+        if standby is not None and not due and standby.gives(exact=show):
             save = standby.ask(identity, survey or self._state.survey(), exact=show)
         elif self._multistep is not None:
             save = self._multistep.take(identity, survey, sharp=show)
@@ -324,8 +329,10 @@ class Checkpointer:
             if standby is not None:
                 standby.base_taken(save)
         self._cadence.taken(save)
+        self._recoverable.taken(save)
         if self._recorder is not None:
-            self._recorder.base_taken(save)
+            with self._saver.stalled("capture"):  # a log begins at a base that the keeper has
+                self._recorder.base_taken(save)
         return save
 
     def _consumed(self, key: str) -> None:
@@ -432,7 +439,7 @@ class Checkpointer:
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
         about = self._saver, self._keepers, self._recorder, self._cadence, self._multistep
-        return stats_of(self._step, *about)
+        return stats_of(self._step, *about, self._recoverable)
 
     def __enter__(self) -> Checkpointer:
         self._check_open()
@@ -468,7 +475,15 @@ class Checkpointer:
         keepers = self._keepers
         if self._keeper is None:
             self._start_timeline(self._starts.fresh(), exact=True)
-        elif keepers.revive(self._timeline, self._step) or self._keeper is not keepers.current:
+        elif keepers.lost is not None:
+            with self._saver.stalled("keeper"):
+                self._replace_keeper()
+        else:
+            self._replace_keeper()
+
+    def _replace_keeper(self) -> None:
+        keepers = self._keepers
+        if keepers.revive(self._timeline, self._step) or self._keeper is not keepers.current:
             self._take_over()
             self._base_due = self._info.world == 1
 

@@ -316,7 +316,8 @@ def test_stats(run_folder: Path) -> None:
         assert (stats.saves, stats.committed, stats.failed) == (1, 1, 0)
         assert stats.written_bytes == sum_of_files(base_folder(run_folder, 2))
         assert stats.host_bytes >= 4000
-        assert set(stats.stall_s) == {"capture", "gate", "back_pressure", "persist"}
+        assert set(stats.stall_s) == {"capture", "gate", "back_pressure", "persist", "keeper"}
+        assert (stats.stall_s["keeper"], stats.recoverable_step) == (0.0, 2)
 
 
 def test_the_start_says_what_it_will_use(

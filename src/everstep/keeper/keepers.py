@@ -321,7 +321,8 @@ class Keepers:
             self.attempts.why_not = None
         self._seat, self.peer_log_step = seat, None
         self._before = self.stats
-        self._before.durable_step = None
+        if opened:  # else what is durable stays so
+            self._before.durable_step = None
         if self._remote is not None:
             if not self._options.logs:  # else a log may still need it
                 self._remote.forget_all()
@@ -471,7 +472,7 @@ class Keepers:
         again_there = seat and dataclasses.replace(seat, again=True, lost=steps)
         self.serve(timeline, seat=again_there, opened=False)
         _log.warning("%s", lost)
-        warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=6)
         if callable(self._options.on_failure) and lost is not None:
             self._options.on_failure(lost)
 
