@@ -181,6 +181,13 @@ class Checkpointer:
 
     __reduce__ = refuse_pickling
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "_live_key"):  # refused by its constructor
+            return "<Checkpointer, not made>"
+        chosen, closed = self._options, "" if self._open else ", closed"
+        what = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep}"
+        return f"<Checkpointer of {self._run}: {what}; at step {self._step}{closed}>"
+
     @named("resume", strict=bool)
     @one_at_a_time("resume")
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:

@@ -847,7 +847,7 @@ def test_doctor_says_what_the_locked_memory_limit_means(
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, 8 << 20))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "8.0 MiB (ulimit -l); it limits pinned memory" in invoke("doctor", tmp_path).stdout
+    assert "8.4 MB (ulimit -l); it limits pinned memory" in invoke("doctor", tmp_path).stdout
 
 
 # --- What cannot be opened --------------------------------------------------------------
@@ -1124,13 +1124,12 @@ def test_a_reader_that_has_gone_changes_no_status(
 
 
 def test_words() -> None:
-    assert [in_words(size) for size in (0, 1023, 1536, 5 << 40)] == [
+    assert [in_words(size) for size in (0, 999, 1500, 5 * 10**12)] == [
         "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 TiB",
+        "999 B",
+        "1.5 kB",
+        "5.0 TB",
     ]
-    assert in_words(1 << 70).endswith("PiB")
     assert plain("a\x1b[0m\u202e\ud800b") == "a\\x1b[0m\\u202e\\ud800b"
     assert len(plain("x" * 10_000)) == 240
     unlikely: tuple[float | None, ...] = (None, 1e300, -1e300, float("nan"), 10**400)

@@ -638,6 +638,16 @@ def test_stop_ends_it_when_all_is_written(b: Bench) -> None:
     assert b.committed() == {(1, 5)}
 
 
+def test_its_status_counts_the_memory_that_is_taken(b: Bench) -> None:
+    """An arena is reserved as large as the budget; half of the memory of the machine, mostly."""
+    one = b.trainer(pages=(1 << 40) // PAGE)
+    one.serve()
+    before = b.server._status()["arena_bytes"]
+    one.take(1, 5)
+    one.await_("done")
+    assert BASE <= b.server._status()["arena_bytes"] - before < 1 << 30
+
+
 # --- Guests -----------------------------------------------------------------------------
 
 

@@ -347,14 +347,7 @@ def announcement(
         parks: captures that are not due are held, too, where every step is captured.
     """
     parameters, gradient_bytes = gradients
-    every, state = options.every, decimal(state_bytes)
-    when = "on save() only"
-    if every.steps is not None:
-        when = f"every {every.steps} steps"
-    elif every.seconds is not None:
-        when = f"every {every.seconds:g} s"
-    elif every.auto:
-        when = "every=auto"
+    when, state = options.every.in_words, decimal(state_bytes)
     if parameters:
         each = state_bytes / parameters
         shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"

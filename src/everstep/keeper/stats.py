@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from everstep.keeper.cadence import Cadence
 from everstep.keeper.keepers import Keepers
@@ -17,7 +19,10 @@ from everstep.keeper.scheduled_saver import ScheduledSaver
 __all__ = ["Stats", "stats_of"]
 
 
-@dataclass(frozen=True, slots=True)
+_LINE_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """What checkpointing has cost and done since construction.
 
@@ -109,6 +114,26 @@ class Stats:
     forecast_bytes_per_day: float | None = None
     schedule: ScheduleStats | None = None
     recoverable_step: int | None = None
+
+    def __repr__(self) -> str:
+        """Show what there is to tell: nothing that is zero, empty or not known."""
+        return "\n".join(textwrap.wrap(_shown(self), _LINE_CHARS, subsequent_indent="    "))
+
+
+def _shown(value: Any) -> str:
+    if is_dataclass(value):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        told = {name: one for name, one in named.items() if name == "step" or one}
+        inside = ", ".join(f"{name}={_shown(one)}" for name, one in told.items())
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, tuple):  # of each of the last steps
+        return f"<{len(value)}>"
+    if isinstance(value, dict):
+        if any(map(is_dataclass, value.values())):  # of each tensor
+            return f"<{len(value)}>"
+        pairs = (f"{key!r}: {_shown(one)}" for key, one in value.items() if one)
+        return f"{{{', '.join(pairs)}}}"
+    return f"{value:.3g}" if isinstance(value, float) else repr(value)
 
 
 def stats_of(
