@@ -109,15 +109,17 @@ def is_sequence(value: object) -> bool:
 def plain(value: object) -> Any:
     """Return an argument in the form that options keep and that records and messages can take.
 
-    A whole number of another kind (of NumPy, in which intervals and budgets are often worked out)
+    A number of another kind (of NumPy, in which intervals and budgets are often worked out)
     becomes Python's own, and any sequence (a list, a ``ListConfig`` of OmegaConf) a tuple of such;
-    all else is returned as it is. Truth values, arrays and tensors are no whole numbers, though
-    some of them say so.
+    all else is returned as it is. Truth values, arrays and tensors are no numbers, though some of
+    them say so.
     """
     if is_sequence(value):
         return tuple(map(plain, typing.cast("Sequence[object]", value)))
     if isinstance(value, numbers.Integral) and not isinstance(value, int):
         return operator.index(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return float(value)
     return value
 
 

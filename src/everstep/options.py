@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from signal import Signals
 from typing import Literal
 
 from everstep.errors import EverstepError, OptionError
@@ -223,6 +224,9 @@ class Preemption:
     agree_steps: int = 10
 
     def __post_init__(self) -> None:
+        if isinstance(self.signals, tuple):  # signal.SIGTERM means the same
+            names = [one.name if isinstance(one, Signals) else one for one in self.signals]
+            object.__setattr__(self, "signals", tuple(names))
         if not isinstance(self.signals, tuple) or not self.signals:
             one = isinstance(self.signals, str) and self.signals
             raise OptionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,17 @@ def test_a_string_is_no_sequence(text: Any, run_folder: Path) -> None:
     with pytest.raises(OptionError, match="must be a list of places"):
         everstep.Checkpointer(run_folder, {"n": 1}, tiers=text)
     assert not run_folder.exists()
+
+
+def test_signals_may_be_those_of_python() -> None:
+    given: Any = [signal.SIGTERM, "SIGUSR1"]
+    assert Preemption(signals=given).signals == ("SIGTERM", "SIGUSR1")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    seconds: Any = np.float32(2.5)
+    made = KeeperOptions(linger_s=seconds).linger_s
+    assert (type(made), made) == (float, 2.5)
 
 
 def test_a_thread_has_no_cores_of_its_own() -> None:
