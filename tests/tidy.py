@@ -39,6 +39,7 @@ ORDER = (
     "options",
     "seams",
     "state",
+    "data",
     "capture",
     "compress",
     "arena",

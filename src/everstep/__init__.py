@@ -7,6 +7,7 @@ What lives where, in the order in which data flows; imports go down this list, n
 ``intervals``, ``method``, ``options``  what a user can choose
 ``seams``               file system, clock, failpoints, progress: everything that tests replace
 ``state``               WHAT is saved: providers, entries, objects, layout
+``data``                loaders whose position is part of the state
 ``capture``             device to host: lanes, base captures, hooks on updates
 ``compress``            gradients made small, as training consumes them
 ``arena``               host memory for captured state
@@ -33,6 +34,7 @@ from everstep.version import TORCH_MIN, __version__, is_too_old
 
 if TYPE_CHECKING:
     from everstep import compress as compress
+    from everstep import data as data
     from everstep import errors
     from everstep import options as options
     from everstep.checkpointer import Checkpointer
@@ -70,7 +72,7 @@ _WHERE = {
     "Stats": "keeper.stats",
     "presets": "options",
 }
-_MODULES = ("compress", "errors", "options")
+_MODULES = ("compress", "data", "errors", "options")
 
 
 def __getattr__(name: str) -> Any:

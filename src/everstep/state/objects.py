@@ -36,6 +36,7 @@ Wire format
      41 torch.memory_format str: name without "torch."
      42 torch.layout        str: name without "torch."
      43 TensorRef           str: name of the entry
+     44 generator's state   str: kind, bin: the state, encoded by itself
     === =================== =====================================================
 
     Tags below 32 are containers, as are list and dict: their parts are any values, and at most
@@ -64,6 +65,7 @@ import numpy as np
 import torch
 
 from everstep.errors import FormatError, UnsupportedStateError
+from everstep.state.generators import GeneratorState
 from everstep.state.plain import CROWD, FIXED, is_crowded, is_plain
 from everstep.state.refusals import refusal
 
@@ -307,6 +309,7 @@ _FORMS = (
     _torch_enum(41, torch.memory_format),
     _torch_enum(42, torch.layout),
     _simple(43, TensorRef, lambda value: [value.name], str),
+    _simple(44, GeneratorState, lambda value: [value.kind, value.data], str, bytes),
 )
 _MARKERS = {form.tag: msgpack.ExtType(form.tag, b"") for form in _FORMS}
 _BY_TAG = {form.tag: form for form in _FORMS}

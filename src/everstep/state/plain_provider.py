@@ -3,7 +3,7 @@
 Whatever the loop holds besides (a running mean, a list of losses, somewhere in a dict of its own)
 is what it goes on with. So tensors are read into where they lie, arrays and containers are filled
 again, wherever nothing speaks against it: another form, or one object at several places, where
-several different ones may have been saved.
+several different ones may have been saved. Random generators are set to the state that was saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from torch.nn.parameter import is_lazy
 
 from everstep.seams.memory import WritableMemory
 from everstep.state.entries import Entry
-from everstep.state.objects import MAX_DEPTH
+from everstep.state.generators import (
+    GeneratorState,
+    is_generator,
+    kind_of,
+    set_state,
+    state_of,
+    why_not_made,
+)
+from everstep.state.objects import MAX_DEPTH, join_path
 from everstep.state.providers import Unproven, difference, same_memory
 from everstep.state.restoring import RestorePlan, Saved
 
@@ -122,6 +130,7 @@ class PlainProvider(Unproven):
             if problem:
                 plan.mismatches.append((name, problem))
             plan.in_place[name] = tensor
+        plan.mismatches += _other_generators(value, saved.tree, self.section)
         return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
 
     def _fits(self, saved: Saved, name: str, tensor: torch.Tensor) -> bool:
@@ -145,6 +154,9 @@ class PlainProvider(Unproven):
         """What is to be where ``value`` was: that, with what was restored in it, if it can be."""
         if isinstance(tree, torch.Tensor):
             return value if same_memory(value, tree) else tree
+        if is_generator(tree) and is_generator(value):
+            set_state(value, state_of(tree))
+            return value
         fits = type(value) is type(tree) and self._there.is_alone(value)
         if type(tree) in (dict, OrderedDict):
             mine = value if isinstance(value, dict) else {}
@@ -168,6 +180,27 @@ class PlainProvider(Unproven):
                 value[...] = tree
                 return value
         return tree
+
+
+def _other_generators(value: Any, tree: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield where a generator of another kind was saved than is there, by name, with the reason; or
+    one that cannot be made here."""
+    if is_generator(value) or isinstance(tree, GeneratorState):
+        mine = kind_of(value) if is_generator(value) else None
+        saved = tree.kind if isinstance(tree, GeneratorState) else None
+        if saved is None or (mine is not None and mine != saved):
+            yield name, f"saved {saved or 'no random generator'}, live {mine}"
+        elif mine is None and (reason := why_not_made(saved)):
+            yield name, reason
+    elif isinstance(tree, dict):
+        mine = value if isinstance(value, dict) else {}
+        for key, item in tree.items():
+            yield from _other_generators(mine.get(key), item, join_path(name, key))
+    elif isinstance(tree, (list, tuple)):
+        there = value if isinstance(value, (list, tuple)) else ()
+        for index, item in enumerate(tree):
+            other = there[index] if index < len(there) else None
+            yield from _other_generators(other, item, join_path(name, index))
 
 
 def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:

@@ -342,6 +342,8 @@ def _another_kind(value: Stateful, saved: Any) -> str | None:
     """Why torch would take the state of another scheduler, or of a scaler that does nothing, and go
     on without a word as neither does; None: it is of this kind, as far as that can be told. (A
     newer torch may keep more of the same scheduler, or less.)"""
+    if getattr(value, "everstep_restores_data", False):
+        return value.refusal(saved)  # type: ignore[attr-defined,no-any-return]
     if not isinstance(saved, dict):
         return None
     if isinstance(value, torch.amp.GradScaler):

@@ -29,8 +29,8 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     (type, "a class cannot be stored; store its name"),
     (
         DataLoader,
-        "torch's own has no position; take torchdata's StatefulDataLoader, or store epoch "
-        "and batch, seed a generator of its own by the epoch, and skip to there",
+        "torch's own has no position; give the state everstep.data.ResumableLoader(loader), and "
+        "iterate over that",
     ),
     ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
     ("bit_generator", "store its bit_generator.state"),

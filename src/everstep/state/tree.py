@@ -11,11 +11,21 @@ from torch.nn.parameter import is_lazy
 
 from everstep.errors import UnsupportedStateError
 from everstep.state.dtensors import is_dtensor
-from everstep.state.objects import MAX_DEPTH, TensorRef, join_path
+from everstep.state.generators import (
+    GeneratorState,
+    is_generator,
+    kind_of,
+    new_generator,
+    set_state,
+    state_of,
+)
+from everstep.state.objects import MAX_DEPTH, TensorRef, decode, encode, join_path
 
 __all__ = ["join", "references", "split"]
 
-_IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes, TensorRef))
+_IMMUTABLE = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, TensorRef, GeneratorState)
+)
 _NESTED = frozenset((dict, OrderedDict, Counter, list, tuple, deque, slice))
 
 
@@ -72,6 +82,8 @@ def _copied(value: object, name: str, depth: int) -> object:
     kind = type(value)
     if kind in (np.ndarray, set, bytearray):
         return value.copy()  # type: ignore[attr-defined]  # members of a set do not change
+    if is_generator(value):
+        return GeneratorState(kind_of(value), encode(state_of(value), name))
     if kind not in _NESTED:
         return value
     _check_depth(name, depth)
@@ -99,7 +111,8 @@ def _check_depth(name: str, depth: int) -> None:
 
 
 def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
-    """The inverse of :func:`split`: puts tensors back where their references stand.
+    """The inverse of :func:`split`: puts tensors back where their references stand, and makes
+    generators of their states.
 
     Raises:
         KeyError: for a reference to a tensor that is not in ``tensors``.
@@ -112,6 +125,10 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> object:
     if type(tree) in (list, tuple):
         assert isinstance(tree, (list, tuple))
         return type(tree)(join(item, tensors) for item in tree)
+    if isinstance(tree, GeneratorState):
+        generator = new_generator(tree.kind)
+        set_state(generator, decode(tree.data))
+        return generator
     return tree
 
 

@@ -1,0 +1,195 @@
+"""Random numbers for data: drawn under seeds of their own, from generators that do not move.
+
+Data are drawn from the generators that everybody uses: those of Python, NumPy and torch, and those
+that datasets, samplers and collate functions hold. Each of them is seeded before a batch is made,
+so that a batch depends on nothing but its place, and put back afterwards, so that training draws
+the same numbers with and without a resume.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.seams.fingerprint import cuda_in_use
+from everstep.state.generators import set_state, state_of
+
+__all__ = ["Draws", "Held", "accelerators_kept", "generators_in", "number"]
+
+Part = int | str
+_LONG = 1000  # collections with more members are data; generators are not looked for in them
+_OPAQUE = (torch.Tensor, np.ndarray, types.ModuleType, type, str, bytes, int, float)
+
+
+def number(*key: Part) -> int:
+    """Return a seed of 64 bits that depends on all parts of ``key``."""
+    return int.from_bytes(_digest(key)[:8], "little")
+
+
+def _digest(key: Sequence[Part]) -> bytes:
+    return hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
+
+
+def generators_in(*holders: object) -> list[Any]:
+    """Return the generators that are reachable through attributes, members of small collections,
+    arguments of partial functions and closures, in an order that depends on nothing else."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    todo = list(reversed(holders))
+    while todo:
+        value = todo.pop()
+        if isinstance(value, _OPAQUE) or value is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _can_be_seeded(value):
+            found.append(value)
+        else:
+            todo += reversed(_parts(value))
+    return found
+
+
+def _can_be_seeded(value: object) -> bool:
+    if isinstance(value, torch.Generator):  # one of an accelerator moves as the program says
+        return value.device.type == "cpu"
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return isinstance(value, (np.random.Generator, np.random.RandomState))
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _LONG else []
+    if isinstance(value, (list, tuple)):
+        return list(value) if len(value) <= _LONG else []
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        return [cell.cell_contents for cell in cells if _is_full(cell)]
+    found = getattr(value, "__dict__", None)
+    return list(found.values()) if isinstance(found, dict) else []
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # of a name that has no value yet
+        return False
+    return True
+
+
+class Held:
+    """Generators that some objects hold.
+
+    Args:
+        holders: searched once, now.
+    """
+
+    def __init__(self, *holders: object) -> None:
+        self._found = generators_in(*holders)
+        self._first = self.states()
+
+    def states(self) -> list[Any]:
+        """Return their states."""
+        return [state_of(generator) for generator in self._found]
+
+    def put_back(self, states: Sequence[Any]) -> None:
+        """Set them to ``states``."""
+        for generator, state in zip(self._found, states, strict=True):
+            set_state(generator, state)
+
+    def rewind(self) -> None:
+        """Set them to the states that they had when they were found."""
+        self.put_back(self._first)
+
+    def seed(self, *key: Part) -> None:
+        """Seed each of them by ``key`` and its place."""
+        for place, generator in enumerate(self._found):
+            _seed(generator, number("held", place, *key))
+
+
+class Draws:
+    """The generators of the process: Python's, NumPy's and torch's for the CPU.
+
+    Args:
+        holders: the generators that these hold are seeded and put back along with them.
+    """
+
+    def __init__(self, *holders: object) -> None:
+        self._held = Held(*holders)
+
+    def seed(self, *key: Part) -> None:
+        """Seed all of them by ``key``."""
+        digest = _digest(key)
+        random.seed(int.from_bytes(digest[:16], "little"))
+        # Not torch.manual_seed(), which seeds the generators of accelerators, too.
+        torch.default_generator.manual_seed(int.from_bytes(digest[16:24], "little"))
+        bits: Any = np.random.get_bit_generator()
+        if isinstance(bits, np.random.MT19937):
+            np.random.seed(np.frombuffer(digest, np.uint32))
+        else:
+            state = type(bits)(int.from_bytes(digest, "little")).state
+            np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})
+        self._held.seed(*key)
+
+    def states(self) -> tuple[Any, ...]:
+        """Return the states of all of them."""
+        numpy = np.random.get_state(legacy=False)
+        of_torch = torch.default_generator.get_state()
+        return random.getstate(), numpy, of_torch, self._held.states()
+
+    def put_back(self, states: tuple[Any, ...]) -> None:
+        """Set all of them to ``states``."""
+        python, numpy, of_torch, held = states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(of_torch)
+        self._held.put_back(held)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all of them back at the end."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            self.put_back(states)
+
+    @contextmanager
+    def under(self, *key: Part) -> Iterator[None]:
+        """Seed all of them by ``key`` for a while, then put them back."""
+        with self.kept():
+            self.seed(*key)
+            yield
+
+
+@contextmanager
+def accelerators_kept() -> Iterator[None]:
+    """Put the generators of CUDA devices in use back at the end."""
+    states = torch.cuda.get_rng_state_all() if cuda_in_use() else None
+    try:
+        yield
+    finally:
+        if states is not None:
+            torch.cuda.set_rng_state_all(states)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed([seed & 0xFFFFFFFF, seed >> 32])
+    else:
+        generator.seed(seed)

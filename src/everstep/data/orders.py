@@ -1,0 +1,275 @@
+"""The order of an epoch: what the samplers of a ``DataLoader`` give, and how ranks share it.
+
+A sampler is asked once for each epoch, under generators seeded by the epoch, and what it gives is
+dealt among the ranks here. So the order can be entered anywhere, by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+)
+
+from everstep.data.draws import Draws
+from everstep.errors import StateError
+
+__all__ = ["Order", "Place", "Samplers", "set_epoch_of"]
+
+_SHARDED = ("num_replicas", "world_size", "rank")  # what samplers that deal by themselves have
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which one of how many ranks.
+
+    Attributes:
+        rank: from 0 on.
+        world: how many there are.
+    """
+
+    rank: int
+    world: int
+
+
+def set_epoch_of(target: object, epoch: int) -> None:
+    """Tell an object the epoch, if it has a ``set_epoch``."""
+    tell = getattr(target, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+
+
+def _is_sharded(sampler: object) -> bool:
+    """Return whether a sampler, or one within it, gives each rank a share of its own."""
+    while sampler is not None:
+        if any(hasattr(sampler, name) for name in _SHARDED):
+            return True
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+    return False
+
+
+class Samplers:
+    """The sampler of a ``DataLoader`` over a map-style dataset, and how its batches are made.
+
+    Units are what is dealt among ranks: indices of samples, or whole batches where a sampler of
+    batches makes them in a way of its own.
+
+    Args:
+        loader: the user's.
+        place: which rank this is, unless the sampler says so itself.
+
+    Attributes:
+        place: which rank the order is dealt for.
+        deals_itself: the sampler gives this rank's share, and nobody else's is known.
+    """
+
+    def __init__(self, loader: DataLoader[Any], place: Place) -> None:
+        batches = loader.batch_sampler
+        if type(batches) is BatchSampler:
+            self.sampler: Any = batches.sampler
+            self._size: int | None = batches.batch_size
+            self._drops = bool(batches.drop_last)
+        else:
+            self.sampler = loader.sampler if batches is None else batches
+            self._size, self._drops = None, False
+        self._evenly = self._drops  # no share is padded: all but whole rounds is left out
+        self._told = (self.sampler, batches, getattr(batches, "sampler", None))
+        self._spread = isinstance(self.sampler, DistributedSampler) and (
+            type(self.sampler).__iter__ is DistributedSampler.__iter__
+        )
+        if self._spread:
+            place = Place(self.sampler.rank, self.sampler.num_replicas)
+            self._evenly = self.sampler.drop_last
+        self.deals_itself = not self._spread and _is_sharded(self.sampler)
+        self.place = place
+
+    @property
+    def step(self) -> int:
+        """Units of a batch of one rank."""
+        return self._size or 1
+
+    def __len__(self) -> int:
+        """Return the number of batches that one rank has in a whole epoch.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        if self._spread:
+            return self._count(self.sampler.num_samples)
+        if self.deals_itself:
+            return self._count(len(self.sampler))
+        return self._count(self._share(len(self.sampler)))
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Ask the sampler for the order of an epoch."""
+        for one in self._told:
+            set_epoch_of(one, epoch)
+        if not self._has_length():
+            return Order(self, None, ("order", seed, epoch))
+        if type(self.sampler) is SequentialSampler:
+            return Order(self, range(len(self.sampler)), ())
+        asked: Iterable[Any] = self.sampler
+        if self._spread:
+            whole: Any = copy.copy(self.sampler)
+            whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
+            whole.num_samples = whole.total_size = len(whole.dataset)
+            asked = whole
+        with Draws(self.sampler).under("order", seed, epoch):
+            units = list(asked)
+        return Order(self, units, ())
+
+    def _has_length(self) -> bool:
+        try:
+            len(self.sampler)
+        except (TypeError, NotImplementedError):
+            return False
+        return True
+
+    def _share(self, units: int) -> int:
+        """Return how many of so many units one rank gets."""
+        world = self.place.world
+        return units // world if self._evenly else -(-units // world)
+
+    def _count(self, units: int) -> int:
+        """Return the number of batches of so many units of one rank."""
+        return units // self.step if self._drops else -(-units // self.step)
+
+    def left_after(self, units: int, begin: int, batches: int, world: int) -> int:
+        """Return where the units begin that none of ``world`` ranks has had.
+
+        Args:
+            units: of the whole epoch.
+            begin: of those that were dealt among them.
+            batches: that each of them has had.
+        """
+        dealt = units - begin
+        share = dealt // world if self._evenly else -(-dealt // world)
+        if batches >= self._count(share):
+            return units
+        return begin + batches * self.step * world
+
+    def deal(self, units: Sequence[Any], begin: int) -> Sequence[Any]:
+        """Return this rank's share of the units from ``begin`` on, as ``DistributedSampler``
+        deals: in turn, the last round filled up from the front of the epoch's order (or left out
+        with ``drop_last``), so that all ranks have as many."""
+        if self.deals_itself or self.place.world == 1:
+            return units[begin:] if begin else units
+        rest = units[begin:]
+        share = self._share(len(rest))
+        total = share * self.place.world
+        mine = rest[self.place.rank : total : self.place.world]
+        if len(mine) == share:
+            return mine
+        missing = (self.place.rank + (share - 1) * self.place.world) - len(rest)
+        return [*mine, units[missing % len(units)]]
+
+    def deal_lazily(self, units: Iterator[Any], begin: int) -> Iterator[Any]:
+        """Yield this rank's share of units that are not known to end."""
+        skipped = itertools.islice(units, begin, None)
+        world = 1 if self.deals_itself else self.place.world
+        rank = 0 if self.deals_itself else self.place.rank
+        while part := list(itertools.islice(skipped, world)):
+            yield part[rank % len(part)]
+
+    def batches(self, units: Sequence[Any], first: int) -> Iterator[Any]:
+        """Yield the indices of the batches of one rank's units, from batch ``first`` on."""
+        if self._size is None:
+            yield from itertools.islice(units, first, None)
+            return
+        for begin in range(first * self._size, len(units), self._size):
+            batch = units[begin : begin + self._size]
+            if len(batch) == self._size or not self._drops:
+                yield list(batch)
+
+    def batches_lazily(self, units: Iterator[Any], first: int) -> Iterator[Any]:
+        """Yield the same of units that are not known to end."""
+        if self._size is None:
+            yield from itertools.islice(units, first, None)
+            return
+        skipped = itertools.islice(units, first * self._size, None)
+        while batch := list(itertools.islice(skipped, self._size)):
+            if len(batch) == self._size or not self._drops:
+                yield batch
+
+    def lazily(self, *key: int | str) -> Iterator[Any]:
+        """Yield what the sampler gives, drawn from generators that nobody else draws from."""
+        draws = Draws(self.sampler)
+        with draws.under(*key):
+            units = iter(self.sampler)
+            own = draws.states()
+        while True:
+            with draws.kept():
+                draws.put_back(own)
+                try:
+                    unit = next(units)
+                except StopIteration:
+                    return
+                own = draws.states()
+            yield unit
+
+
+class Order:
+    """The order of one epoch.
+
+    Args:
+        samplers: where it comes from.
+        units: all that are dealt; None: they are not known to end, and are drawn under ``key``.
+    """
+
+    def __init__(
+        self, samplers: Samplers, units: Sequence[Any] | None, key: tuple[int | str, ...]
+    ) -> None:
+        self._samplers, self._units, self._key = samplers, units, key
+
+    @property
+    def digest(self) -> str | None:
+        """A digest of the order, by which it is known again; None: it is not known to end."""
+        units = self._units
+        if units is None:
+            return None
+        try:
+            data = repr(units).encode() if isinstance(units, range) else array("q", units).tobytes()
+        except (TypeError, OverflowError):  # indices that are no numbers, or batches
+            data = repr(units).encode()
+        return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+    def left_after(self, begin: int, batches: int, world: int) -> int:
+        """Return where the units begin that none of ``world`` other ranks has had.
+
+        Raises:
+            StateError: nobody but the sampler knows what the others have had.
+        """
+        samplers = self._samplers
+        if samplers.deals_itself:
+            raise StateError(
+                f"the epoch was begun by {world} rank(s), here are {samplers.place.world}, and "
+                f"{type(samplers.sampler).__name__} deals samples by itself: what is left of the "
+                "epoch cannot be dealt anew",
+                hint="go on with as many ranks, or begin an epoch with set_epoch()",
+            )
+        if self._units is None:
+            return begin + batches * samplers.step * world
+        return samplers.left_after(len(self._units), begin, batches, world)
+
+    def batches(self, begin: int, first: int) -> Iterator[Any]:
+        """Yield the indices of this rank's batches.
+
+        Args:
+            begin: of the units that are dealt.
+            first: the batch, of those, to begin with.
+        """
+        samplers = self._samplers
+        if self._units is None:
+            mine = samplers.deal_lazily(samplers.lazily(*self._key), begin)
+            return samplers.batches_lazily(mine, first)
+        return samplers.batches(samplers.deal(self._units, begin), first)
