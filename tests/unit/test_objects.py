@@ -30,6 +30,7 @@ from torch.optim import SGD, lr_scheduler
 
 from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state import objects
+from everstep.state.generators import GeneratorState
 from everstep.state.objects import (
     MAX_DEPTH,
     TAGS,
@@ -116,6 +117,7 @@ VALUES: list[Any] = [
         np.array(["a", ""]),
     ),
     *(np.array("ü", ">U3"), np.array([b"ab\0", b""]), np.array(["2024", "NaT"], "M8[Y]")),
+    *(GeneratorState("random.Random", b"\0a"), GeneratorState("", b"")),
     *(np.array([nan(5)]), np.array([1, 2], "<m8[25us]"), np.array([1j], np.complex128)),
 ]
 
@@ -405,6 +407,8 @@ HOSTILE: dict[str, bytes] = {
     "device of wrapping index": tagged("torch.device", "cuda", 300),
     "device of negative index": tagged("torch.device", "cuda", -1),
     "device of index True": tagged("torch.device", "cuda", True),
+    "state of a generator without a kind": tagged("GeneratorState", None, b""),
+    "state of a generator as text": tagged("GeneratorState", "random.Random", "a"),
     "reference to a number": tagged("TensorRef", 1),
     "reference in a reference": tagged("TensorRef", [msgpack.ExtType(TAGS["TensorRef"], b""), "a"]),
     "array of 2**32 items": b"\xdd\xff\xff\xff\xff\xc0",

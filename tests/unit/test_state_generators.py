@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from everstep import LogOptions
 from everstep.errors import FormatError, MismatchError, UnavailableError
 from everstep.state import generators
 from everstep.state.generators import GeneratorState, is_generator, new_generator
@@ -154,9 +153,9 @@ def test_one_of_a_device_that_is_not_here_is_refused(run_folder: Path) -> None:
     there = GeneratorState("torch.Generator nowhere", encode(None))
     with opened(run_folder, {"a": {"b": there}}) as ckpt:
         ckpt.save()
-    with opened(run_folder, {"a": {}}) as ckpt:
-        with pytest.raises(MismatchError, match=r"a/b: no torch\.Generator nowhere can be made"):
-            ckpt.resume()
+    words = r"a/b: no torch\.Generator nowhere can be made"
+    with opened(run_folder, {"a": {}}) as ckpt, pytest.raises(MismatchError, match=words):
+        ckpt.resume()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +185,8 @@ path, die = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-noise = {"torch": torch.Generator().manual_seed(1), "others": [np.random.default_rng(1), random.Random(1)]}
+others = [np.random.default_rng(1), random.Random(1)]
+noise = {"torch": torch.Generator().manual_seed(1), "others": others}
 state = {"model": model, "optimizer": optimizer, "noise": noise, "numpy": np.random.default_rng(7)}
 with everstep.Checkpointer(path, state, every=4, method="logged") as ckpt:
     recovery = ckpt.resume()

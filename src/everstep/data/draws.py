@@ -134,7 +134,7 @@ class Draws:
         random.seed(int.from_bytes(digest[:16], "little"))
         # Not torch.manual_seed(), which seeds the generators of accelerators, too.
         torch.default_generator.manual_seed(int.from_bytes(digest[16:24], "little"))
-        bits: Any = np.random.get_bit_generator()
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in the stubs
         if isinstance(bits, np.random.MT19937):
             np.random.seed(np.frombuffer(digest, np.uint32))
         else:

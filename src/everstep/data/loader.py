@@ -85,9 +85,9 @@ class ResumableLoader:
 
     *Ranks*: a ``DistributedSampler`` is taken as it is (its order, ``seed``, ``drop_last``), but
     for its epoch, which is that of the loader. What any other sampler gives is dealt among the
-    ranks here, in turn, as a ``DistributedSampler`` deals: the last round is filled up from the front of
-    the epoch's order, or left out with ``drop_last``. A sampler that deals by itself is known by an
-    attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks goes on in
+    ranks here, in turn, as a ``DistributedSampler`` deals: the last round is filled up from the
+    front of the epoch's order, or left out with ``drop_last``. A sampler that deals by itself is
+    known by an attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks goes on in
     mid-epoch, what no rank has had is dealt anew. An iterable dataset gives each rank what it
     gives.
 
@@ -171,12 +171,12 @@ class ResumableLoader:
         made, turn, at, order = self._begin()
         streams = list(at.streams) or [None] * made.workers
         ended = 0  # workers in a row whose stream has ended
-        for number, batch in enumerate(made.begin(turn, at, order), at.batch - made.voids(at)):
+        for place, batch in enumerate(made.begin(turn, at, order), at.batch - made.voids(at)):
             if batch.is_filled:
                 ended = 0
-                streams[number % made.workers] = batch.state
+                streams[place % made.workers] = batch.state
                 self._position = replace(
-                    at, batch=number + 1, streams=tuple(streams) if self._by_state else ()
+                    at, batch=place + 1, streams=tuple(streams) if self._by_state else ()
                 )
                 self._is_fresh = False
                 yield batch.data
@@ -186,7 +186,7 @@ class ResumableLoader:
                         "set to another epoch, or iterated anew meanwhile",
                         hint="leave the loop after a rewind(), and begin a new one over the loader",
                     )
-            elif order is None and number >= at.batch:
+            elif order is None and place >= at.batch:
                 ended += 1
                 if ended == made.workers:
                     break
@@ -223,17 +223,20 @@ class ResumableLoader:
         """Return why a position cannot be gone on from here, in words; None: it can."""
         try:
             fixed = {name: state[name] for name in (*self._made.fixed, "world", "order")}
-            at = _Position(*(int(state[name]) for name in ("epoch", "begin", "batch", "world")))
+            epoch, begin, batch, world = (
+                int(state[name]) for name in ("epoch", "begin", "batch", "world")
+            )
+            at = _Position(epoch, begin, batch, world)
         except (TypeError, ValueError, LookupError):
             return "it holds no position of a ResumableLoader"
         for name, mine in self._made.fixed.items():
             if fixed[name] != mine and not (name == "workers" and at.is_start):
-                saved, here = _words(name, fixed[name]), _words(name, mine)
-                return f"the position was saved with {saved}, here is {here}"
-        world = self._made.place.world
-        if at.world != world and not at.is_start and not self._made.is_dealt_here:
+                saved, live = _words(name, fixed[name]), _words(name, mine)
+                return f"the position was saved with {saved}, here is {live}"
+        here = self._made.place.world
+        if at.world != here and not at.is_start and not self._made.is_dealt_here:
             return (
-                f"epoch {at.epoch} was begun by {at.world} rank(s), here are {world}: in mid-epoch "
+                f"epoch {at.epoch} was begun by {at.world} rank(s), here are {here}: in mid-epoch "
                 "only what this loader deals itself can be dealt to another number of ranks"
             )
         return None

@@ -36,7 +36,7 @@ Wire format
      41 torch.memory_format str: name without "torch."
      42 torch.layout        str: name without "torch."
      43 TensorRef           str: name of the entry
-     44 generator's state   str: kind, bin: the state, encoded by itself
+     44 GeneratorState      str: kind of generator, bin: its state, encoded
     === =================== =====================================================
 
     Tags below 32 are containers, as are list and dict: their parts are any values, and at most

@@ -193,9 +193,9 @@ def _other_generators(value: Any, tree: Any, name: str) -> Iterator[tuple[str, s
         elif mine is None and (reason := why_not_made(saved)):
             yield name, reason
     elif isinstance(tree, dict):
-        mine = value if isinstance(value, dict) else {}
+        known = value if isinstance(value, dict) else {}
         for key, item in tree.items():
-            yield from _other_generators(mine.get(key), item, join_path(name, key))
+            yield from _other_generators(known.get(key), item, join_path(name, key))
     elif isinstance(tree, (list, tuple)):
         there = value if isinstance(value, (list, tuple)) else ()
         for index, item in enumerate(tree):
