@@ -1,4 +1,4 @@
-"""Streaming datasets of Hugging Face through ``everstep.data``: killed, and with the same batches."""
+"""Streaming datasets of Hugging Face, through ``everstep.data``: batches are the same again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError
 from tests.frameworks.kills import train
-from tests.unit.loaded import take
+from tests.unit.loaded import Taken, take
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def test_any_position_of_a_stream(
 
     whole = take(make(), 30)
     for cuts in ((2,), (13, 14), (15, 22, 26)):
-        found, state = [], None
+        found: Taken = []
+        state = None
         for cut in (*cuts, 30):
             loader = make()
             if state is not None:

@@ -132,7 +132,7 @@ def test_workers_that_are_ahead_do_not_count() -> None:
 
 
 def test_the_sampler_is_told_the_epoch_of_the_loader() -> None:
-    sampler = DistributedSampler(Noisy(), num_replicas=1, rank=0, seed=9)
+    sampler: Any = DistributedSampler(Noisy(), num_replicas=1, rank=0, seed=9)
     loader = loader_of(Noisy(), sampler=sampler)
     loader.set_epoch(2)
     mine = [int(sample[0]) for _, batch in take(loader, 6) for sample in batch]

@@ -33,7 +33,7 @@ def with_distributed_sampler(length: int, drop_last: bool = False) -> Make:
 
     def make(rank: int, world: int) -> ResumableLoader:
         data = Noisy(length)
-        sampler = DistributedSampler(data, world, rank, seed=5, drop_last=drop_last)
+        sampler: Any = DistributedSampler(data, world, rank, seed=5, drop_last=drop_last)
         return loader_of(data, sampler=sampler)
 
     return make
@@ -129,11 +129,11 @@ def test_the_end_of_an_epoch_is_its_end_for_any_number_of_ranks() -> None:
 def test_it_deals_as_a_distributed_sampler_does() -> None:
     for length in (40, 43, 2):
         for rank in range(3):
-            wanted = list(DistributedSampler(Noisy(length), 3, rank, shuffle=False))
+            wanted: list[int] = list(DistributedSampler(Noisy(length), 3, rank, shuffle=False))
             loader = loader_of(Noisy(length), rank=rank, world=3)
             assert indices(loader) == wanted
             assert len(loader) == -(-len(wanted) // 4)
-    dropped = list(DistributedSampler(Noisy(43), 3, 2, shuffle=False, drop_last=True))
+    dropped: list[int] = list(DistributedSampler(Noisy(43), 3, 2, shuffle=False, drop_last=True))
     loader = loader_of(Noisy(43), rank=2, world=3, drop_last=True)
     assert indices(loader) == dropped[: len(loader) * 4]
 
@@ -143,7 +143,7 @@ def test_a_distributed_sampler_is_taken_as_it_is() -> None:
         for rank in range(3):
             loader = with_distributed_sampler(43, drop_last)(rank, 3)
             for epoch in range(2):
-                sampler = DistributedSampler(Noisy(43), 3, rank, seed=5, drop_last=drop_last)
+                sampler: Any = DistributedSampler(Noisy(43), 3, rank, seed=5, drop_last=drop_last)
                 sampler.set_epoch(epoch)
                 assert indices(loader) == list(sampler)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,17 +98,21 @@ def test_running_again_resumes(folder: Path) -> None:
     assert run([sys.executable, "-c", again], folder) == "100 True\n"
 
 
-def test_plain_data_comes_back(folder: Path) -> None:
-    """Changed in place, it is what the step to come begins with; half-way in an epoch, too."""
+def test_loader_and_plain_data_come_back(folder: Path) -> None:
+    """Half-way in an epoch, with the batches that would have come."""
     code = blocks("python")[0] + "\n" + blocks("python")[2]
-    shown = '\nprint(state["epoch"], state["batch"], ckpt.stats().step)'
     mark = " " * 12 + "ckpt.step()\n"
-    stop = f"{mark}{' ' * 12}if ckpt.stats().step == 30: raise SystemExit\n"
-    half_way = code.replace(mark, stop)
-    assert half_way != code
-    assert run([sys.executable, "-c", half_way], folder) == ""
-    again = code.replace("for epoch in", 'print(state["epoch"], state["batch"])\n    for epoch in')
-    assert run([sys.executable, "-c", again + shown], folder) == "1 10\n2 0 40\n"
+    said = f"{' ' * 12}print(ckpt.stats().step, batch.sum().item())\n"
+    code = code.replace(mark, f"{mark}{said}")
+    assert said in code
+    code += '\nprint(loader.epoch, state["samples"], ckpt.stats().step)'
+    whole = run_program(code, folder)
+    shutil.rmtree(folder / "runs" / "epochs")
+    stop = f"{said}{' ' * 12}if ckpt.stats().step == 30: raise SystemExit\n"
+    first = run_program(code.replace(said, stop), folder)
+    second = run_program(code, folder)
+    assert first + second == whole
+    assert second.endswith("\n2 320 40\n")
 
 
 def test_names_are_there_after_importing_everstep_alone() -> None:

@@ -87,9 +87,9 @@ class ResumableLoader:
     for its epoch, which is that of the loader. What any other sampler gives is dealt among the
     ranks here, in turn, as a ``DistributedSampler`` deals: the last round is filled up from the
     front of the epoch's order, or left out with ``drop_last``. A sampler that deals by itself is
-    known by an attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks goes on in
-    mid-epoch, what no rank has had is dealt anew. An iterable dataset gives each rank what it
-    gives.
+    known by an attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks
+    goes on in mid-epoch, what no rank has had is dealt anew. Of an iterable dataset each rank gets
+    what it gives there.
 
     Args:
         source: a ``DataLoader``; or an iterable that can be iterated again; or a function that
