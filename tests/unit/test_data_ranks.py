@@ -221,10 +221,13 @@ def test_ranks_of_a_stream_are_refused_in_mid_epoch_only() -> None:
 
 
 def test_without_arguments_ranks_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(Noisy())
+    assert len(loader) == 6
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     assert indices(loader_of(Noisy())) == list(range(1, 22, 2))
+    assert len(loader) == 3, "of the job that was joined after it was asked first"
     assert indices(loader_of(Noisy(), rank=0, world=1)) == list(range(22))
 
 

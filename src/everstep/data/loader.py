@@ -134,6 +134,7 @@ class ResumableLoader:
         self._is_fresh = True  # nothing of what begins at the position has been given to the loop
         self._turn = 0  # which iteration may go on
         self._parts: _Parts | None = None
+        self._made_for: Place | None = None
 
     @property
     def epoch(self) -> int:
@@ -244,8 +245,10 @@ class ResumableLoader:
     @property
     def _made(self) -> _Parts:
         """What the source is made into; late, as ranks are known late."""
-        if self._parts is None:
-            self._parts = _Parts.of(self.source, self.seed, self._place(), self._by_state)
+        place = self._place()
+        if self._parts is None or self._made_for != place:  # a job may be joined after len()
+            self._parts = _Parts.of(self.source, self.seed, place, self._by_state)
+            self._made_for = place
         return self._parts
 
     def _place(self) -> Place:
@@ -345,7 +348,7 @@ class _Parts:
             generator=torch.Generator(),
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            pin_memory_device=loader.pin_memory_device,
+            pin_memory_device=getattr(loader, "pin_memory_device", ""),
         )
         return parts
 
