@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,7 +83,7 @@ def unstorable() -> dict[str, Any]:
         "namedtuple": Pair(1, 2),
         "enum": Colour.RED,
         "iterator": iter([1]),
-        "generator": torch.Generator(),
+        "bit generator": np.random.PCG64(),
         "path": Path("/x"),
         "set of functions": {1, len},
         "surrogate": "\ud800",

@@ -33,6 +33,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
         "iterate over that",
     ),
     ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
+    (np.random.BitGenerator, "store the numpy.random.Generator that draws from it"),
     ("bit_generator", "store its bit_generator.state"),
     ("get_state", "store its get_state()"),
     ("getstate", "store its getstate()"),
