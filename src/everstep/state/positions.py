@@ -18,6 +18,7 @@ back as they were. torchdata ignores the key that is added to its state.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import weakref
@@ -230,7 +231,7 @@ def adopt(loader: Any, positions: Positions) -> None:
     if loader.num_workers > 0:
         with positions.loads():
             loader.load_state_dict(loader.state_dict())
-    elif _draws_order(loader._index_sampler):
+    elif _draws_order(loader):
         position.watch_first_index(loader, iterator)
 
 
@@ -244,16 +245,14 @@ class _Position:
 
     Attributes:
         pending: the state that was loaded; the next iterator begins there.
-        begun: states of generators when the epoch began, if its order may depend on them.
-        at_first: they are of the moment when the sampler was first asked, not of the one when the
-            iterator was made.
+        begun: states of the generators that the order of the epoch was drawn from, as they were
+            then; None: none was drawn, or by a sampler that restores it itself.
         behind: the states before the last fetch, where each batch is fetched too early.
     """
 
     def __init__(self) -> None:
         self.pending: dict[str, Any] | None = None
         self.begun: dict[str, Any] | None = None
-        self.at_first = False
         self.behind: _Behind | None = None
 
     def state_dict(self, loader: Any, get: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -264,7 +263,7 @@ class _Position:
         if own := [one.get_state().numpy() for one in _own_generators(loader)]:
             more["own"] = own
         if self.begun is not None:
-            more |= {"begun": self.begun, "at_first": self.at_first}
+            more["begun"] = self.begun
         tree = get(loader) if self.behind is None else self.behind.state
         return {**tree, KEY: more} if more else tree
 
@@ -274,7 +273,7 @@ class _Position:
         """Take a position, which waits until somebody iterates."""
         old = loader._iterator
         load(loader, state)
-        self.begun, self.at_first, self.pending = None, False, None
+        self.begun, self.pending = None, None
         if not positions.restoring:
             return
         self.pending = state or None
@@ -296,29 +295,19 @@ class _Position:
     def _make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
         pending, self.pending, moved = self.pending, None, positions.moved
         if pending is None:
-            self.begun, self.at_first = None, False
-            if _draws_order(loader._index_sampler):
-                self.begun = _states(loader)
-            return _made(loader, make)
+            self.begun = None
+            with _Orders(self, loader, None):
+                return self._made(loader, make)
         more = pending.get(KEY, {})
-        self.begun, self.at_first = more.get("begun"), more.get("at_first", False)
-        unknown = self.begun is None and _draws_order(loader._index_sampler)
-        if unknown:
-            self.begun = _states(loader)
+        self.begun = begun = more.get("begun")
         with rng_kept():
-            if self.begun is None:
-                iterator = _made(loader, make)
-            elif self.at_first:
-                iterator = _made(loader, make)
-                _set_states(loader, self.begun)
-            else:
-                _set_states(loader, self.begun)
-                with _asked_again(loader, self.begun):
-                    iterator = _made(loader, make)
-            _ask_for_order(iterator)
+            with _Orders(self, loader, begun):
+                iterator = self._made(loader, make)
+                _ask_for_order(iterator)
+            _count_once(iterator, pending)
         for generator, state in zip(_own_generators(loader), more.get("own", ()), strict=False):
             generator.set_state(torch.from_numpy(state.copy()))
-        if unknown and iterator._num_yielded:
+        if begun is None and iterator._num_yielded and _draws_order(loader):
             positions.lose(
                 f"{type(loader).__name__}: its sampler may draw the order of the epoch from random "
                 "generators whose state at the beginning of that epoch was not saved",
@@ -326,6 +315,28 @@ class _Position:
             )
         if not iterator._finished:
             _First(iterator, positions, ahead=fetches_ahead(loader), moved=moved)
+        return iterator
+
+    def _made(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        if loader.num_workers == 0:
+            return make(loader)
+        init = loader.worker_init_fn
+        loader.worker_init_fn = WorkerDraws(init)
+        try:
+            iterator = make(loader)
+        finally:
+            loader.worker_init_fn = init
+        if loader.persistent_workers:  # it begins later epochs, too
+            held = weakref.ref(iterator)
+
+            def reset(loader: Any, *about: Any, **named: Any) -> None:
+                kept = held()
+                assert kept is not None
+                self.begun = None
+                with _Orders(self, loader, None):
+                    type(kept)._reset(kept, loader, *about, **named)
+
+            iterator._reset = reset
         return iterator
 
     def watch_first_index(self, loader: Any, iterator: Any) -> None:
@@ -336,10 +347,59 @@ class _Position:
             made = held()
             assert made is not None
             del made._next_index
-            self.begun, self.at_first = _states(loader), True
+            self.begun = _states(loader)
             return made._next_index()
 
         iterator._next_index = next_index
+
+
+class _Orders:
+    """While an iterator is made: how its sampler, if it has no state, comes to its order.
+
+    It may draw as soon as it is iterated, or when it is asked for the first sample. torchdata
+    iterates it up to three times, where only the last order counts.
+
+    Args:
+        begun: the order is drawn again from generators in these states; None: a new one is drawn,
+            and the states are noted.
+    """
+
+    def __init__(self, position: _Position, loader: Any, begun: dict[str, Any] | None) -> None:
+        self._position, self._loader, self._begun = position, loader, begun
+        self._sampler = _leaf(loader._index_sampler)
+        self._kind = type(self._sampler)
+        self._draws = _draws_order(loader)
+
+    def __enter__(self) -> None:
+        if self._draws:
+
+            def iterate(sampler: Any) -> Any:
+                return self._iterate(sampler)
+
+            kind = self._kind
+            with contextlib.suppress(TypeError):  # of a class that no object can be made another's
+                self._sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
+
+    def __exit__(self, *about: object) -> None:
+        self._begun = None  # what is asked for from here on is drawn anew
+        if type(self._sampler) is not self._kind:
+            self._sampler.__class__ = self._kind
+
+    def _iterate(self, sampler: Any) -> Any:
+        if self._begun is not None:
+            _set_states(self._loader, self._begun)
+        before = _states(self._loader)
+        order = self._kind.__iter__(sampler)
+        if not same_values(_states(self._loader), before):
+            self._position.begun = before
+            return order
+        return order if hasattr(order, "state_dict") else self._asked(order)
+
+    def _asked(self, order: Any) -> Iterator[Any]:
+        if self._begun is not None:
+            _set_states(self._loader, self._begun)
+        self._position.begun = _states(self._loader)
+        yield from order
 
 
 class _Redirected:
@@ -433,17 +493,6 @@ def _has_length(loader: object) -> bool:
     return True
 
 
-def _made(loader: Any, make: Callable[[Any], Any]) -> Any:
-    if loader.num_workers == 0:
-        return make(loader)
-    init = loader.worker_init_fn
-    loader.worker_init_fn = WorkerDraws(init)
-    try:
-        return make(loader)
-    finally:
-        loader.worker_init_fn = init
-
-
 def _ask_for_order(iterator: Any) -> None:
     """Let a sampler that cannot be put at a position draw its order now: torchdata skips to there
     when the first batch is fetched."""
@@ -452,30 +501,18 @@ def _ask_for_order(iterator: Any) -> None:
         iterator._sampler_iter = itertools.chain(list(itertools.islice(order, 1)), order)
 
 
-@contextmanager
-def _asked_again(loader: Any, begun: dict[str, Any]) -> Iterator[None]:
-    """Let a sampler that draws its order as soon as it is iterated draw the same each time:
-    torchdata iterates it up to three times where it goes on at a position."""
-    sampler = _leaf(loader._index_sampler)
-    kind = type(sampler)
-
-    def __iter__(sampler: Any) -> Any:
-        before = _states(loader)
-        _set_states(loader, begun)
-        order = kind.__iter__(sampler)
-        if same_values(_states(loader), begun):  # it has drawn nothing: it will when it is asked
-            _set_states(loader, before)
-        return order
-
-    try:
-        sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": __iter__})
-    except TypeError:  # of a class that no object can be made another's of
-        yield
+def _count_once(iterator: Any, pending: dict[str, Any]) -> None:
+    """Correct what torchdata counts twice where it fetches the batches of a stream again."""
+    if "_num_yielded" in pending:
+        iterator._num_yielded = pending["_num_yielded"]
+        iterator._sampler_iter_yielded = pending["_sampler_iter_yielded"]
         return
-    try:
-        yield
-    finally:
-        sampler.__class__ = kind
+    yielded = pending["_snapshot"]["_snapshot_step"] + pending["_steps_since_snapshot"]
+    twice = iterator._num_yielded - yielded
+    if twice:
+        iterator._num_yielded = yielded
+        step = iterator._snapshot["_snapshot_step"] - twice
+        iterator._snapshot = {**iterator._snapshot, "_snapshot_step": step}
 
 
 def _leaf(sampler: Any) -> Any:
@@ -494,9 +531,9 @@ def _only_batches(kind: type[BatchSampler]) -> bool:
     return str(kind.__iter__.__module__).startswith(libraries)
 
 
-def _draws_order(sampler: Any) -> bool:
-    """Return whether a sampler may draw its order from generators that it does not restore."""
-    sampler = _leaf(sampler)
+def _draws_order(loader: Any) -> bool:
+    """Return whether a loader's sampler may draw its order from generators, and not restore it."""
+    sampler = _leaf(loader._index_sampler)
     kind = type(sampler)
     if isinstance(sampler, (list, tuple, range)) or hasattr(kind, "state_dict"):
         return False
