@@ -36,10 +36,17 @@ def test_killed_training_ends_in_the_same_bits(data: str, workers: int, tmp_path
     assert killed.final == whole.final
 
 
-@pytest.mark.parametrize("data", ["shuffled, persistent", "accelerate"])
+@pytest.mark.parametrize("data", ["persistent", "accelerate"])
 def test_bases_alone(data: str, tmp_path: Path) -> None:
     env = {"DATA": data, "WORKERS": "2", "METHOD": "lazy"}
     whole = train("stateful_loader", tmp_path / "whole", env=env)
     killed = train("stateful_loader", tmp_path / "killed", (8, 22, 41), env=env)
     assert killed.steps == whole.steps
     assert killed.final == whole.final
+
+
+def test_a_shuffle_buffer_is_told_of(tmp_path: Path) -> None:
+    env = {"DATA": "datasets, buffer", "WORKERS": "0", "METHOD": "lazy"}
+    killed = train("stateful_loader", tmp_path, (10, 30), env=env)
+    assert "fills the buffers of shuffle(buffer_size=) anew" in killed.output
+    assert killed.recoveries[-1]["exact"] is False

@@ -18,6 +18,7 @@ back as they were. torchdata ignores the key that is added to its state.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import sys
@@ -97,6 +98,13 @@ def same_values(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return np.array_equal(one, other)  # type: ignore[arg-type]
     return type(one) is type(other) and one == other
+
+
+def _has_shuffle_buffer(tree: object) -> bool:
+    if isinstance(tree, dict):
+        named = str(tree.get("type")).startswith("BufferShuffled")
+        return named or any(map(_has_shuffle_buffer, tree.values()))
+    return isinstance(tree, (list, tuple)) and any(map(_has_shuffle_buffer, tree))
 
 
 def _asked_by(modules: Collection[str]) -> str:
@@ -303,7 +311,8 @@ class _Position:
         with rng_kept():
             with _Orders(self, loader, begun):
                 iterator = self._made(loader, make)
-                _ask_for_order(iterator)
+                if _draws_order(loader):
+                    _ask_for_order(iterator)
             _count_once(iterator, pending)
         for generator, state in zip(_own_generators(loader), more.get("own", ()), strict=False):
             generator.set_state(torch.from_numpy(state.copy()))
@@ -312,6 +321,12 @@ class _Position:
                 f"{type(loader).__name__}: its sampler may draw the order of the epoch from random "
                 "generators whose state at the beginning of that epoch was not saved",
                 "make the Checkpointer before the loader is iterated or asked for its state",
+            )
+        if iterator._num_yielded and _has_shuffle_buffer(pending):
+            positions.lose(
+                "datasets fills the buffers of shuffle(buffer_size=) anew where a stream goes on: "
+                "its samples come in another order, and some are left out",
+                "shuffle the stream without a buffer (shuffle its shards), or shuffle before",
             )
         if not iterator._finished:
             _First(iterator, positions, ahead=fetches_ahead(loader), moved=moved)
@@ -366,7 +381,9 @@ class _Orders:
 
     def __init__(self, position: _Position, loader: Any, begun: dict[str, Any] | None) -> None:
         self._position, self._loader, self._begun = position, loader, begun
-        self._sampler = _leaf(loader._index_sampler)
+        self._sampler = loader._index_sampler
+        while _restores_itself(self._sampler) and isinstance(self._sampler, BatchSampler):
+            self._sampler = self._sampler.sampler  # which its iterator iterates at once
         self._kind = type(self._sampler)
         self._draws = _draws_order(loader)
 
@@ -494,11 +511,15 @@ def _has_length(loader: object) -> bool:
 
 
 def _ask_for_order(iterator: Any) -> None:
-    """Let a sampler that cannot be put at a position draw its order now: torchdata skips to there
-    when the first batch is fetched."""
-    order = iterator._sampler_iter
-    if iterator._sampler_iter_yielded and not hasattr(order, "state_dict"):
-        iterator._sampler_iter = itertools.chain(list(itertools.islice(order, 1)), order)
+    """Let a sampler that cannot be put at a position draw its order now, and skip what was given.
+    (torchdata skips when the first batch is fetched, and asks for one sample more than was given:
+    at the end of an epoch the sampler may draw once more for that.)"""
+    if iterator._num_workers or hasattr(iterator._sampler_iter, "state_dict"):
+        return  # workers were given their batches already
+    if iterator._sampler_iter_yielded:
+        iterator._sampler_iter = iter(iterator._index_sampler)
+        given = itertools.islice(iterator._sampler_iter, iterator._sampler_iter_yielded)
+        collections.deque(given, maxlen=0)
 
 
 def _count_once(iterator: Any, pending: dict[str, Any]) -> None:

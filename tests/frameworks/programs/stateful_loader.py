@@ -34,16 +34,19 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def loader_of() -> StatefulDataLoader:
-    options = {"batch_size": 4, "num_workers": WORKERS}
+    options: dict = {"batch_size": 4, "num_workers": WORKERS}
     data = Noisy(80)
     if DATA == "shuffled":
         return StatefulDataLoader(data, shuffle=True, **options)
-    if DATA == "shuffled, persistent":
-        return StatefulDataLoader(data, shuffle=True, persistent_workers=True, **options)
+    if DATA == "persistent":
+        options |= {"sampler": torch.utils.data.RandomSampler(data), "persistent_workers": True}
+        return StatefulDataLoader(data, **options)
     if DATA == "shuffled, own generator":
         return StatefulDataLoader(data, shuffle=True, generator=torch.Generator(), **options)
     if DATA == "distributed":
-        sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
+        sampler: torch.utils.data.Sampler = torch.utils.data.DistributedSampler(
+            data, num_replicas=1, rank=0
+        )
         return StatefulDataLoader(data, sampler=sampler, **options)
     if DATA == "torch's sampler":
         return StatefulDataLoader(data, sampler=torch.utils.data.RandomSampler(data), **options)
@@ -55,7 +58,7 @@ def loader_of() -> StatefulDataLoader:
         return StatefulDataLoader(data, batch_sampler=batches, num_workers=WORKERS)
     if DATA == "stream":
         return StatefulDataLoader(Stream(), **options)
-    assert DATA == "datasets"
+    assert DATA in ("datasets", "datasets, buffer")
     from datasets import Dataset
 
     clean = [Noisy(80)[index] for index in range(80)]
@@ -65,8 +68,9 @@ def loader_of() -> StatefulDataLoader:
         "y": [y for *_, y in clean],
     }
     stream = Dataset.from_dict(rows).to_iterable_dataset(num_shards=4).with_format("torch")
-    stream = stream.shuffle(seed=0, buffer_size=10).map(lambda s: {"x": s["x"] + torch.randn(16)})
-    return StatefulDataLoader(stream, **options)
+    if "buffer" in DATA:
+        stream = stream.shuffle(seed=0, buffer_size=10)
+    return StatefulDataLoader(stream.map(lambda s: {"x": s["x"] + torch.randn(16)}), **options)
 
 
 torch.manual_seed(0)
