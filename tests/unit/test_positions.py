@@ -275,7 +275,7 @@ class Prepared:
     """As accelerate's loader around one of torch's own."""
 
     def __init__(self) -> None:
-        self.base_dataloader = DataLoader([1, 2])  # type: ignore[arg-type]
+        self.base_dataloader: Any = DataLoader(Noisy())
 
     def state_dict(self) -> dict[str, int]:
         raise AttributeError

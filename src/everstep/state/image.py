@@ -215,7 +215,7 @@ class State:
         """Say why what was restored is not what training had; nothing that descends from it is
         called exact."""
         self.say(f"{why}; what is saved from here on is not called exact", hint)
-        self.descends_exactly = False
+        self.descends_exactly, self.descends_from = False, why
 
     def say(self, what: str, hint: str) -> None:
         """Warn of something about the data, once after each resume."""
