@@ -90,8 +90,8 @@ class Training:
         ckpt = None if run is None else Checkpointer(run, state, every=1, method=method)
         self.recovery: Recovery | None = None if ckpt is None else ckpt.resume()
         step = 0 if self.recovery is None else self.recovery.step
-        before(ckpt)
         try:
+            before(ckpt)
             for epoch in range(int(str(state["epoch"])), 3):
                 if isinstance(loader.sampler, DistributedSampler):
                     loader.sampler.set_epoch(epoch)

@@ -37,18 +37,21 @@ class FirstBatches:
     Args:
         state: that was restored.
         step: that was restored.
+
+    Attributes:
+        generators: as they were restored.
     """
 
     def __init__(self, state: State, step: int) -> None:
         self._state, self._step = state, step
         state.said.clear()
-        self._generators = RngStates.now()
+        self.generators = RngStates.now()
         self._first = True  # no iterator was made yet
         self._made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
         self._gradients = self._gradients_now()
         self._is_over = False
-        POSITIONS.resumed(self._generators)  # a framework may load positions only now
-        _observers.append(self)
+        POSITIONS.resumed(self)  # a framework may load positions only now
+        _observers.add(self)
         _observe()
 
     def end(self) -> None:
@@ -57,7 +60,7 @@ class FirstBatches:
             return
         self._is_over = True
         POSITIONS.resumed(None)
-        _observers.remove(self)
+        _observers.discard(self)
         _observe()
         for held, loader in self._made:
             if (iterator := held()) is not None:
@@ -72,7 +75,7 @@ class FirstBatches:
         """
         if self._state.data or is_followed(loader) or not self._gradients or self._trains():
             return
-        if self._first and not before.same(self._generators):
+        if self._first and not before.same(self.generators):
             self._state.say(
                 "random generators were drawn from, or seeded, between resume() and the first "
                 "batch: training goes on with other random numbers than without the interruption, "
@@ -152,7 +155,7 @@ class _Fetches:
         return type(iterator)._next_data(iterator)
 
 
-_observers: list[FirstBatches] = []
+_observers = weakref.WeakSet[FirstBatches]()
 _original = _BaseDataLoaderIter.__init__
 
 
@@ -161,6 +164,8 @@ def _init(iterator: Any, loader: Any) -> None:
     _original(iterator, loader)
     for observer in list(_observers):
         observer.made(iterator, loader, before)
+    if not _observers:  # their Checkpointer was dropped
+        _observe()
 
 
 def _observe() -> None:

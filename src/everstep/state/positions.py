@@ -41,6 +41,7 @@ __all__ = [
     "POSITIONS",
     "Listener",
     "Positions",
+    "Resumed",
     "adopt",
     "fetches_ahead",
     "holds_position",
@@ -135,6 +136,16 @@ class Listener(Protocol):
         ...
 
 
+class Resumed(Protocol):
+    """A state that was restored, until the first step after that.
+
+    Attributes:
+        generators: as they were restored.
+    """
+
+    generators: RngStates
+
+
 class Positions:
     """The loaders of this process that save their position, completed by what that lacks.
 
@@ -145,22 +156,23 @@ class Positions:
         self._classes: dict[type, dict[str, Any]] = {}
         self._holders = 0
         self._listeners = weakref.WeakSet[Listener]()
-        self._resumed: RngStates | None = None
+        self._resumed: Callable[[], Resumed | None] = lambda: None
         self._loading = False
 
     @property
     def restoring(self) -> bool:
         """Whether a position that is loaded now is the one where training goes on."""
-        return self._loading or self._resumed is not None
+        return self._loading or self._resumed() is not None
 
-    def resumed(self, generators: RngStates | None) -> None:
+    def resumed(self, by: Resumed | None) -> None:
         """A state was restored, and the generators with it; None: training goes on."""
-        self._resumed = generators
+        self._resumed = (lambda: None) if by is None else weakref.ref(by)
 
     @property
     def moved(self) -> bool:
         """Whether generators have moved since a state was restored."""
-        return self._resumed is not None and not self._resumed.same(RngStates.now())
+        resumed = self._resumed()
+        return resumed is not None and not resumed.generators.same(RngStates.now())
 
     def open(self, *loaders: object) -> None:
         """Follow torchdata's class, if it is imported, and the classes of these loaders."""
