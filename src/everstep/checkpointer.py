@@ -45,6 +45,7 @@ from everstep.keeper.lost_steps import tell_if_bases_are_lost, tell_if_steps_are
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
 from everstep.keeper.preemption import Preempting, asks_ranks
+from everstep.keeper.recoverable import Recoverable
 from everstep.keeper.save import Save
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.starts import Starts
@@ -173,6 +174,7 @@ class Checkpointer:
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
         self._joint = Joint(job, self._options, parts, self._state)
+        self._recoverable = Recoverable(self._keepers, self._saver, self._recorder)
         self._last: Save | None = None
         self._first_batches: FirstBatches | None = None
         self._preempting.install()
@@ -180,6 +182,13 @@ class Checkpointer:
         _live[self._live_key] = self
 
     __reduce__ = refuse_pickling
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_live_key"):  # refused by its constructor
+            return "<Checkpointer, not made>"
+        chosen, closed = self._options, "" if self._open else ", closed"
+        what = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep}"
+        return f"<Checkpointer of {self._run}: {what}; at step {self._step}{closed}>"
 
     @named("resume", strict=bool)
     @one_at_a_time("resume")
@@ -218,8 +227,11 @@ class Checkpointer:
         self._state.descends_from = resumed.descends_from
         self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
+        on_disk = None if only_in_memory else resumed.base
+        self._recoverable.restored(None if on_disk is None else on_disk.step)
         if self._recorder is not None:
-            self._recorder.restored(resumed.led_from(self._state.ranks.world), survey)
+            led_from = resumed.led_from(self._state.ranks.world)
+            self._recorder.restored(led_from, survey, self._step, on_disk=on_disk is not None)
         self._watched.started(survey, fresh=resumed.base is None)
         if resumed.base is not None:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due
@@ -325,7 +337,7 @@ class Checkpointer:
         self._cadence.asked(self._step)
         standby, due = self._standby, self._recorder is not None and self._recorder.needs_capture
         identity = self._identity(exact)
-        if standby is not None and standby.follows and not due:
+        if standby is not None and not due and standby.gives(exact=show):
             save = standby.ask(identity, survey or self._state.survey(), exact=show)
         elif self._multistep is not None:
             save = self._multistep.take(identity, survey, sharp=show)
@@ -336,8 +348,10 @@ class Checkpointer:
             if standby is not None:
                 standby.base_taken(save)
         self._cadence.taken(save)
+        self._recoverable.taken(save)
         if self._recorder is not None:
-            self._recorder.base_taken(save)
+            with self._saver.stalled("capture"):  # a log begins at a base that the keeper has
+                self._recorder.base_taken(save)
         return save
 
     def _consumed(self, key: str) -> None:
@@ -444,7 +458,7 @@ class Checkpointer:
     def stats(self) -> Stats:
         """What checkpointing has cost and done so far."""
         about = self._saver, self._keepers, self._recorder, self._cadence, self._multistep
-        return stats_of(self._step, *about)
+        return stats_of(self._step, *about, self._recoverable)
 
     def __enter__(self) -> Checkpointer:
         self._check_open()
@@ -480,7 +494,15 @@ class Checkpointer:
         keepers = self._keepers
         if self._keeper is None:
             self._start_timeline(self._starts.fresh(), exact=True)
-        elif keepers.revive(self._timeline, self._step) or self._keeper is not keepers.current:
+        elif keepers.lost is not None:
+            with self._saver.stalled("keeper"):
+                self._replace_keeper()
+        else:
+            self._replace_keeper()
+
+    def _replace_keeper(self) -> None:
+        keepers = self._keepers
+        if keepers.revive(self._timeline, self._step) or self._keeper is not keepers.current:
             self._take_over()
             self._base_due = self._info.world == 1
 

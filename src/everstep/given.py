@@ -15,7 +15,7 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from everstep.errors import EverstepError, OptionError
@@ -25,6 +25,7 @@ __all__ = [
     "checked",
     "is_int",
     "is_number",
+    "is_sequence",
     "named",
     "nearest",
     "one_of",
@@ -99,18 +100,32 @@ def is_number(value: object) -> bool:
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
+def is_sequence(value: object) -> bool:
+    """Return True for a list, a tuple and any other sequence (OmegaConf's ``ListConfig``, say);
+    strings and bytes are no sequences here."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
 def plain(value: object) -> Any:
-    """A whole number of another kind (of NumPy, in which intervals and budgets are often worked
-    out) as Python's own, which records and messages can take; all else as it is. Truth values,
-    arrays and tensors are no whole numbers, though some of them say so."""
+    """Return an argument in the form that options keep and that records and messages can take.
+
+    A number of another kind (of NumPy, in which intervals and budgets are often worked out)
+    becomes Python's own, and any sequence (a list, a ``ListConfig`` of OmegaConf) a tuple of such;
+    all else is returned as it is. Truth values, arrays and tensors are no numbers, though some of
+    them say so.
+    """
+    if is_sequence(value):
+        return tuple(map(plain, typing.cast("Sequence[object]", value)))
     if isinstance(value, numbers.Integral) and not isinstance(value, int):
         return operator.index(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return float(value)
     return value
 
 
 def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
     """Makes a function refuse arguments that it does not have, and miss those that it needs, in
-    words that help. Whole numbers come to it as Python's own (:func:`plain`).
+    words that help. Whole numbers and sequences come to it as :func:`plain` returns them.
 
     Args:
         who: has the arguments, as its caller knows it.
@@ -208,6 +223,6 @@ def _words(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(one) for one in typing.get_args(hint))
     if origin is tuple:
-        return f"a tuple, each {_words(typing.get_args(hint)[0])}"
+        return f"a list or a tuple, each {_words(typing.get_args(hint)[0])}"
     name = hint.__name__
     return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -69,6 +69,15 @@ class Every:
                 f"Every.mtbf_s must be seconds, and is for auto=True only, not {self.mtbf_s!r}"
             )
 
+    @property
+    def in_words(self) -> str:
+        """``"every 10 steps"``."""
+        if self.steps is not None:
+            return "every step" if self.steps == 1 else f"every {self.steps} steps"
+        if self.seconds is not None:
+            return f"every {self.seconds:g} s"
+        return "every=auto" if self.auto else "on save() only"
+
     @classmethod
     def parse(cls, value: int | str | Every | None) -> Every:
         """Reads ``100``, ``"10min"``, ``"auto"`` or None (only :meth:`Checkpointer.save` takes

@@ -92,8 +92,6 @@ class Method:
         one_of("log", self.log, ("none", "dense", "topk", "adaptive"))
         one_of("apply", self.apply, ("recovery", "replica"))
         one_of("rebuild", self.rebuild, ("keeper", "recovery"))
-        if isinstance(self.tiers, list):
-            object.__setattr__(self, "tiers", tuple(self.tiers))
         for tier in self.tiers if isinstance(self.tiers, tuple) else ():
             one_of("tier", tier, ("memory", "peer", "disk"))
         if self.log != "none" and self.base == "sync":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from signal import Signals
 from typing import Literal
 
 from everstep.errors import EverstepError, OptionError
@@ -94,10 +95,8 @@ class KeeperOptions:
     linger_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.cores, (list, range, set, frozenset)):  # as os.sched_getaffinity() gives
-            object.__setattr__(self, "cores", tuple(sorted(self.cores)))
-        if isinstance(self.cores, tuple):
-            object.__setattr__(self, "cores", tuple(map(plain, self.cores)))
+        if isinstance(self.cores, (set, frozenset)):  # as os.sched_getaffinity() gives
+            object.__setattr__(self, "cores", plain(sorted(self.cores)))
         if not is_int(self.threads) or not 1 <= self.threads <= 64:
             raise OptionError(f"KeeperOptions.threads must be 1 to 64, not {self.threads!r}")
         if not is_number(self.linger_s) or not 0 <= self.linger_s <= _TIMEOUT_S_MAX:
@@ -107,7 +106,9 @@ class KeeperOptions:
         if self.cores is not None and (
             not self.cores or not all(is_int(core) and core >= 0 for core in self.cores)
         ):
-            raise OptionError(f"KeeperOptions.cores must be core numbers, not {self.cores!r}")
+            raise OptionError(
+                f"KeeperOptions.cores must be a list of core numbers, not {self.cores!r}"
+            )
         if self.cores is not None and self.process is False:
             raise OptionError(
                 f"KeeperOptions.cores={self.cores!r} are of a keeper that is a process: a thread "
@@ -223,13 +224,15 @@ class Preemption:
     agree_steps: int = 10
 
     def __post_init__(self) -> None:
-        if not isinstance(self.signals, (tuple, list)) or not self.signals:
+        if isinstance(self.signals, tuple):  # signal.SIGTERM means the same
+            names = [one.name if isinstance(one, Signals) else one for one in self.signals]
+            object.__setattr__(self, "signals", tuple(names))
+        if not isinstance(self.signals, tuple) or not self.signals:
             one = isinstance(self.signals, str) and self.signals
             raise OptionError(
-                f"Preemption.signals must be names of signals, not {self.signals!r}",
-                hint=f"signals=({one!r},)" if one else None,
+                f"Preemption.signals must be a list of names of signals, not {self.signals!r}",
+                hint=f"signals=({one!r},)" if one else 'for example signals=["SIGTERM"]',
             )
-        object.__setattr__(self, "signals", tuple(self.signals))
         for name in self.signals:
             if name in ("SIGKILL", "SIGSTOP"):
                 raise OptionError(

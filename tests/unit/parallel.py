@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,22 @@ class Net(nn.Module):
         return self.down(self.noise(self.up(self.norm(x)).relu()))  # type: ignore[no-any-return]
 
 
+class Deep(nn.Module):
+    """A net whose layers are used in another order than they are named in, so that gradients come
+    in another order than that of the parameters or its reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(24, _WIDTH), nn.Linear(_WIDTH, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        for number in (2, 0, 4, 1, 3):
+            x = x + self.layers[number](x).tanh()
+        return self.down(x)  # type: ignore[no-any-return]
+
+
 class Stage(nn.Module):
     """A stage of a pipeline; ``tied`` is the same matrix in the first and in the last."""
 
@@ -97,12 +114,14 @@ class Training:
         gradients: forward and backward of a batch.
         stage: of the pipeline.
         draws: which ranks draw the same batches and noise: those of the same number.
+        to_none: gradients are let go of after each step; False: they are set to zero.
     """
 
     values: dict[str, Any]
     gradients: Callable[[], None]
     stage: int = 0
     draws: int = 0
+    to_none: bool = True
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         self.values["data"] = {"python": random.random(), "numpy": float(np.random.rand())}
@@ -110,7 +129,7 @@ class Training:
         before_update()
         self.values["optimizer"].step()
         self.values["scheduler"].step()
-        self.values["optimizer"].zero_grad()
+        self.values["optimizer"].zero_grad(set_to_none=self.to_none)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Of the module and the optimizer's state, by name."""
@@ -188,6 +207,45 @@ def _one(rank: int, world: int) -> Training:
 
 def _ddp(rank: int, world: int) -> Training:
     return _finish(DistributedDataParallel(Net()), rank)
+
+
+def _buckets(rank: int, world: int, to_none: bool = True, **options: Any) -> Training:
+    """DDP of several buckets."""
+    training = _finish(DistributedDataParallel(Deep(), bucket_cap_mb=0.004, **options), rank)
+    training.to_none = to_none
+    return training
+
+
+def _buckets_inside(rank: int, world: int) -> Training:
+    """The state has the module in DDP, with buckets of torch's own size, and no DDP."""
+    model = DistributedDataParallel(Deep())
+    training = _finish(model, rank)
+    training.values["model"] = model.module
+    return training
+
+
+def _buckets_accumulated(rank: int, world: int) -> Training:
+    """Three backwards for an update, two of them within ``no_sync()``."""
+    training = _buckets(rank, world)
+    once, model = training.gradients, training.values["model"]
+
+    def gradients() -> None:
+        with model.no_sync():
+            once()
+            once()
+        once()
+
+    training.gradients = gradients
+    return training
+
+
+def _buckets_two(rank: int, world: int) -> Training:
+    """Two DDPs in the module that the state has."""
+    parts = [Deep(), nn.Linear(_WIDTH, _WIDTH, bias=False), Deep()]
+    for at in (0, 2):
+        parts[at] = DistributedDataParallel(parts[at], bucket_cap_mb=0.004)
+    parts[1].requires_grad_(False)
+    return _finish(nn.Sequential(*parts), rank)
 
 
 def _follows(rank: int, world: int) -> Training:
@@ -369,6 +427,24 @@ LAYOUTS = {
 MORE = {
     **LAYOUTS,
     "follows": Layout("DDP, with parameters that no optimizer trains", 2, _follows),
+    "buckets": Layout("DDP, several buckets", 4, _buckets),
+    "buckets_views": Layout(
+        "DDP, gradients are views of buckets, and set to zero",
+        3,
+        partial(_buckets, to_none=False, gradient_as_bucket_view=True),
+    ),
+    "buckets_views_unused": Layout(
+        "DDP, the same, looking for parameters that are not used",
+        3,
+        partial(_buckets, to_none=False, gradient_as_bucket_view=True, find_unused_parameters=True),
+    ),
+    "buckets_batched": Layout(
+        "DDP, gradients are copied together", 4, partial(_buckets, batched_grad_copy=True)
+    ),
+    "buckets_inside": Layout("DDP, its module in the state", 4, _buckets_inside),
+    "buckets_accumulated": Layout("DDP, gradients accumulated", 4, _buckets_accumulated),
+    "buckets_two": Layout("two DDPs in a module", 4, _buckets_two),
+    "buckets_static": Layout("DDP, static graph", 4, partial(_buckets, static_graph=True)),
     "hsdp_topk": Layout("FSDP2, replicated, on compressed gradients", 4, _hsdp_topk),
 }
 """With what is tried for one thing alone."""

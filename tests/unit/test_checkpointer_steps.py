@@ -303,6 +303,23 @@ def test_after_closing_nothing_works(run_folder: Path) -> None:
     assert ckpt.stats().step == 1
 
 
+def test_what_it_says_of_itself_is_short(run_folder: Path) -> None:
+    run = f"<Checkpointer of {run_folder}: checkflow, every 2 steps, keep 3; at step"
+    with opened(run_folder, {"a": torch.ones(9)}, every=2, method="checkflow") as ckpt:
+        assert repr(ckpt) == f"{run} 0>"
+        assert repr(ckpt.stats()).startswith("Stats(step=0, stall_s={}, interval_steps=2")
+        for _ in range(40):
+            ckpt.step()
+        shown = repr(ckpt.stats())
+        assert shown.startswith("Stats(step=40, ")
+        assert len(shown) < 1000
+        assert all(len(line) <= 100 for line in shown.splitlines())
+        assert " object at 0x" not in shown
+    assert repr(ckpt) == f"{run} 40, closed>"
+    unmade = everstep.Checkpointer.__new__(everstep.Checkpointer)
+    assert repr(unmade) == "<Checkpointer, not made>"
+
+
 def test_stats(run_folder: Path) -> None:
     with opened(run_folder, {"a": torch.ones(1000)}, every=2, method="async") as ckpt:
         ckpt.step()
@@ -316,7 +333,8 @@ def test_stats(run_folder: Path) -> None:
         assert (stats.saves, stats.committed, stats.failed) == (1, 1, 0)
         assert stats.written_bytes == sum_of_files(base_folder(run_folder, 2))
         assert stats.host_bytes >= 4000
-        assert set(stats.stall_s) == {"capture", "gate", "back_pressure", "persist"}
+        assert set(stats.stall_s) == {"capture", "gate", "back_pressure", "persist", "keeper"}
+        assert (stats.stall_s["keeper"], stats.recoverable_step) == (0.0, 2)
 
 
 def test_the_start_says_what_it_will_use(

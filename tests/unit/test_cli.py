@@ -847,7 +847,7 @@ def test_doctor_says_what_the_locked_memory_limit_means(
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, 8 << 20))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "8.0 MiB (ulimit -l); it limits pinned memory" in invoke("doctor", tmp_path).stdout
+    assert "8.4 MB (ulimit -l); it limits pinned memory" in invoke("doctor", tmp_path).stdout
 
 
 # --- What cannot be opened --------------------------------------------------------------
@@ -958,6 +958,8 @@ def hostile(run: Path) -> Path:
 def test_names_are_never_markup_nor_escapes(
     hostile: Path, verb: list[str], columns: int | None
 ) -> None:
+    if verb[0] == "inspect":  # there is none that resume() would choose
+        verb = [*verb, "--step", "4"]
     result = invoke(*verb, hostile, columns=columns)
     assert result.exit_code in (ExitCode.OK, ExitCode.DIFFERENT), result.output
     assert all(char.isprintable() for char in result.output.replace("\n", ""))
@@ -969,13 +971,12 @@ def test_names_are_never_markup_nor_escapes(
 def test_verify_reports_what_is_hostile_and_follows_no_link(hostile: Path) -> None:
     found = document("verify", hostile, status=1)
     named = {problem["path"] for problem in found["problems"]}
-    assert os.fspath(base_of(hostile, 1, 2)) in named
     assert os.fspath(hostile / "timeline-00009") in named
-    assert all(base["step"] != 2 for base in found["bases"])
     damaged = {damage["path"] for base in found["bases"] for damage in base["damages"]}
     assert os.fspath(base_of(hostile, 1, 4) / "rank-00001.done") in damaged
     assert os.fspath(base_of(hostile) / "rank-00007.done") in damaged
-    assert invoke("rm", hostile, "--step", 2).exit_code == ExitCode.USAGE
+    assert os.fspath(base_of(hostile, 1, 2)) in damaged
+    assert invoke("rm", hostile, "--step", 2, "--force").exit_code == ExitCode.USAGE
     assert len(list((hostile / "away").iterdir())) == 3
 
 
@@ -1123,13 +1124,12 @@ def test_a_reader_that_has_gone_changes_no_status(
 
 
 def test_words() -> None:
-    assert [in_words(size) for size in (0, 1023, 1536, 5 << 40)] == [
+    assert [in_words(size) for size in (0, 999, 1500, 5 * 10**12)] == [
         "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 TiB",
+        "999 B",
+        "1.5 kB",
+        "5.0 TB",
     ]
-    assert in_words(1 << 70).endswith("PiB")
     assert plain("a\x1b[0m\u202e\ud800b") == "a\\x1b[0m\\u202e\\ud800b"
     assert len(plain("x" * 10_000)) == 240
     unlikely: tuple[float | None, ...] = (None, 1e300, -1e300, float("nan"), 10**400)

@@ -91,7 +91,7 @@ def test_keepers_and_what_they_do(run: Path, folder: Path) -> None:
         assert head.split()[:5] == ["pid", "run", "rank", "trainer", "doing"]
         assert one.split()[:4] == [str(first.pid), str(run), "0", "-"]
         assert "without a trainer for 35 s, ends in 9 min" in one
-        assert one.split()[-5:] == ["step", "10", "10", "3.0", "GiB"]
+        assert one.split()[-5:] == ["step", "10", "10", "3.2", "GB"]
         assert other.split()[:4] == [str(second.pid), str(run), "1", "4321"]
         assert "writing steps 11, 12" in other
         assert "steps 9, 10" in other

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,54 @@ def test_lists_and_sets_do_where_an_order_or_a_choice_is_meant() -> None:
     assert KeeperOptions(cores=range(2)).cores == (0, 1)  # type: ignore[arg-type]
     assert Preemption(signals=["SIGUSR1"]).signals == ("SIGUSR1",)  # type: ignore[arg-type]
     assert Method(tiers=["disk"]) == Method()  # type: ignore[arg-type]
+
+
+class ListConfig(Sequence[Any]):
+    """A sequence that is no list, as configuration libraries make them (OmegaConf)."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def test_any_sequence_is_taken_where_a_list_is(run_folder: Path, tmp_path: Path) -> None:
+    made: Any = ListConfig
+    assert KeeperOptions(cores=made(np.int64(0), 1)).cores == (0, 1)
+    assert Preemption(signals=made("SIGTERM", "SIGUSR1")).signals == ("SIGTERM", "SIGUSR1")
+    assert Method(tiers=made("disk")) == Method()
+    places = [str(tmp_path / "copies"), TierOptions("/mnt/copies")]
+    assert split_peers(made(*places)) == split_peers(places)
+    given = {"declared": made(), "static": made("model/*"), "tiers": made(places[0])}
+    state = {"model": torch.nn.Linear(1, 1)}
+    with everstep.Checkpointer(run_folder, state, every=None, **given) as ckpt:
+        ckpt.resume()
+
+
+@pytest.mark.parametrize("text", ["SIGTERM", b"SIGTERM", bytearray(b"SIGTERM")], ids=repr)
+def test_a_string_is_no_sequence(text: Any, run_folder: Path) -> None:
+    with pytest.raises(OptionError, match="must be a list of names of signals"):
+        Preemption(signals=text)
+    with pytest.raises(OptionError, match=r"KeeperOptions\.cores must be a list"):
+        KeeperOptions(cores=text)
+    with pytest.raises(OptionError, match="must be a list of places"):
+        everstep.Checkpointer(run_folder, {"n": 1}, tiers=text)
+    assert not run_folder.exists()
+
+
+def test_signals_may_be_those_of_python() -> None:
+    given: Any = [signal.SIGTERM, "SIGUSR1"]
+    assert Preemption(signals=given).signals == ("SIGTERM", "SIGUSR1")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    seconds: Any = np.float32(2.5)
+    made = KeeperOptions(linger_s=seconds).linger_s
+    assert (type(made), made) == (float, 2.5)
 
 
 def test_a_thread_has_no_cores_of_its_own() -> None:

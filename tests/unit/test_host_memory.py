@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from everstep.keeper.log_batch import Batch
 from everstep.keeper.pool import CapturePool
 from everstep.keeper.record_memory import RECORD_BYTES, memory_bytes
 from everstep.keeper.rooms import Into, LogRooms
-from everstep.options import Budget
+from everstep.options import Budget, KeeperOptions
 from tests.unit.world import Gate, HookedFileSystem, acquiring, opened, raising
 
 MB = 1 << 20
@@ -371,3 +372,44 @@ def test_the_announcement_tells_of_plain_data_in_each_step(
     lazy: dict[str, Any] = {"method": "lazy", "every": None}
     with everstep.Checkpointer(run_folder.with_name("lazy"), world.state, **lazy):
         assert "per base in flight, 63 at most" in capfd.readouterr().err
+
+
+# --- A limit of file sizes (ulimit -f), which counts for shared memory, too -------------
+
+
+@pytest.fixture
+def file_limit() -> Iterator[Callable[[int], None]]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("method", ["lazy", "logged", "lowdiff_plus"])
+def test_a_small_state_is_saved_under_a_limit_of_file_sizes(
+    method: str, file_limit: Callable[[int], None], run_folder: Path
+) -> None:
+    file_limit(64 * MB)  # far less than half of the memory of a machine
+    model = nn.Linear(4, 4)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with everstep.Checkpointer(run_folder, state, method=method, every=1) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+        ckpt.wait()
+        assert ckpt.stats().durable_step == 1
+
+
+def test_a_state_beyond_the_limit_of_file_sizes_is_refused_with_the_numbers(
+    file_limit: Callable[[int], None], run_folder: Path
+) -> None:
+    file_limit(2 * MB)
+    state = {"model": nn.Linear(1, MB, bias=False)}
+    said = r"takes \d{7} bytes .* file sizes \(ulimit -f\) of 2097152 bytes leaves 2031616"
+    with pytest.raises(OutOfSpaceError, match=said) as caught:
+        everstep.Checkpointer(run_folder, state)
+    assert "ulimit -f unlimited" in str(caught.value.hint)
+    assert not run_folder.exists()
+    everstep.Checkpointer(run_folder, state, keeper=KeeperOptions(process=False)).close()

@@ -8,6 +8,7 @@ import errno
 import gc
 import operator
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -637,6 +638,16 @@ def test_stop_ends_it_when_all_is_written(b: Bench) -> None:
     assert b.committed() == {(1, 5)}
 
 
+def test_its_status_counts_the_memory_that_is_taken(b: Bench) -> None:
+    """An arena is reserved as large as the budget; half of the memory of the machine, mostly."""
+    one = b.trainer(pages=(1 << 40) // PAGE)
+    one.serve()
+    before = b.server._status()["arena_bytes"]
+    one.take(1, 5)
+    one.await_("done")
+    assert BASE <= b.server._status()["arena_bytes"] - before < 1 << 30
+
+
 # --- Guests -----------------------------------------------------------------------------
 
 
@@ -669,6 +680,62 @@ def test_guests_that_say_nothing_do_not_fill_the_house(run_folder: Path) -> None
         b.turn(2)
         assert len(b.server._selector.get_map()) <= 3, "listener, trainer, its death"
         assert one.hear("replaced") == []
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing; what is open works."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_it_lives_on_and_takes_connections_later(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has in memory would end with it."""
+    clock = ManualClock()
+    with bench(run_folder, clock=clock) as b:
+        one = b.trainer()
+        one.serve()
+        one.take(1, 5)
+        one.await_("done")
+        silent = b.guest()
+        asking = Connection(connect_stream(b.files.socket))
+        asking.send({"kind": "status"})
+        with no_descriptors():
+            b.turn(5)
+        refused = [line for line in caplog.messages if "Too many open files" in line]
+        assert len(refused) == 1, "it is not asked again at once"
+        assert silent.receive(0.0) is None, "its place becomes free"
+        clock.advance(1.0)
+        b.turn(3)
+        answer = asking.receive(0.0)
+        asking.close()
+        assert answer is not None
+        assert answer[0]["trainer"] == os.getpid()
+        one.take(2, 6)
+        b.settled()
+        assert (one.timeline, 6) in b.committed()
+
+
+def test_guests_leave_most_descriptors_to_the_keeper(run_folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
+    try:
+        server = Bench(run_folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        guests = [server.guest() for _ in range(20)]
+        server.turn(3)
+        assert len(server.server._selector.get_map()) == 1 + 32 // 4, "the listener, and guests"
+        assert len(guests) == 20
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize(

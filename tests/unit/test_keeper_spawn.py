@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -321,6 +322,21 @@ def test_cores_that_are_not_there_are_said_and_no_obstacle() -> None:
         spawn_keeper(options, program=PROGRAM)
         ask()
         assert "none of the cores [4000] is available" in log_of().read_text()
+
+
+def test_a_keeper_has_as_many_descriptors_as_its_trainer_might() -> None:
+    """Connections come from others, and take them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with started(OPTIONS):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(200, hard), hard))
+        try:
+            spawn_keeper(OPTIONS, program=PROGRAM)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        ask()
+        info = find_keeper(OPTIONS.key)
+        assert info is not None
+        assert resource.prlimit(info.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 # --- The log ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.names import segment_dir
@@ -35,7 +36,7 @@ from tests.unit.logged import (
     train,
     write_segment,
 )
-from tests.unit.world import TIMEOUT_S, flip
+from tests.unit.world import TIMEOUT_S, base_folder, flip
 
 RUN = "0" * 32
 
@@ -190,6 +191,45 @@ def test_a_missing_marker(run: Path) -> None:
         assert caught.value.hint == "steps there are: 1 to 4"
         with pytest.raises(RecoveryError, match="not lead to step 7: there is no record of step 5"):
             rebuilder.state_at(7)
+
+
+def verified(run: Path, status: int) -> str:
+    """What ``everstep verify`` says, its lines joined."""
+    result = invoke("verify", run)
+    assert result.exit_code == status, result.stdout
+    return " ".join(result.stdout.split())
+
+
+def test_verify_tells_of_steps_after_a_hole_that_no_base_covers(run: Path) -> None:
+    verified(run, 0)
+    last = segments_of(run)[3]
+    (Path(last.path) / "rank-00000.done").rename(last.path / "aside")
+    verified(run, 0)  # nothing was recorded after it: it was never finished
+    (Path(last.path) / "aside").rename(last.path / "rank-00000.done")
+    (Path(segments_of(run)[2].path) / "rank-00000.done").unlink()
+    told = verified(run, 1)
+    assert "timeline-00001/log" in told
+    assert "up to step 8, is of no use: there is no record of step 5" in told
+    assert "1 damage" in told
+
+
+def test_verify_of_a_hole_before_a_newer_base(tmp_path: Path) -> None:
+    """Where something could not be recorded, training takes a new base: that is no damage. One
+    that is committed while the log is being looked at counts, too."""
+    run = tmp_path / "run"
+    train(run, World(), 8)
+    (Path(segments_of(run)[2].path) / "rank-00000.done").unlink()
+    verified(run, 0)
+    newest_base, aside = base_folder(run, 8), tmp_path / "aside"
+    newest_base.rename(aside)
+    filesystem = PosixFileSystem()
+    before = scan_run(filesystem, PurePath(run))
+    log = RunLog.of(filesystem, before)
+    cut = log.cut_off(before)
+    assert cut is not None
+    assert cut[0] == BaseId(1, 5)
+    aside.rename(newest_base)
+    assert log.cut_off(scan_run(filesystem, PurePath(run))) is None
 
 
 def test_without_a_base_before_it(run: Path) -> None:

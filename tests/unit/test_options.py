@@ -330,3 +330,17 @@ def test_numbers_that_no_message_could_carry(
     gone.rmdir()
     with pytest.raises(OptionError, match="the working directory was removed"):
         everstep.Checkpointer("run", {"n": 1})
+
+
+def test_an_absolute_path_works_where_the_working_directory_was_removed(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for began_at in (0, 3):
+        with everstep.Checkpointer(run_folder, {"n": 1}, every=1) as ckpt:
+            assert ckpt.resume().step == began_at
+            for _ in range(3):
+                ckpt.step()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +269,7 @@ def test_create_is_exclusive(tmp_path: Path) -> None:
 def test_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(pattern(PAGE))
     (tmp_path / "link").symlink_to(tmp_path / "f")
-    with pytest.raises(OSError, match="symbolic links") as error:
+    with pytest.raises(OSError, match="symbolic link") as error:
         FS.open(tmp_path / "link")
     assert error.value.errno == errno.ELOOP
     assert FS.reuse(tmp_path / "link") is None
@@ -278,6 +280,25 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
             FS.open(path)
+
+
+def test_a_name_that_is_removed_after_the_listing_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at work deletes a base while another one looks: that is no damage."""
+    (tmp_path / "a").write_text("")
+    (tmp_path / "b").mkdir()
+    listed = os.scandir
+
+    @contextlib.contextmanager
+    def scandir(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with listed(path) as found:
+            entries = [*found]
+        (tmp_path / "b").rmdir()
+        yield iter(entries)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [entry.name for entry in FS.scan(tmp_path)] == ["a"]
 
 
 def test_what_a_scan_says(tmp_path: Path) -> None:

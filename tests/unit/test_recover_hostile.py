@@ -45,10 +45,10 @@ def make_run(run: Path, bases: int = 2) -> None:
             ckpt.save()
 
 
-def resume_into(run: Path) -> tuple[int, Any]:
+def resume_into(run: Path, step: int | None = None) -> tuple[int, Any]:
     live: dict[str, Any] = {"m": nn.Linear(2, 3), "d": None}
     with opened(run, live) as ckpt:
-        recovery = ckpt.resume()
+        recovery = ckpt.resume(step)
     return recovery.step, live["d"]["n"]
 
 
@@ -96,12 +96,16 @@ def test_a_linked_record_counts_as_missing(name: str, run_folder: Path) -> None:
     assert resume_into(run_folder) == (2, 2)
 
 
-def test_a_linked_timeline_is_ignored(run_folder: Path) -> None:
+def test_a_linked_timeline_is_not_followed(run_folder: Path) -> None:
+    """What is behind it may be newer than all else: whoever asks for a step goes on without it."""
     make_run(run_folder)
     make_run(run_folder.with_name("other"), bases=5)
     (run_folder / "timeline-00009").symlink_to(run_folder.with_name("other") / "timeline-00001")
-    assert resume_into(run_folder) == (2, 2)
+    with pytest.raises(RecoveryError, match="timeline-00009 is a symbolic link"):
+        resume_into(run_folder)
+    assert resume_into(run_folder, step=2) == (2, 2)
     assert newest_timeline(PosixFileSystem(), run_folder) == 10  # not 9: that name is taken
+    assert resume_into(run_folder) == (2, 2)
     assert any("timeline-00009" in str(path) for path, _ in inventory_of(run_folder).problems)
 
 
@@ -161,11 +165,18 @@ def test_folders_in_place_of_files(run_folder: Path) -> None:
     assert resume_into(run_folder) == (2, 2)
 
 
-@pytest.mark.parametrize("bad", ["timeline-00002", "timeline-00001/base/000000000009"])
-def test_files_in_place_of_folders(bad: str, run_folder: Path) -> None:
+def test_a_file_in_place_of_a_base(run_folder: Path) -> None:
     make_run(run_folder)
-    (run_folder / bad).write_text("x")
+    (run_folder / "timeline-00001/base/000000000009").write_text("x")
     assert resume_into(run_folder) == (2, 2)
+
+
+def test_a_file_in_place_of_a_timeline(run_folder: Path) -> None:
+    make_run(run_folder)
+    (run_folder / "timeline-00002").write_text("x")
+    with pytest.raises(RecoveryError, match="timeline-00002 is no directory"):
+        resume_into(run_folder)
+    assert resume_into(run_folder, step=2) == (2, 2)
 
 
 def test_a_file_in_place_of_all_bases(run_folder: Path) -> None:
@@ -175,7 +186,9 @@ def test_a_file_in_place_of_all_bases(run_folder: Path) -> None:
     bases.write_text("x")
     live: dict[str, Any] = {"m": nn.Linear(2, 3), "d": None}
     with opened(run_folder, live) as ckpt:
-        recovery = ckpt.resume()
+        with pytest.raises(RecoveryError, match="base is no directory"):
+            ckpt.resume()
+        recovery = ckpt.resume(step=0)
     assert recovery.source == "fresh"
     assert any("no directory" in note for note in recovery.notes)
 

@@ -249,6 +249,7 @@ def test_what_is_due_meanwhile_is_taken_once_behind_it(run_folder: Path) -> None
         ckpt = start(bench, world, every=1)
         run_steps(ckpt, world, 1)
         assert gate.reached.wait(20)
+        until(lambda: ckpt._keeper.replica_applied > 0, "word that it follows")  # type: ignore[union-attr]
         run_steps(ckpt, world, 5)
         replica = bench.server._duties.replicas._replica
         assert replica is not None

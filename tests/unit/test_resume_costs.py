@@ -84,9 +84,9 @@ def test_the_state_is_looked_at_once_however_often_it_is_compared(
     compared: list[int] = []
     compare = redo.compare
 
-    def noting(comparison: Any, mark: Any, tensors: Any) -> None:
+    def noting(comparison: Any, mark: Any, tensors: Any, names: Any) -> None:
         compared.append(mark.head.step)
-        compare(comparison, mark, tensors)
+        compare(comparison, mark, tensors, names)
 
     monkeypatch.setattr(redo, "compare", noting)
     monkeypatch.setattr(Ahead, "ready", together_)

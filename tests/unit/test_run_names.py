@@ -14,7 +14,7 @@ from everstep import KeeperOptions
 from everstep.errors import KeeperError, StorageError
 from everstep.keeper import attach as attach_module
 from everstep.keeper.attach import attach, is_there
-from everstep.keeper.registry import keeper_files, keepers_of, list_keepers
+from everstep.keeper.registry import keeper_files, keepers_left_by_a_move, keepers_of, list_keepers
 from everstep.keeper.spawn import SpawnOptions
 from everstep.recover.folder import run_path
 from everstep.seams import ManualClock
@@ -120,6 +120,26 @@ def test_whose_keepers_are_those_of_a_run(run_folder: Path, alias: Path) -> None
         assert found == [(0, str(alias)), (1, str(run_folder))]
         assert [is_there(run_folder, "id", rank) for rank in range(5)] == [True] * 2 + [False] * 3
         assert [info.rank for info in keepers_of(gone, "id")] == [4]
+        assert [info.rank for info in keepers_left_by_a_move("id")] == [4]
+
+
+@pytest.mark.usefixtures("no_keeper_stays")
+def test_what_the_keeper_of_a_renamed_run_has_in_memory_is_restored(run_folder: Path) -> None:
+    """It knows the folder by a path where it is no more: a base without the steps after it was all
+    that was found in the new place."""
+    status, (_, trained), err = finish(start(run_folder, LOGGED))
+    assert status == -signal.SIGKILL, err
+    moved = run_folder.with_name("moved")
+    run_folder.rename(moved)
+    for source in ("memory", "disk"):
+        status, (said,), err = finish(start(moved, AGAIN))
+        assert status == 0, err
+        assert (said["step"], said["source"], said["exact"]) == (5, source, True)
+        assert said["digest"] == trained["digest"]
+        assert f"{moved} was moved from {run_folder}" in err
+    assert not run_folder.exists()
+    assert invoke("stop", "--all", "--now").exit_code == 0
+    keepers_gone()
 
 
 def test_one_under_another_name_that_does_not_listen_is_waited_for_and_named(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from everstep.keeper.job import job_of
 from everstep.seams.group import TorchGroup
 
 _ROUND = 1024 - 8
@@ -113,3 +115,29 @@ def test_whether_any_says_yes_is_waited_for_when_it_is_needed_or_before_an_excha
     group.begin_any("a test", bool(mine))
     group.exchange("a test", b"")
     assert done == ["answered", "met", "answered", "met"]
+
+
+class OneOfTwo:
+    world, host = 2, "127.0.0.1"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@pytest.mark.parametrize(
+    ("rank", "restarts", "kept", "told"),
+    [(0, "3", "True", 1), (1, "3", "True", 0), (0, "0", "True", 0), (0, "3", "False", 0)],
+)
+def test_a_launcher_that_keeps_its_store_over_restarts_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    restarts: str,
+    kept: str,
+    told: int,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
+    seams: Any = SimpleNamespace(group=lambda timeout_s: OneOfTwo(rank))
+    assert job_of(seams, 1.0) is not None
+    assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == told

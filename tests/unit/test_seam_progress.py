@@ -57,7 +57,7 @@ def test_plain_lines_elsewhere(time: Time, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("unit", "shown"), [("bytes", r"verify .*1\.0/2\.0 KiB"), ("items", r"verify .*1024/2048")]
+    ("unit", "shown"), [("bytes", r"verify .*1\.0/2\.0 kB"), ("items", r"verify .*1024/2048")]
 )
 def test_a_bar_on_a_terminal(
     unit: Any, shown: str, time: Time, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +109,7 @@ def test_a_bar_of_nobody_knows_how_much(time: Time, monkeypatch: pytest.MonkeyPa
     with progress("save", 0) as bar:
         time.now_s += 1.0
         bar.advance(1024)
-    assert "1.0/? KiB" in terminal.getvalue()
+    assert "1.0/? kB" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -406,7 +406,7 @@ def test_a_rank_that_dies_while_what_was_replayed_is_handed_on_is_no_error_of_to
         rank, world, host = 1, 2, "127.0.0.1"
 
     with pytest.raises(DeadlineError, match="closed by peer") as caught:
-        Job(Alone(), 1.0)._gather(Torn({"steps": 1}))
+        Job(Alone(), 1.0)._together(Torn({"steps": 1}).gather, "hand it on")
     assert caught.value.rank == 1
     assert "others" in str(caught.value)
 

@@ -142,9 +142,16 @@ def _model(rank: int) -> nn.Linear:
 
 @contextlib.contextmanager
 def trainings(
-    *paths: Path, seams: list[Seams] | None = None, **options: Any
+    *paths: Path,
+    seams: list[Seams] | None = None,
+    parts: Callable[[int], dict[str, Any]] = lambda rank: {},
+    **options: Any,
 ) -> Iterator[list[RankTraining]]:
-    """One training for each path, all ranks of one job; let go of without a last word."""
+    """One training for each path, all ranks of one job; let go of without a last word.
+
+    Args:
+        parts: of the state of a rank, beside those that all have.
+    """
     world = len(paths)
     seams = seams or rank_seams(world)
     keeper = everstep.KeeperOptions(process=False)
@@ -159,7 +166,7 @@ def trainings(
     def start(rank: int) -> RankTraining:
         model = _model(rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        state = {"model": model, "optimizer": optimizer, "data": {"step": 0}}
+        state = {"model": model, "optimizer": optimizer, "data": {"step": 0}, **parts(rank)}
         ckpt = everstep.Checkpointer(paths[rank], state, seams=seams[rank], **options)
         checkpointer._live.clear()  # another start of the job is another process
         return RankTraining(rank, ckpt, model, state, optimizer)

@@ -163,6 +163,11 @@ class Arena:
         return self._here().fd
 
     @property
+    def taken_bytes(self) -> int:
+        """Memory that its pages have taken so far; 0 once it is closed."""
+        return 0 if self._memory is None else self._memory.taken_bytes
+
+    @property
     def view(self) -> memoryview:
         """The data as writable bytes; what is made of it keeps the memory mapped."""
         view = self._view

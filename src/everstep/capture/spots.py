@@ -162,7 +162,11 @@ class Comparison:
         self._spots = Spots({})
 
     def other(
-        self, logged: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], step: int
+        self,
+        logged: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: int,
+        names: Sequence[str] = (),
     ) -> str | None:
         """The name of an entry of which the state has other elements than the mark of ``step``;
         None: there is none, or the mark holds no elements.
@@ -170,6 +174,9 @@ class Comparison:
         Args:
             logged: all that the mark holds under :data:`~everstep.state.log.SPOT`.
             tensors: all of the state, by entry name.
+            names: of all entries of the state when the mark was made, sorted, where it may have
+                others now (a part may show a tensor only while it runs); none: those of
+                ``tensors``.
 
         Raises:
             FormatError: it is the mark of another state.
@@ -178,13 +185,16 @@ class Comparison:
         which = values.pop(_WHICH, None)
         if which is None:
             return None
-        if which.dtype != np.uint8 or which.size != (len(tensors) + 7) // 8:
+        entries = names or sorted(tensors)
+        if which.dtype != np.uint8 or which.size != (len(entries) + 7) // 8:
             raise FormatError("samples of a state that consists of other tensors")
         all_of_them = tuple(tensors.values())
         if which.tobytes() != self._bits or not same_objects(all_of_them, self._tensors):
-            entries = sorted(tensors)
             bits = np.unpackbits(which)[: len(entries)]
-            chosen = {n: tensors[n] for n, bit in zip(entries, bits, strict=True) if bit}
+            looked_at = [name for name, bit in zip(entries, bits, strict=True) if bit]
+            if missing := [name for name in looked_at if name not in tensors]:
+                raise FormatError(f"samples of {missing[0]!r}, which the state does not have")
+            chosen = {name: tensors[name] for name in looked_at}
             self._spots = Spots(chosen)
             if self._spots.names != chosen.keys():
                 raise FormatError("samples of tensors in host memory, which these are not")

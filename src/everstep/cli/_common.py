@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -244,15 +245,8 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def in_words(size_bytes: int) -> str:
-    """A size for people: ``"1.5 GiB"``."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    size, unit = float(size_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}"
+    """Return a size for people: ``"1.5 GB"``, in powers of 1000 as in all messages and options."""
+    return decimal(size_bytes) if size_bytes >= 1000 else f"{size_bytes} B"
 
 
 def count_of(count: int, what: str, plural: str | None = None) -> str:

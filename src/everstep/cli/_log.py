@@ -41,6 +41,8 @@ def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
     from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 
     def has_segments(timeline: int, kind: str) -> bool:
+        if not inventory.may_hold(timeline, kind):
+            return False
         try:
             entries = filesystem.scan(timeline_dir(inventory.path, timeline) / kind)
         except (FileNotFoundError, NotADirectoryError):
@@ -128,6 +130,9 @@ def is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
     from everstep.format.names import parse_marker
 
     try:
+        kinds = {one.name: one.kind for one in filesystem.scan(segment.path.parent)}
+        if (kind := kinds.get(segment.path.name)) != "dir":
+            return kind is None
         names = [entry.name for entry in filesystem.scan(segment.path)]
     except FileNotFoundError:
         return True

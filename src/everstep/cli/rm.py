@@ -132,6 +132,14 @@ def _the_one(inventory: Inventory, step: int, timeline: int | None) -> BaseFound
             path=inventory.path,
             hint=f"say which one: --timeline {bases[-1].id.timeline}",
         )
+    if bases[0].status == "damaged" and not bases[0].files:
+        raise OptionError(
+            f"{bases[0].id} cannot be deleted: {bases[0].problem}",
+            step=step,
+            path=bases[0].path,
+            hint="make its directory readable; of a link, remove the link, or put back what it "
+            "leads to",
+        )
     return bases[0]
 
 

@@ -94,7 +94,8 @@ def verify(
 
     Checks every record, header and entry of all bases, or of one, and all segments of the log
     against their digests. Exit status 1 if anything is damaged, if the base that was asked for
-    cannot be used, or if no base is left of a run that has had steps. An unfinished base that a
+    cannot be used, if the log lacks a step that all later ones need (no base lies after it), or if
+    no base is left of a run that has had steps. An unfinished base that a
     crash has left is reported, but is no damage. One that is being deleted is read as long as
     nothing of it is gone. Writes nothing.
 
@@ -105,6 +106,7 @@ def verify(
     digested. Exit status 1 also if any differs. A base that could not be compared (the log does
     not lead to it, say) is "not checked", which is no failure: status 0.
     """
+    from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
     from everstep.recover.decide import candidates
@@ -137,6 +139,13 @@ def verify(
     elif timeline is None and not candidates(inventory).ordered:
         had = look(filesystem, run)[1].had
         inventory.problems += [] if had is None else [(inventory.path, had)]
+    if log is not None and step is None and timeline is None:
+        cut = log.cut_off(inventory) and log.cut_off(open_run(filesystem, run))
+        if cut:
+            first, told = cut
+            inventory.problems.append(
+                (timeline_dir(inventory.path, first.timeline) / LOG_DIR, told)
+            )
     ok = not inventory.problems and all(item.ok for item in checked)
     ok = ok and all(segment.problem is None for segment in segments)
     ok = ok and all(found.verdict != "different" for found in audits)

@@ -27,6 +27,7 @@ __all__ = [
     "parse_base",
     "parse_marker",
     "parse_rank",
+    "parse_renamed_timeline",
     "parse_segment",
     "parse_shard",
     "parse_timeline",
@@ -92,6 +93,13 @@ def marker_name(rank: int) -> str:
 def parse_timeline(name: str) -> int | None:
     """The timeline that a directory is, or None if it is none."""
     return _number(_TIMELINE, name, "timeline-{:05d}")
+
+
+def parse_renamed_timeline(name: str) -> int | None:
+    """Return the timeline whose directory somebody has renamed (``timeline-00001.bak``), or None
+    for a name that has no timeline's within it, or is one."""
+    match = _TIMELINE.search(name)
+    return None if match is None or parse_timeline(name) is not None else int(match[1])
 
 
 def parse_base(name: str) -> int | None:

@@ -12,11 +12,11 @@ import torch
 from rich.filesize import decimal
 
 from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import PROGRESS_WORDS
+from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
 from everstep.errors import OutOfSpaceError
 from everstep.keeper.record_memory import RECORD_BYTES
 from everstep.options import History, Options
-from everstep.seams.machine import memory_available_bytes
+from everstep.seams.machine import file_bytes_max, memory_available_bytes
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
@@ -27,6 +27,7 @@ __all__ = [
     "DayMeter",
     "Forecast",
     "announcement",
+    "arena_budget_bytes",
     "base_memory_bytes",
     "bases_in_flight_max",
     "budget_in_words",
@@ -74,7 +75,7 @@ def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -
         OutOfSpaceError: when the method needs more, with the number of bytes.
     """
     budget = options.budget.host_bytes or memory_available_bytes() // (2 * ranks_here)
-    times = 2 if options.is_scheduled else 1  # the one before stays until the next is whole
+    times = _bases_at_once(options)
     if options.method.base != "sync" and budget < times * state_bytes:
         raise OutOfSpaceError(
             f'method="{options.method_name}" copies the state ({state_bytes} bytes) into host '
@@ -82,6 +83,38 @@ def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -
             hint=f'Budget(host_bytes={times * state_bytes}) or more, or method="sync"',
         )
     return budget
+
+
+def _bases_at_once(options: Options) -> int:
+    # Where every step is captured, the capture before stays until the next is whole.
+    return 2 if options.is_scheduled else 1
+
+
+def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) -> int:
+    """Return how much of the host memory that is left for it the arena may have.
+
+    A keeper process shares the arena as a file in memory, which the limit of file sizes
+    (``ulimit -f``) counts although its pages are taken only as they are needed.
+
+    Args:
+        budget_bytes: what the budget of host memory leaves for the arena.
+
+    Raises:
+        OutOfSpaceError: a base does not fit within the limit, with both numbers.
+    """
+    limit_bytes = file_bytes_max()
+    if limit_bytes is None or options.method.base == "sync" or not options.keeper.process:
+        return budget_bytes
+    most_bytes = max(0, limit_bytes - CONTROL_BYTES) // PAGE_BYTES * PAGE_BYTES
+    need_bytes = _bases_at_once(options) * state_bytes
+    if most_bytes < need_bytes:
+        raise OutOfSpaceError(
+            f"the state takes {need_bytes} bytes of memory that training shares with its keeper, "
+            f"and the limit of file sizes (ulimit -f) of {limit_bytes} bytes leaves {most_bytes}",
+            hint=f"a limit of {need_bytes + CONTROL_BYTES} bytes or more (ulimit -f unlimited), "
+            "KeeperOptions(process=False), or method='sync'",
+        )
+    return min(budget_bytes, most_bytes)
 
 
 def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
@@ -314,14 +347,7 @@ def announcement(
         parks: captures that are not due are held, too, where every step is captured.
     """
     parameters, gradient_bytes = gradients
-    every, state = options.every, decimal(state_bytes)
-    when = "on save() only"
-    if every.steps is not None:
-        when = f"every {every.steps} steps"
-    elif every.seconds is not None:
-        when = f"every {every.seconds:g} s"
-    elif every.auto:
-        when = "every=auto"
+    when, state = options.every.in_words, decimal(state_bytes)
     if parameters:
         each = state_bytes / parameters
         shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"

@@ -34,6 +34,10 @@ class DiskLog:
         self._changed = Condition()
         self._reached = 0
         self._marks: deque[int] = deque()  # the last ones
+        self._written = 0  # of records; they are on disk up to this number
+        self._coming: deque[tuple[int, int]] = deque()  # marks, and their steps, not on disk yet
+        self._step: int | None = None
+        self._begins: Save | None = None  # the base that the log on disk goes on from
         self._bases: deque[Save] = deque()  # that the log begins at, and that may not be durable
         self._again = False
         self._ended = False  # by a failure
@@ -43,8 +47,9 @@ class DiskLog:
         """From now on records go to ``keeper``, which writes nothing of what was made before."""
         self._keeper = keeper
         with self._changed:
-            self._reached, self._ended = 0, False
+            self._reached, self._written, self._ended = 0, 0, False
             self._marks.clear()
+        self._coming.clear()
         self._bases.clear()
         if keeper is not None and self._wanted and not self.on:
             keeper.log_to_disk(False)
@@ -54,12 +59,29 @@ class DiskLog:
         will be; in any thread."""
         with self._changed:
             self._reached = max(self._reached, number)
+            self._written = number if number not in (0, ENDED) else self._written
             self._ended = self._ended or number == ENDED
             self._changed.notify_all()
 
     def has(self, number: int) -> bool:
         """Whether a record is on disk, or never will be."""
         return number <= self._reached
+
+    @property
+    def step(self) -> int | None:
+        """The newest step that a durable base and the log on disk lead to; None: none is known."""
+        self._look()
+        return self._step if self._begins is None or _is_durable(self._begins) else None
+
+    def restored(self, *, on_disk: bool) -> None:
+        """The state was restored; whether the base that it was restored from is on disk."""
+        self._step, self._begins = None, None if on_disk else Save(0, 0)
+        self._coming.clear()
+
+    def _look(self) -> None:
+        with self._changed:  # stats() may be called in another thread
+            while self._coming and self._coming[0][0] <= self._written:
+                _, self._step = self._coming.popleft()
 
     def marked(self, number: int, step: int) -> None:
         """A step is over: waits until the log on disk is no further behind than it may be.
@@ -74,7 +96,11 @@ class DiskLog:
             self._marks.clear()
         if self._wanted and not self.on:
             self.steps_in_memory += 1
-        if self._lag is None or not self.on:
+        if not self.on:
+            return
+        self._look()
+        self._coming.append((number, step))
+        if self._lag is None:
             return
         self._marks.append(number)
         if len(self._marks) <= self._lag:
@@ -156,6 +182,15 @@ class DiskLog:
             with self._changed:
                 self._reached, self._ended = number, False
             self._keeper.log_to_disk(True)
+        if not leads:
+            self._step, self._begins = None, save
+            self._coming.clear()
+        elif self._begins is not None and not _is_durable(self._begins):
+            self._begins = save
         # What was recorded before it ends in a hole, or went to no disk.
         if not leads and self.on and self._lag is not None:
             self._bases.append(save)
+
+
+def _is_durable(save: Save) -> bool:
+    return save.durable.done() and not save.is_lost

@@ -377,11 +377,12 @@ class Duties:
         return self.holding.step if step is None else step
 
     def arena_bytes(self, trainer: Attached | None) -> int:
-        """Host memory for captured state: that of the process that is served, what those before
-        it have left, and that of a replica."""
+        """Host memory that captured state has taken: of the process that is served, of what those
+        before it have left, and of a replica. An arena is reserved as large as its budget, and
+        takes pages only where something was written."""
         mine = None if trainer is None else trainer.arena
         found = (mine, self.holding.arena, self.replicas.arena, *self.logs.arenas)
-        mine_bytes = {id(arena): arena.size_bytes for arena in found if arena is not None}
+        mine_bytes = {id(arena): arena.taken_bytes for arena in found if arena is not None}
         held_bytes = self.peers.store.used_bytes + self.peers.logs.used_bytes
         return sum(mine_bytes.values()) + held_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import uuid
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 
@@ -40,13 +41,14 @@ from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
 from everstep.options import Options
+from everstep.recover.decide import refuse_unreachable
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.lent_files import opens_in
 from everstep.recover.loading import Compares, comparer, loader, needs_here
 from everstep.recover.node_reads import NodeStart, memory_name
 from everstep.recover.others import failed_there, in_words
-from everstep.recover.outcome import told_back, with_ranks
+from everstep.recover.outcome import doubted, told_back, with_ranks
 from everstep.recover.peer_copy import PeerCopy
 from everstep.recover.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
 from everstep.recover.rank_copies import Copies
@@ -56,7 +58,7 @@ from everstep.recover.scan import scan_run
 from everstep.recover.together import Meeting, resume_together
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
-from everstep.seams.group import Group, group_of_job
+from everstep.seams.group import Group, group_of_job, keeps_store_over_restarts
 from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.peers import PeerMailbox
 from everstep.state.apart import Apart
@@ -66,6 +68,9 @@ from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, 
 from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["Job", "KeeperOfRank", "job_of", "open_together"]
+
+_log = logging.getLogger("everstep")
+_T = TypeVar("_T")
 
 
 class KeeperOfRank(Protocol):
@@ -233,6 +238,9 @@ class Job:
         )
         with contextlib.ExitStack() as opened:
             with self.telling():
+                if step is None:
+                    with storage_errors("resume", run, rank=self.info.rank):
+                        refuse_unreachable(scan_run(seams.filesystem, run))
                 mailbox = self._open_mailbox()
                 opened.callback(mailbox.close)
                 name = uuid.uuid4().hex
@@ -298,9 +306,12 @@ class Job:
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
             back = told_back(resumed) | said_apart(state.apart)
+            back["buckets"] = [] if resumed.base is None else state.buckets.wishes()
             resumed = with_ranks(resumed, said := self._say("tell what was read", back))
             if resumed.base is not None:
-                self._gather(state)
+                self._together(state.gather, "hand each other what they replayed")
+                rebuild = partial(state.buckets.rebuild, [one["buckets"] for one in said])
+                resumed = doubted(resumed, self._together(rebuild, "rehearse a backward of DDP"))
             self._apart, (self._parts, _) = state.apart, heard_apart(state.apart, said)
             state.apart.began()
             if self._copies is not None:
@@ -321,12 +332,16 @@ class Job:
                 self._say("start together", {"error": in_words(error)})
             raise
 
-    def _gather(self, state: State) -> None:
-        """What others have replayed of what this rank holds copies of (ZeRO)."""
+    def _together(self, do: Callable[[], _T], what: str) -> _T:
+        """Do what needs torch's collectives on all ranks.
+
+        Raises:
+            DeadlineError: one of them is gone.
+        """
         try:
-            state.gather()
+            return do()
         except RuntimeError as error:  # of torch's backends
-            text, hint = "ranks hand each other what they replayed", "see what the others print"
+            text, hint = f"ranks {what}", "see what the others print"
             raise DeadlineError(f"{text}: {error}", rank=self.info.rank, hint=hint) from error
 
     def _open_mailbox(self) -> PeerMailbox:
@@ -452,6 +467,14 @@ def job_of(seams: Seams, timeout_s: float) -> Job | None:
         DeadlineError: not all ranks make a Checkpointer.
     """
     group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
+    if group is not None and group.rank == COORDINATOR and keeps_store_over_restarts():
+        _log.warning(
+            "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
+            "--max-restarts starts again find in it the addresses of those that were killed, and "
+            "gloo does not connect them (connectFullMesh ... Connection refused)\n  hint: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, and call it with "
+            "--standalone or --rdzv-backend=c10d"
+        )
     return None if group is None else Job(group, timeout_s)
 
 

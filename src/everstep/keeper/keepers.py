@@ -22,7 +22,7 @@ from everstep.keeper.attempts import Attempts
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.keeper_stats import KeeperStats
-from everstep.keeper.left_keepers import left_with_keeper
+from everstep.keeper.left_keepers import left_by_a_move, left_with_keeper
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import open_log
 from everstep.keeper.log_batch import batch_to_wire
@@ -229,6 +229,16 @@ class Keepers:
         Raises:
             DeadlineError: the keeper gets nowhere.
         """
+        found = self._left_here(own=own)
+        if own or found.base is not None or found.records or not self._may_be_kept:
+            return found
+        whose = self._run, self._run_id, self._info.rank
+        timeout_s = self._options.progress_timeout_s
+        moved = left_by_a_move(*whose, self._seams, timeout_s=timeout_s)
+        return found if moved.base is None and not moved.records else moved
+
+    def _left_here(self, *, own: bool) -> Recalled:
+        """As :meth:`left_behind`, by the keeper that knows the run's folder where it is now."""
         remote, timeout_s = self._remote, self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
@@ -311,7 +321,8 @@ class Keepers:
             self.attempts.why_not = None
         self._seat, self.peer_log_step = seat, None
         self._before = self.stats
-        self._before.durable_step = None
+        if opened:  # else what is durable stays so
+            self._before.durable_step = None
         if self._remote is not None:
             if not self._options.logs:  # else a log may still need it
                 self._remote.forget_all()
@@ -461,7 +472,7 @@ class Keepers:
         again_there = seat and dataclasses.replace(seat, again=True, lost=steps)
         self.serve(timeline, seat=again_there, opened=False)
         _log.warning("%s", lost)
-        warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=6)
         if callable(self._options.on_failure) and lost is not None:
             self._options.on_failure(lost)
 

@@ -13,13 +13,13 @@ from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
 from everstep.keeper.attach import attach_to
 from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.registry import KeeperInfo, keepers_of
+from everstep.keeper.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
 from everstep.recover.held import Recalled
 from everstep.recover.old_logs import InMemory
 from everstep.recover.peer_log import PeerLog
 from everstep.seams import Seams
 
-__all__ = ["left_logs", "left_with_keeper"]
+__all__ = ["left_by_a_move", "left_logs", "left_with_keeper"]
 
 _log = logging.getLogger("everstep")
 _ARENA_BYTES = 1 << 16  # nothing is captured into it
@@ -54,6 +54,28 @@ def left_with_keeper(
     for info in keepers_of(run, run_id):
         if info.rank == rank:
             return _recalled(info, run, seams, timeout_s) or Recalled()
+    return Recalled()
+
+
+def left_by_a_move(
+    run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
+) -> Recalled:
+    """Return what a keeper has of this rank that knows the run by a path where it is no more: the
+    folder was moved, or renamed, while the keeper lived. It cannot write there; what it has in
+    memory is as good as if the folder had stayed."""
+    for info in keepers_left_by_a_move(run_id):
+        if info.rank != rank:
+            continue
+        recalled = _recalled(info, run, seams, timeout_s)
+        if recalled is not None:
+            _log.warning(
+                "%s was moved from %s while keeper process %d had it: what that has in memory "
+                "counts here, and stays there until it ends (everstep stop ends it)",
+                run,
+                info.run,
+                info.pid,
+            )
+            return recalled
     return Recalled()
 
 

@@ -14,6 +14,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.bounds import Bounds, bounds_of, copies_announcement
 from everstep.keeper.budget import (
     announcement,
+    arena_budget_bytes,
     base_memory_bytes,
     check_disk_budget,
     check_multistep_budget,
@@ -161,7 +162,8 @@ def assemble(
     own_bytes = own_budget_bytes(options, host_bytes, state_bytes, peers=bool(state.ranks.nodes))
     left_bytes = host_bytes - replica_bytes - own_bytes
     held_bytes = peer_bytes(peers, state.ranks, left_bytes, state_bytes)
-    arena_bytes = left_bytes - held_bytes
+    arena_bytes = arena_budget_bytes(options, left_bytes - held_bytes, state_bytes)
+    host_bytes -= left_bytes - held_bytes - arena_bytes
     peer_log: int | None = None
     bounds = bounds_of(
         options,

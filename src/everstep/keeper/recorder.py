@@ -64,6 +64,8 @@ class Recorder:
         base_due: why the log cannot go on without a new base; None if it can.
         base_step: of the newest base that was asked for, and has not failed.
         disk: which records go to disk.
+        led_step: the newest step that a base and the records since lead to, all of which the keeper
+            in service has; None: it has none.
         rooms: the memory of records.
         overrun: called when there is no memory for a record, though there is a replica.
         unseen: called when a mark shows a change that no optimizer made, and nobody told of.
@@ -110,6 +112,7 @@ class Recorder:
         self._digest = ""
         self.base_due: str | None = "no base yet"
         self._leads_here = False  # a base that is whole, and what was recorded since
+        self.led_step: int | None = None
         self._told = False  # that a record is too large
         self.stats = RecorderStats()
 
@@ -150,7 +153,7 @@ class Recorder:
         if survey is not None:  # save() may take a base before there is a mark
             self._learn(survey)
         self.base_due = self.base_due or "a new timeline"
-        self._leads_here = False
+        self._leads_here, self.led_step = False, None
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """The gradients of an optimizer are what it is going to consume: begins to copy them.
@@ -245,6 +248,7 @@ class Recorder:
                 is_over(staged, self._options.progress_timeout_s)
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
+            self.led_step = save.step if there else self.led_step
         self.untold.follows_base = True
         before, self.base_step = self.base_step, save.step
         into = self.rooms.into
@@ -258,7 +262,7 @@ class Recorder:
             if fine:
                 self.rooms.base_durable(save.step)
             else:  # the keeper has nothing of it any more
-                self._leads_here = False
+                self._leads_here, self.led_step = False, None
                 if self.base_step == save.step:
                     self.base_step = before
                     self.rooms.base_failed()
@@ -268,12 +272,16 @@ class Recorder:
         with self._timed():
             self.disk.over(save.step)
 
-    def restored(self, base_step: int | None, survey: Survey | None) -> None:
-        """The state was restored, from a base of this step (None: there was nothing), and surveyed
-        then."""
+    def restored(
+        self, base_step: int | None, survey: Survey | None, step: int, *, on_disk: bool
+    ) -> None:
+        """The state was restored, from a base of ``base_step`` (None: there was nothing), which is
+        on disk or not, to ``step``, and surveyed then."""
         self.base_step = base_step or 0
         self.untold.follows_base = there = base_step is not None
         self._leads_here = there and self._exact and None not in (survey, self.rooms.into)
+        self.led_step = step if self._leads_here else None
+        self.disk.restored(on_disk=on_disk)
 
     def on_disk(self, number: int) -> None:
         """Records up to ``number`` are on disk, or (0) the keeper is gone; in any thread."""
@@ -320,6 +328,7 @@ class Recorder:
         step_bytes, self._step_bytes = self._step_bytes, 0
         self._lane.run(lambda: into.pool.warm_ahead(2 * step_bytes))  # behind the next backward
         self.stats.marks += 1
+        self.led_step = step if self._leads_here else self.led_step
         self.disk.marked(self.rooms.number, step)
 
     def _copy(self, into: Into, key: str, lsn: int, step: int, over: bool) -> UnderWay | None:
@@ -450,6 +459,7 @@ class Recorder:
         if self.rooms.relieved_to() is not None or not self.rooms.give_way():
             return False
         self._hole("a base needs its memory")
+        self.led_step = None
         self._channel.tell(gave_way(self._followed))
         return True
 

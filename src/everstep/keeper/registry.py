@@ -42,6 +42,7 @@ __all__ = [
     "find_keeper",
     "keeper_files",
     "keeper_key",
+    "keepers_left_by_a_move",
     "keepers_of",
     "kill_keeper",
     "list_keepers",
@@ -336,6 +337,23 @@ def keepers_of(run: PurePath, run_id: str) -> list[KeeperInfo]:
         if info.run == str(run) or (info.rank not in found and _same_folder(info.run, run)):
             found[info.rank] = info
     return [found[rank] for rank in sorted(found)]
+
+
+def keepers_left_by_a_move(run_id: str) -> list[KeeperInfo]:
+    """Return the living keepers of a run whose folder is not where they know it: it was moved, or
+    renamed, and they cannot write to it any more.
+
+    Raises:
+        KeeperError: the runtime folder cannot be used.
+    """
+    return [info for info in list_keepers() if info.run_id == run_id and _is_nowhere(info.run)]
+
+
+def _is_nowhere(run: str) -> bool:
+    try:
+        return file_identity(leads_to(PurePath(run))) is None
+    except OSError:  # closed to this user, or its disk is gone: then nobody can tell
+        return False
 
 
 def _same_folder(run: str, other: PurePath) -> bool:

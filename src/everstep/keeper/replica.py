@@ -333,7 +333,15 @@ class Replica:
     # --- The thread -----------------------------------------------------------------------
 
     def _work(self) -> None:
+        loaded = False
         while self._wait():
+            if self._base is not None and not loaded:
+                # Takes seconds the first time. The state is left alone meanwhile: a newer base may
+                # begin it anew, or whoever takes over may want it.
+                self._done(more=True)
+                _load()
+                loaded = True
+                continue
             more = False
             try:
                 more = self._turn()
@@ -368,7 +376,6 @@ class Replica:
         return True
 
     def _made(self, base: Capture) -> Any:
-        # Takes seconds the first time; other threads go on meanwhile.
         from everstep.keeper.replica_state import ReplicaState
 
         assert self._arena is not None
@@ -498,3 +505,8 @@ class Replica:
                 self._arena = None
         self._events.stopped(error, for_good=for_good)
         self._events.refused(asks, error)
+
+
+def _load() -> None:
+    """Load torch, and what needs it."""
+    import everstep.keeper.replica_state  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -90,7 +90,8 @@ class Saver:
         self.make_good: Callable[[], bool] = lambda: False
         self.on_torn: Callable[[AuditError], bool] = lambda error: False
         self.saves = 0
-        self.stall_s = {"capture": 0.0, "gate": 0.0, "back_pressure": 0.0, "persist": 0.0}
+        causes = "capture", "gate", "back_pressure", "persist", "keeper"
+        self.stall_s = dict.fromkeys(causes, 0.0)
         if options.is_multistep:
             self.stall_s["gradients"] = 0.0
         self.last_save_s = clock.monotonic_s()
@@ -159,6 +160,15 @@ class Saver:
             keeper.lost_steps.add(save.step)  # other ranks have their parts of it
         self._channel.check()
         return save
+
+    @contextlib.contextmanager
+    def stalled(self, cause: str) -> Iterator[None]:
+        """Counts the time inside as time that training was held up."""
+        start_s = self._clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.stall_s[cause] += self._clock.monotonic_s() - start_s
 
     def post(self, error: EverstepError) -> None:
         """Reports what failed while a base was taken. Not that its keeper is gone: training goes

@@ -85,6 +85,12 @@ class ScheduledSaver(Saver):
             self._keeper = None  # a capture for the one before may become whole meanwhile
         super().start(keeper, pool)
 
+    @property
+    def parked_step(self) -> int | None:
+        """Step of the newest whole capture that the keeper holds; None: it holds none."""
+        parked = self._parked
+        return None if parked is None else parked.step
+
     def park(self, identity: ShardIdentity) -> None:
         """Takes a capture that stays in memory until a newer one is whole. Without a keeper
         process it would survive nothing, and of several ranks one may have let it go when another

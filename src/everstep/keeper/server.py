@@ -26,6 +26,7 @@ from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
 from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.wire import Connection, accept, error_to_wire
 from everstep.seams import Seams
+from everstep.seams.processes import descriptors_max
 from everstep.seams.sockets import close_descriptors
 
 __all__ = ["Server"]
@@ -49,6 +50,8 @@ _NONSENSE = (
 )
 _FIRST_TRAINER_S = 60.0  # whoever has started the keeper is about to attach
 _GUESTS_MAX = 64
+_GUESTS_SHARE = 4  # of its descriptors: the others are for its files and for other ranks
+_DEAF_S = 0.5
 _GUEST_S = 10.0  # without a whole message for so long, a guest is shown the door
 
 
@@ -92,6 +95,11 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._guests: dict[Connection, float] = {}  # since when they have said nothing
+        most = descriptors_max()
+        self._guests_max = _GUESTS_MAX
+        if most is not None:
+            self._guests_max = max(1, min(_GUESTS_MAX, most // _GUESTS_SHARE))
+        self._listens_again_s: float | None = None  # no descriptor was left for a connection
         self._ring = ChunkRing(CHUNKS - WRITERS + writers, writers)
         self._trainer: Attached | None = None
         self._duties = Duties(self._seams, run, self._ring, timeout_s=_TIMEOUT_S)
@@ -151,6 +159,8 @@ class Server:
         now_s = self._clock.monotonic_s()
         for guest in [guest for guest, s in self._guests.items() if now_s - s > _GUEST_S]:
             self._hang_up(guest)
+        if self._listens_again_s is not None and now_s >= self._listens_again_s:
+            self._listen_again()
         keeper, trainer = self._keeper, self._trainer
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
@@ -199,10 +209,11 @@ class Server:
         self._hidden = False
         while self._accept(self._listener):  # they have found it before
             pass
-        self._selector.unregister(self._listener)
+        if self._listens_again_s is None:
+            self._selector.unregister(self._listener)
         self._listener.close()
         self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listen_again()
         _log.warning("its files in the runtime folder were gone: they are there again")
 
     def _has_only_copy(self) -> bool:
@@ -236,14 +247,36 @@ class Server:
             trainer.tell({"kind": "notice", "error": error_to_wire(told)})
 
     def _accept(self, listener: Any) -> bool:
-        connection = accept(listener, 0.0)
+        try:
+            connection = accept(listener, 0.0)
+        except OSError as error:
+            self._refuse_for_a_while(error)
+            return False
         if connection is None:
             return False
-        if len(self._guests) >= _GUESTS_MAX:
-            self._hang_up(min(self._guests, key=self._guests.__getitem__))
+        if len(self._guests) >= self._guests_max:
+            self._hang_up_oldest()
         self._guests[connection] = self._clock.monotonic_s()
         self._selector.register(connection, selectors.EVENT_READ, self._on_readable)
         return True
+
+    def _refuse_for_a_while(self, error: OSError) -> None:
+        """No connection can be taken, for want of descriptors mostly: the keeper lives on, as it
+        alone may have the log. The connection stays in the queue of the listener, which would be
+        ready at once again: it is not listened to until some have become free."""
+        _log.warning("no connection can be accepted for %g s: %s", _DEAF_S, error)
+        if self._guests:
+            self._hang_up_oldest()
+        if self._listens_again_s is None:
+            self._selector.unregister(self._listener)
+        self._listens_again_s = self._clock.monotonic_s() + _DEAF_S
+
+    def _listen_again(self) -> None:
+        self._listens_again_s = None
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _hang_up_oldest(self) -> None:
+        self._hang_up(min(self._guests, key=self._guests.__getitem__))
 
     def _on_readable(self, connection: Connection) -> None:
         try:

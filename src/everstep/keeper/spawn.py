@@ -32,6 +32,7 @@ from everstep.seams.messages import say
 from everstep.seams.processes import (
     detach_from_parent,
     portable_environment,
+    raise_descriptor_limit,
     set_affinity,
     start_detached,
 )
@@ -282,11 +283,12 @@ def begin(arguments: Sequence[str]) -> SpawnOptions:
     """What the keeper's ``main`` calls first, before it imports anything large.
 
     Reads the arguments, detaches the process if they say so (the caller goes on in the
-    child), and keeps it on its cores.
+    child), lets it have as many descriptors as it may, and keeps it on its cores.
     """
     options = SpawnOptions.parse(arguments)
     if options.detach:
         detach_from_parent()
+    raise_descriptor_limit()  # connections come from others, and its files must not run short
     if options.cores is not None:
         try:
             set_affinity(options.cores)

@@ -72,6 +72,24 @@ class Standby:
         """Whether bases are asked for, and not taken."""
         return self._expected and not self._off
 
+    def gives(self, *, exact: bool) -> bool:
+        """Return whether the base that is due is asked for.
+
+        Until the replica of a new keeper has applied its first step, which takes the keeper as long
+        as loading torch, it answers nothing. A base that is due while another one is waited for is
+        taken here then, one at a time: what is lost with the keeper stays bounded in steps.
+
+        Args:
+            exact: the user wants one of this very step; those are asked for in any case.
+        """
+        if not self.follows or exact or self._several:
+            return self.follows
+        keeper, last, taken = self._keeper, self._last, self._taken
+        started = keeper is not None and keeper.replica_applied > 0
+        waits = last is not None and not last.durable.done()
+        busy = taken is not None and not taken.durable.done()
+        return started or busy or not waits
+
     @property
     def step(self) -> int | None:
         """Of the state that the replica had, as the keeper last said."""

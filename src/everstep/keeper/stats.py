@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from everstep.keeper.cadence import Cadence
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.multistep import Multistep
 from everstep.keeper.multistep_stats import MultistepReport
 from everstep.keeper.recorder import Recorder
+from everstep.keeper.recoverable import Recoverable
 from everstep.keeper.saver import Saver
 from everstep.keeper.schedule_stats import ScheduleStats
 from everstep.keeper.scheduled_saver import ScheduledSaver
@@ -16,23 +19,31 @@ from everstep.keeper.scheduled_saver import ScheduledSaver
 __all__ = ["Stats", "stats_of"]
 
 
-@dataclass(frozen=True, slots=True)
+_LINE_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """What checkpointing has cost and done since construction.
 
     Attributes:
         step: the user's step now.
-        durable_step: newest step that is durable, of this timeline; None if none is.
-        lag_steps: steps that a crash now would lose; None while nothing is durable.
+        durable_step: newest step that is on disk: of a whole base, or of the log on disk after one.
+            It is what comes back if keeper and training process are both gone, as with their
+            machine; None while none is known.
+        lag_steps: steps that this would lose: ``step - durable_step``; None while that is None.
+        recoverable_step: newest step that comes back if this process alone dies now: on disk, or in
+            its keeper's memory (a base, or the log after one). ``step - recoverable_step`` is what
+            that would lose; None while none is known. Of several ranks as far as this one knows.
         saves, committed, failed: bases asked for, durable, failed (not copies in other tiers);
             ``failed`` counts attempts to replace a lost keeper that came to nothing, too.
         held: bases that live in the memory of keepers only, and were whole there.
-        stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying
-            the state, or beginning to), ``"gate"`` (an update waited for a copy),
-            ``"gradients"`` (training waited for copies of gradients; only with bases over several
-            steps),
-            ``"back_pressure"`` (no host memory was free), ``"persist"`` (``sync`` only:
-            writing).
+        stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying the
+            state, or beginning to; where a log begins, until the keeper has all of the base),
+            ``"gate"`` (an update waited for a copy), ``"gradients"`` (training waited for copies
+            of gradients; only with bases over several steps), ``"back_pressure"`` (no host memory
+            was free), ``"persist"`` (``sync`` only: writing), ``"keeper"`` (a keeper that was
+            lost was replaced).
         written_bytes: bytes made durable.
         persist_s: seconds spent in making bases durable, in whichever thread.
         host_bytes: host memory that was taken for captured state, the log (both with their plain
@@ -102,6 +113,27 @@ class Stats:
     mtbf_s: float | None = None
     forecast_bytes_per_day: float | None = None
     schedule: ScheduleStats | None = None
+    recoverable_step: int | None = None
+
+    def __repr__(self) -> str:
+        """Show what there is to tell: nothing that is zero, empty or not known."""
+        return "\n".join(textwrap.wrap(_shown(self), _LINE_CHARS, subsequent_indent="    "))
+
+
+def _shown(value: Any) -> str:
+    if is_dataclass(value):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        told = {name: one for name, one in named.items() if name == "step" or one}
+        inside = ", ".join(f"{name}={_shown(one)}" for name, one in told.items())
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, tuple):  # of each of the last steps
+        return f"<{len(value)}>"
+    if isinstance(value, dict):
+        if any(map(is_dataclass, value.values())):  # of each tensor
+            return f"<{len(value)}>"
+        pairs = (f"{key!r}: {_shown(one)}" for key, one in value.items() if one)
+        return f"{{{', '.join(pairs)}}}"
+    return f"{value:.3g}" if isinstance(value, float) else repr(value)
 
 
 def stats_of(
@@ -110,15 +142,17 @@ def stats_of(
     keepers: Keepers,
     recorder: Recorder | None,
     cadence: Cadence,
-    multistep: Multistep | None = None,
+    multistep: Multistep | None,
+    recoverable: Recoverable,
 ) -> Stats:
     """What they have done so far."""
     keeper, forecast = keepers.stats, cadence.forecast
-    durable = keeper.durable_step
+    durable = recoverable.durable_step
     return Stats(
         step=step,
         durable_step=durable,
         lag_steps=None if durable is None else step - durable,
+        recoverable_step=recoverable.step,
         saves=saver.saves,
         committed=keeper.committed,
         failed=keeper.failed + keepers.attempts.failed,

@@ -13,6 +13,7 @@ from everstep.commit.nothing import way_back
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
+from everstep.recover.decide import first_unreachable
 from everstep.recover.held import HeldBase
 from everstep.recover.scan import Inventory, scan_run
 from everstep.seams.filesystem import FileSystem
@@ -36,6 +37,13 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
         if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
             _keep_names(filesystem, run)
         inventory = scan_run(filesystem, run)
+        hidden = first_unreachable(inventory)
+        if inventory.run is None and hidden is not None:  # a new id would make it another run's
+            raise StateError(
+                f"{hidden.told}, and nothing else tells the id of the run",
+                path=hidden.path,
+                hint="put it back in its place (a link to the whole run folder works)",
+            )
         record = RunRecord(run=inventory.run or uuid.uuid4().hex)
         path = run / RUN_RECORD
         # Creating it exclusively also tells whether the folder can be written.
@@ -45,10 +53,13 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
         if created or inventory.run is None:
             inventory = scan_run(filesystem, run)
     if inventory.run is None:
+        empty = not inventory.timelines and not inventory.bases
         raise StateError(
-            f"{path} is damaged, and nothing else in the run tells its id",
+            f"{path} cannot be read, and nothing else in the run tells its id",
             path=path,
-            hint="remove it: there is nothing to recover here",
+            hint="remove it: there is nothing to recover here"
+            if empty
+            else "everstep verify names what cannot be read: bring that back",
         )
     return inventory
 
@@ -78,6 +89,12 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
             "resume() was not called: training would start over unnoticed",
             path=run,
             hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
+        )
+    if hidden := first_unreachable(inventory):
+        raise StateError(
+            f"{hidden.told}, and resume() was not called: training would start over unnoticed",
+            path=hidden.path,
+            hint=hidden.hint,
         )
     if had := had_steps(inventory.timelines, inventory.branches):
         raise StateError(

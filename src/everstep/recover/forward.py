@@ -297,13 +297,14 @@ def replay(
     shape = log.index.marks[chain.steps[0]].shape
     if loaded.shape != shape or loaded.mismatches:
         timeline, at = chain.steps[0]
-        restored.skipped.append(Skipped(timeline, at, OTHER_STATE))
+        which = "".join(f" ({name}: {what})" for name, what in loaded.mismatches[:1])
+        restored.skipped.append(Skipped(timeline, at, f"{OTHER_STATE}{which}"))
         return
     if loaded.tied:
         why = f"the log behind it cannot be replayed: {loaded.tied[0]}"
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
-    redo = Redo(loader.state, loaded.relaid, loaded.aliases)
+    redo = Redo(loader.state, loaded.relaid, loaded.aliases, loaded.names)
     if not together:
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)

@@ -77,6 +77,7 @@ class LoadedBase:
         relaid: names of tensors that lie otherwise in memory than when they were saved.
         tied: in words: which are one here, and were several, or the other way round.
         aliases: other names of tensors, and those of their entries.
+        names: of the entries of its tensors, sorted; of one rank's base only.
     """
 
     marker: Marker
@@ -92,6 +93,7 @@ class LoadedBase:
     relaid: frozenset[str] = frozenset()
     tied: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -284,10 +286,11 @@ def _load(
     notes += state.beside  # is not restored, and so nothing is exact, on any rank
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
     state.apart.restored(placed, saved.world, state.ranks.world)
-    shape = ""
+    shape, names = "", list[str]()
     if saved.world == 1:
         aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
         shape = shape_of_base(opened[0].placed(), aliases, view.trees)
+        names = [place.entry.name for place in opened[0].placed()]
     layout = None
     if saved.world != state.ranks.world:
         layout = OldLayout.of(saved, opened, state.optimizers)
@@ -306,6 +309,7 @@ def _load(
         relaid=relaid(view, tensors),
         tied=tied,
         aliases={name: one.name for name, one in view.entries.items() if one.name != name},
+        names=tuple(sorted(name for name in names if not name.startswith(OBJECT_PREFIX))),
     )
 
 

@@ -224,6 +224,35 @@ class RunLog:
             if key.step == step and timeline in (None, key.timeline) and (key, ()) not in told:
                 yield usable[key], Chain(key, (), "")
 
+    def cut_off(self, inventory: Inventory) -> tuple[BaseId, str] | None:
+        """Return the first step of the present history that has no record while later ones have,
+        and no base lies after it, with what is lost in words; None if all that was recorded after
+        the newest base can be reached.
+
+        Args:
+            inventory: taken after the log was read. A process at work commits a base before it
+                deletes the segments before that one, so what was read then is never taken for cut
+                off by a base that was not there yet.
+        """
+        if not self.index.marks or not inventory.branches:
+            return None
+        path = path_of(present_first(inventory, self.index)[0], inventory.timelines)
+        usable = {base.id: base for base in inventory.bases if base.is_usable}
+        ends: list[Chain] = []
+        for key in _on(path, usable):
+            manifest = usable[key].manifest
+            assert manifest is not None
+            ends.append(self.index.follow(key, manifest.markers[0].lsn, None, path))
+        best = max(ends, key=lambda chain: chain.end, default=None)
+        if best is None or best.lost is None:
+            return None
+        timeline, step = best.end
+        told = (
+            f"what it has of later steps, up to step {best.lost}, is of no use: {best.stopped}, "
+            "and there is no base of a later one"
+        )
+        return BaseId(timeline, step + 1), told
+
     def replayable(self, without: Collection[BaseId] = ()) -> set[tuple[int, int]]:
         """``(timeline, step)`` of every state that replay reaches.
 

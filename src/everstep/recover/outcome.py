@@ -25,7 +25,7 @@ from everstep.recover.sources import Place, RankBack, RankRead, name_of
 from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
 from everstep.state.image import State
 
-__all__ = ["Outcome", "record_of", "refused", "resumed_of", "told_back", "with_ranks"]
+__all__ = ["Outcome", "doubted", "record_of", "refused", "resumed_of", "told_back", "with_ranks"]
 
 _HINT_UNLIKE = (
     "build what these ranks have in common as it was saved, alike on all of them; what is new on "
@@ -96,6 +96,12 @@ class Outcome:
             self.audit = audit_of(self.inventory, end)
             self.exact = self.exact and not self.is_doubted
         return replace(restored, exact=restored.exact and self.exact)
+
+    def doubt(self, notes: tuple[str, ...]) -> None:
+        """Note why the next step may differ from that of an uninterrupted training."""
+        if notes and self.loaded is not None:
+            self.loaded = replace(self.loaded, notes=(*self.loaded.notes, *notes))
+            self.exact = False
 
     @property
     def is_doubted(self) -> bool:
@@ -204,6 +210,15 @@ def resumed_of(
         own_exact=outcome.exact,
         by_offsets=bool(choice.readers),
     )
+
+
+def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
+    """Return what was restored with such notes, which were found after the agreement."""
+    if not notes:
+        return resumed
+    why = "; ".join(filter(None, (resumed.inexact, *notes)))
+    problems = (*resumed.problems, *notes)
+    return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
 
 
 def told_back(resumed: Resumed) -> dict[str, Any]:

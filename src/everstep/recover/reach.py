@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.recover.chain import Chain, LogIndex, chains, path_of
-from everstep.recover.decide import Candidates, candidates
+from everstep.recover.decide import Candidates, candidates, first_unreachable
 from everstep.recover.scan import BaseFound, Inventory
 
 __all__ = ["Reachable", "present_first", "reachable"]
@@ -69,7 +69,9 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             f"neither a base nor the log has step {step}",
             step=step,
             path=inventory.path,
-            hint="steps there are: " + (_listed(lsns, index, inventory) or "none"),
+            hint="steps there are: "
+            + (_listed(lsns, index, inventory) or "none")
+            + ("" if (hidden := first_unreachable(inventory)) is None else f"; {hidden.told}"),
         )
     return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
 

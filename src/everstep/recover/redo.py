@@ -126,6 +126,9 @@ class Redo:
         state: as a base has left it.
         relaid: entries that lie otherwise in memory than when the base was saved.
         aliases: other names of tensors, and those of their entries.
+        names: of all entries of the base, sorted, which are those of the states that its log is of;
+            none: the live state has the same. A part of the live state may show some of its tensors
+            only while it runs; what no optimizer replays is restored from the last mark.
 
     Attributes:
         limit_bytes: of the log as read from disk, that wait to be applied; one step may always.
@@ -138,8 +141,10 @@ class Redo:
         state: State,
         relaid: Collection[str] = (),
         aliases: Mapping[str, str] = MappingProxyType({}),
+        names: Sequence[str] = (),
     ) -> None:
         self._state, self._relaid, self._aliases = state, relaid, aliases
+        self._names = names
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
         self._waiting = self._waiting_bytes = 0
@@ -351,7 +356,7 @@ class Redo:
         """Compares with the last mark, to whose step everything has been applied."""
         mark, done = self._last, self._compared
         if mark is not None and mark is not done and self.compares and self.exactness.exact:
-            compare(self._comparison, mark, self._tensors())
+            compare(self._comparison, mark, self._tensors(), self._names)
         self._compared = mark
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
@@ -361,7 +366,12 @@ class Redo:
         places = [local_of(tensor).data_ptr() for tensor in owned]
         known = self._surveyed
         if known is None or known[1] != places or not same_objects(owned, known[0]):
-            known = self._surveyed = owned, places, self._state.survey().tensors
+            survey = self._state.survey()
+            tensors = dict(survey.tensors)
+            if self._names:  # what is an entry of the base may be another name of one here
+                others = survey.shape.aliases.items()
+                tensors |= {name: tensors[first] for name, first in others if first in tensors}
+            known = self._surveyed = owned, places, tensors
         return known[2]
 
     def _replayer(self, key: str) -> Replayer:
@@ -433,12 +443,18 @@ def put_back(
     return notes
 
 
-def compare(comparison: Comparison, mark: LogRecord, tensors: Mapping[str, torch.Tensor]) -> None:
+def compare(
+    comparison: Comparison,
+    mark: LogRecord,
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str] = (),
+) -> None:
     """Compares what replay gives, where it must give the bits of training, with the samples in the
     mark of that step (:mod:`everstep.capture.spots`).
 
     Args:
         tensors: all of the state, by entry name.
+        names: as of :meth:`.Comparison.other`.
 
     Raises:
         AuditError: something else; names an entry.
@@ -449,7 +465,7 @@ def compare(comparison: Comparison, mark: LogRecord, tensors: Mapping[str, torch
         for place in mark.layout.placed
         if place.entry.name.startswith(SPOT)
     }
-    name = comparison.other(logged, tensors, mark.head.step)
+    name = comparison.other(logged, tensors, mark.head.step, names)
     if name is not None:
         raise other_than_trained(name, mark.head.step)
 

@@ -20,6 +20,7 @@ from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.recover.opened import OpenBase
 from everstep.seams.filesystem import ReadFile
+from everstep.state.buckets import BUCKETS_SECTION
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
 from everstep.state.objects import decode
@@ -400,7 +401,7 @@ class SavedRanks:
         wanted = [s for s, p in known.items() if isinstance(p, ModuleProvider | OptimizerProvider)]
         others = known.keys() - wanted
         for rank in (*self.ranks[first:], *self.ranks[:first]):
-            theirs = self._objects[rank].keys()
+            theirs = self._objects[rank].keys() - {BUCKETS_SECTION}
             if wanted and known.keys() >= theirs >= set(wanted):
                 view = View()
                 for section in wanted:

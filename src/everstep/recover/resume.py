@@ -334,6 +334,8 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             skipped.append(Skipped(timeline, end + 1, why))
         restored.skipped = skipped
         return restored
+    if chosen.candidates.unreachable is not None:
+        raise chosen.candidates.unreachable.error()
     had = None if step is not None else had_steps(inventory.timelines, inventory.branches)
     if chosen.ordered or chosen.candidates.damaged or had is not None:
         listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)

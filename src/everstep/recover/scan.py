@@ -37,6 +37,7 @@ from everstep.format.names import (
     marker_name,
     parse_base,
     parse_marker,
+    parse_renamed_timeline,
     parse_segment,
     parse_timeline,
     timeline_dir,
@@ -58,6 +59,7 @@ __all__ = [
     "KnownTimelines",
     "bases_with_a_log",
     "newest_timeline",
+    "not_a_directory",
     "scan_base",
     "scan_run",
 ]
@@ -126,7 +128,9 @@ class Inventory:
         run: the run's id; None in a folder that is empty or not there.
         timelines: records by number; None where the record is damaged.
         abandoned: numbers of timeline directories without a record: taken, but never opened.
-        occupied: numbers whose name something else has, which is left alone.
+        unreachable: by timeline, parts of it that are there and cannot be read: path, and why. A
+            symbolic link is one, as none is followed within a run. What they hold may be newer than
+            all that can be read (:func:`everstep.recover.decide.first_unreachable`).
         logged: timelines without bases, but with a log: they were trained on.
         names: what there is in the directory of each timeline.
         problems: ``(path, what is wrong)`` of records other than those of bases.
@@ -136,7 +140,7 @@ class Inventory:
     run: str | None = None
     timelines: dict[int, TimelineRecord | None] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
-    occupied: list[int] = field(default_factory=list)
+    unreachable: dict[int, dict[PurePath, str]] = field(default_factory=dict)
     logged: set[int] = field(default_factory=set)
     names: dict[int, frozenset[str]] = field(default_factory=dict)
     bases: list[BaseFound] = field(default_factory=list)
@@ -151,11 +155,13 @@ class Inventory:
     @property
     def next_timeline(self) -> int:
         """The smallest number that nobody has taken."""
-        return max([*self.timelines, *self.abandoned, *self.occupied], default=0) + 1
+        return max([*self.timelines, *self.abandoned, *self.unreachable], default=0) + 1
 
     def may_hold(self, timeline: int, name: str) -> bool:
         """Whether it is worth a look if the directory of a timeline has a name: not where it had
-        not, and has been left for a newer timeline."""
+        not, and has been left for a newer timeline, nor where it is a link."""
+        if timeline_dir(self.path, timeline) / name in self.unreachable.get(timeline, ()):
+            return False
         names = self.names.get(timeline)
         return names is None or name in names or timeline + 1 not in self.names
 
@@ -231,10 +237,17 @@ def _scan(
     for number in sorted(numbers):
         directory = timeline_dir(path, number)
         if names[directory.name].kind != "dir":
-            inventory.problems.append((directory, f"is a {names[directory.name].kind}: ignored"))
-            inventory.occupied.append(number)
+            _note_unreachable(inventory, number, directory, names[directory.name].kind)
             continue
         _scan_timeline(filesystem, inventory, number, directory, known)
+    for entry in entries:
+        renamed = parse_renamed_timeline(entry.name)
+        if renamed is None or renamed in numbers or entry.kind not in ("dir", "link"):
+            continue
+        if entry.kind == "link" or _holds_timeline(filesystem, path / entry.name):
+            why = f"seems to be timeline {renamed}, renamed from {timeline_dir(path, renamed).name}"
+            inventory.unreachable.setdefault(renamed, {})[path / entry.name] = why
+            inventory.problems.append((path / entry.name, why))
     if inventory.run is None:  # a damaged run.json loses nothing: every record has the id
         ids = [record.run for record in inventory.timelines.values() if record is not None]
         ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
@@ -338,18 +351,20 @@ def _scan_timeline(
             if record is not None:
                 known.keep(entry, record)
         inventory.timelines[number] = record
-    if names.get(BASE_DIR, "dir") != "dir":
-        inventory.problems.append((directory / BASE_DIR, "is no directory: ignored"))
+    for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
+        if names.get(kind, "dir") != "dir":
+            _note_unreachable(inventory, number, directory / kind, names[kind])
     found = filesystem.scan(directory / BASE_DIR) if names.get(BASE_DIR) == "dir" else []
     before = len(inventory.bases)
     for entry in found:
         step = parse_base(entry.name)
         if step is None:
             continue
-        if entry.kind != "dir":
-            inventory.problems.append((directory / BASE_DIR / entry.name, f"is a {entry.kind}"))
-            continue
         base = BaseId(number, step)
+        if entry.kind != "dir":
+            path, reason = directory / BASE_DIR / entry.name, not_a_directory(entry.kind)
+            inventory.bases.append(BaseFound(base, path, "damaged", None, f"{path} {reason}", ()))
+            continue
         try:
             one = scan_base(filesystem, inventory.path, base)
             inventory.bases.append(one)
@@ -374,6 +389,24 @@ def _scan_timeline(
         inventory.timelines[number] = None
     else:
         inventory.abandoned.append(number)
+
+
+def _note_unreachable(inventory: Inventory, number: int, path: PurePath, kind: str) -> None:
+    """Record a part of a timeline that is no directory."""
+    inventory.unreachable.setdefault(number, {})[path] = not_a_directory(kind)
+    inventory.problems.append((path, not_a_directory(kind)))
+
+
+def not_a_directory(kind: str) -> str:
+    """Return why what has the name of a directory of everstep's is not read, by its kind."""
+    if kind == "link":
+        return "is a symbolic link, and none is followed within a run"
+    return f"is no directory (a {'file' if kind == 'file' else 'special file'})"
+
+
+def _holds_timeline(filesystem: FileSystem, directory: PurePath) -> bool:
+    names = {entry.name for entry in filesystem.scan(directory)}
+    return not names.isdisjoint((TIMELINE_RECORD, BASE_DIR, LOG_DIR))
 
 
 def _holds_segments(filesystem: FileSystem, log: PurePath) -> bool:

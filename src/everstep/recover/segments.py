@@ -34,6 +34,7 @@ from everstep.format.names import (
 from everstep.format.reader import read_body, read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.recover.scan import not_a_directory
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
@@ -138,14 +139,12 @@ def scan_log(
                 continue
             for entry in sorted(entries, key=lambda entry: entry.name):
                 steps = parse_segment(entry.name)
-                if steps is None or entry.kind != "dir":
+                if steps is None or not wanted(timeline, *steps):
                     continue
-                if not wanted(timeline, *steps):
-                    continue
-                places.append((timeline, *steps, poor))
+                places.append((timeline, *steps, poor, entry.kind))
 
-    def look(place: tuple[int, int, int, bool]) -> SegmentFound | None:
-        return _scan(filesystem, run, *place[:3], rank, lossy=place[3])
+    def look(place: tuple[int, int, int, bool, str]) -> SegmentFound | None:
+        return _scan(filesystem, run, *place[:3], rank, lossy=place[3], kind=place[4])
 
     if threads == 1 or len(places) < 2:
         found = [look(place) for place in places]
@@ -179,19 +178,21 @@ def scan_logs(
     for timeline, record in timelines.items():
         of_one = record is not None and record.world == 1
         by_rank = found.setdefault(timeline, {})
-        for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR)):
-            if not there(timeline, kind):
+        for poor, name in ((False, LOG_DIR), (True, LOSSY_DIR)):
+            if not there(timeline, name):
                 continue
-            directory = timeline_dir(run, timeline) / kind
-            for after, last, time_s in _segments_in(filesystem, directory):
+            directory = timeline_dir(run, timeline) / name
+            for after, last, kind, time_s in _segments_in(filesystem, directory):
                 path = segment_dir(run, timeline, after, last, lossy=poor)
-                for rank in (0,) if of_one else _ranks_in(filesystem, path):
+                alone = of_one or kind != "dir"
+                for rank in (0,) if alone else _ranks_in(filesystem, path):
                     key = path, rank
                     then_s, one = before.get(key, (0.0, None))
                     if one is not None and then_s == time_s:
                         trusted.add(key)
                     else:
-                        one = _scan(filesystem, run, timeline, after, last, rank, lossy=poor)
+                        about = timeline, after, last, rank
+                        one = _scan(filesystem, run, *about, lossy=poor, kind=kind)
                         if one is None:
                             continue
                         read[key] = time_s, one
@@ -201,17 +202,15 @@ def scan_logs(
     return found
 
 
-def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int, float]]:
-    """The steps of the segments in a directory of them, in order, and when the directory of each
-    has got its last name, by the disk."""
+def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int, str, float]]:
+    """The steps of the segments in a directory of them, in order, the kind of each (a directory, or
+    something in its place), and when it has got its last name, by the disk."""
     try:
         entries = filesystem.scan(directory)
     except FileNotFoundError:
         return []
     named = ((parse_segment(entry.name), entry) for entry in entries)
-    return sorted(
-        (*steps, entry.mtime_s) for steps, entry in named if steps and entry.kind == "dir"
-    )
+    return sorted((*steps, entry.kind, entry.mtime_s) for steps, entry in named if steps)
 
 
 def _ranks_in(filesystem: FileSystem, path: PurePath) -> list[int]:
@@ -355,6 +354,7 @@ def _scan(
     rank: int,
     *,
     lossy: bool,
+    kind: str,
 ) -> SegmentFound | None:
     path = segment_dir(run, timeline, after, last, lossy=lossy)
     name = marker_name(rank)
@@ -362,6 +362,8 @@ def _scan(
     def bad(problem: str) -> SegmentFound:
         return SegmentFound(timeline, after, last, path, None, problem, (), 0, lossy)
 
+    if kind != "dir":
+        return bad(f"{path} {not_a_directory(kind)}")
     try:
         # By name: a store takes as long for a listing as for this, and there are many segments.
         data = read_record_bytes(filesystem, path / name)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -92,6 +93,7 @@ class _Start:
         self._copies, self._log, self._compare = copies, log, compare
         self.ahead = CopiesAhead(run, meeting.rank, needs, apart)
         self.ready: Callable[[], None] = lambda: None
+        self.doubts: Callable[[LoadedBase | None], tuple[str, ...]] = lambda loaded: ()
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
@@ -170,6 +172,7 @@ class _Start:
             elif isinstance(out, Restore):
                 self._others.begin(f"restores {out.choice.base or 'nothing'}")
                 found = self._restore(out.choice)
+                self.outcome.doubt(self.doubts(self.outcome.loaded))
                 todo += self._agreement.done(self.outcome.audited(found, out.choice.end))
             elif isinstance(out, OpenTimeline):
                 self._others.begin(f"opens timeline {out.record.timeline}")
@@ -428,6 +431,13 @@ class _Start:
         return record_of(choice, number, self._meeting, exact=exact, unix_s=unix_s)
 
 
+def _doubts(state: State, loaded: LoadedBase | None) -> tuple[str, ...]:
+    """Return why the next step may differ from that of an uninterrupted training."""
+    if loaded is None:
+        return ()
+    return state.buckets.settle(as_many=loaded.marker.world == state.ranks.world)
+
+
 def resume_together(
     seams: Seams,
     run: PurePath,
@@ -479,6 +489,7 @@ def resume_together(
     limits: dict[str, Any] = {"apart": apart, "timeout_s": timeout_s, "compare": compare}
     start = _Start(*about, step=step, needs=needs, **limits)
     start.ready = ready
+    start.doubts = partial(_doubts, state)
     start.fetched += own
     try:
         with storage_errors("resume", run, rank=meeting.rank):

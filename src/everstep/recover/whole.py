@@ -69,7 +69,7 @@ def make_live_whole(
             hint="build the model with the same tied weights as when it was saved",
         )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
-    redo = Redo(state, loaded.relaid, loaded.aliases)
+    redo = Redo(state, loaded.relaid, loaded.aliases, loaded.names)
     elsewhere = other_conditions([trained]) if records.updates else ""
     redo.compares = not elsewhere
     found = ((r, None if r.head.declared else update_of(r)) for r in records.updates)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from everstep.errors import DeadlineError, StateError
 
-__all__ = ["Group", "TorchGroup", "group_of_job"]
+__all__ = ["Group", "TorchGroup", "group_of_job", "keeps_store_over_restarts"]
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BYTE = torch.uint8
@@ -127,6 +127,15 @@ class TorchGroup:
                 rank=self.rank,
                 hint=f"every rank has to {what}, at the same place of the program",
             ) from error
+
+
+def keeps_store_over_restarts() -> bool:
+    """Return whether torchrun may restart the ranks and its agent keeps one store over all
+    restarts. gloo looks for the addresses of ranks under the same keys each time, and finds those
+    of the ranks that were killed."""
+    left = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return kept and left.isdecimal() and int(left) > 0
 
 
 def group_of_job(timeout_s: float) -> Group | None:

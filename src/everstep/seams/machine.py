@@ -7,7 +7,13 @@ import os
 import platform
 from pathlib import Path, PurePath
 
+try:
+    import resource
+except ImportError:  # not a POSIX system; the command line says so before anything else
+    resource = None  # type: ignore[assignment]
+
 __all__ = [
+    "file_bytes_max",
     "first_missing",
     "launcher",
     "leads_to",
@@ -38,6 +44,15 @@ def memory_available_bytes() -> int:
     if limit.isdigit() and used.isdigit():
         found.append(max(0, int(limit) - int(used)))
     return min(found)
+
+
+def file_bytes_max() -> int | None:
+    """Return the size that a file of this process may have (``ulimit -f``), which counts for
+    shared memory, too; None: there is no limit."""
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def with_home(path: str) -> str:
@@ -86,7 +101,8 @@ def real_path(path: str) -> PurePath:
     Raises:
         FileNotFoundError: it is relative to a working directory that was removed.
     """
-    whole = PurePath(os.getcwd(), path)
+    # The working directory is asked for only where it matters: it may have been removed.
+    whole = PurePath(path) if os.path.isabs(path) else PurePath(os.getcwd(), path)
     for at in (whole, *whole.parents):
         if os.path.lexists(at):
             return PurePath(

@@ -47,6 +47,7 @@ __all__ = [
 
 PAGE_BYTES = mmap.PAGESIZE
 
+_BLOCK_BYTES = 512  # in which stat() counts
 _SLICE_BYTES = 256 << 20  # per call, so that signals are seen in between
 _LINUX = sys.platform == "linux"
 
@@ -188,6 +189,13 @@ class SharedMemory:
     def fd(self) -> int | None:
         """The descriptor; None for anonymous memory, and once it is closed."""
         return self._held.fd if self._held.fd >= 0 else None
+
+    @property
+    def taken_bytes(self) -> int:
+        """Memory that pages have taken so far, of whichever process; of anonymous memory, which
+        nothing tells it of, all of it."""
+        fd = self.fd
+        return self.size_bytes if fd is None else os.fstat(fd).st_blocks * _BLOCK_BYTES
 
     @property
     def lost(self) -> bool:

@@ -35,7 +35,13 @@ class _Descriptors:
     """One file under two descriptors: ``direct`` (or -1) for aligned transfers, ``plain``."""
 
     def __init__(self, path: PurePath, flags: int, *, direct: bool) -> None:
-        self.plain = os.open(path, flags | _O_NOFOLLOW | _O_CLOEXEC, 0o600)
+        try:
+            self.plain = os.open(path, flags | _O_NOFOLLOW | _O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # the system's words are of too many links
+                why = "it is a symbolic link, and none is followed within a run"
+                raise OSError(errno.ELOOP, why, str(path)) from None
+            raise
         self.direct = -1
         if direct and _O_DIRECT:
             keep = flags & ~(os.O_CREAT | os.O_EXCL)
@@ -206,18 +212,21 @@ class PosixFileSystem:
 
     def scan(self, path: PurePath) -> list[DirEntry]:
         with os.scandir(path) as found:
-            return sorted((_entry(item) for item in found), key=lambda entry: entry.name)
+            entries = [entry for item in found if (entry := _entry(item)) is not None]
+        return sorted(entries, key=lambda entry: entry.name)
 
     def free_bytes(self, path: PurePath) -> int:
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
 
 
-def _entry(item: os.DirEntry[str]) -> DirEntry:
+def _entry(item: os.DirEntry[str]) -> DirEntry | None:
+    """Return what a name is; None if it was removed after the directory was listed, and so is no
+    name of it any more."""
     try:
         info = item.stat(follow_symlinks=False)
-    except FileNotFoundError:  # removed since the listing
-        return DirEntry(item.name, "other", 0, 0, 0.0)
+    except FileNotFoundError:
+        return None
     if stat.S_ISLNK(info.st_mode):
         kind = "link"
     elif stat.S_ISDIR(info.st_mode):

@@ -14,15 +14,22 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
+try:
+    import resource
+except ImportError:  # not a POSIX system; the command line says so before anything else
+    resource = None  # type: ignore[assignment]
+
 __all__ = [
     "PidWatch",
     "available_cores",
     "configured_cores",
+    "descriptors_max",
     "detach_from_parent",
     "has_open",
     "open_pidfd",
     "portable_environment",
     "process_gone",
+    "raise_descriptor_limit",
     "set_affinity",
     "start_detached",
 ]
@@ -166,6 +173,26 @@ def _start_time(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+# --- Descriptors ------------------------------------------------------------------------
+
+
+def descriptors_max() -> int | None:
+    """Return how many file descriptors this process may have (``ulimit -n``); None: no limit."""
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of file descriptors as far as the hard one allows."""
+    if resource is None:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # --- Starting ---------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class _Bar:
         label, bar = bars.TextColumn("{task.description}"), bars.BarColumn()
         columns: list[bars.ProgressColumn] = [label, bar]
         if self._unit == "bytes":
-            columns += [bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn()]
+            columns += [bars.DownloadColumn(), bars.TransferSpeedColumn()]
         else:
             columns += [bars.MofNCompleteColumn()]
         columns += [bars.TimeRemainingColumn()]

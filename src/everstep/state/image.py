@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
 from everstep.seams.memory import copy_memory
+from everstep.state.buckets import BUCKETS_SECTION, Buckets
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.in_common import InCommon
@@ -105,6 +106,7 @@ class State:
         unsaved_frozen: by optimizer: what it has, too, and would train if it were not frozen.
         apart: which parameters inside of DDP are each rank's own.
         said: what was said of the data since the last resume.
+        buckets: the order in which DDP sums gradients.
     """
 
     def __init__(
@@ -181,6 +183,9 @@ class State:
         found = self.providers.values()
         self._optimizer_providers = [one for one in found if isinstance(one, OptimizerProvider)]
         self._keys = frozenset(self.providers)
+        self.buckets = Buckets(self.providers)
+        if self.buckets.are_saved:
+            self.providers[BUCKETS_SECTION] = self.buckets
         self.providers[RNG_SECTION] = _RngProvider()
         self._values, self._places = values, Places()
         self._objects = {
@@ -389,7 +394,9 @@ class State:
             for one in self._optimizer_providers
             if one.loses
         )
-        return (*self._loses, *lossy, *self.beside)
+        late = ("a DistributedDataParallel was made after resume()",)
+        missed = late if self.trains_in is not None and self.buckets.missed() else ()
+        return (*self._loses, *lossy, *self.beside, *missed)
 
     @property
     def exact(self) -> bool:
@@ -547,6 +554,9 @@ class State:
             if section in left_out:
                 plans[section] = RestorePlan.without()
                 continue
+            if section not in trees and provider is self.buckets:
+                plans[section] = RestorePlan(None)  # of an older version; settle() says so
+                continue
             if section not in trees:
                 plans[section] = RestorePlan.without([(section, "not in the checkpoint")])
                 continue
@@ -563,6 +573,8 @@ class State:
         for section in trees:
             if section not in self.providers:
                 unexpected = [(section, "in the checkpoint, not in the state")]
+                if section == BUCKETS_SECTION:  # of no use without DDP
+                    unexpected = []
                 plans[section] = RestorePlan.without(unexpected)
         return plans
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from everstep.errors import OptionError
-from everstep.given import checked, is_int, is_number
+from everstep.given import checked, is_int, is_number, is_sequence
 
 __all__ = ["LOG_FORMS", "PeerOptions", "TierOptions", "split_peers", "validate_tiers"]
 
@@ -140,7 +140,7 @@ def split_peers(
     Raises:
         OptionError: peers were named twice, or it is no list.
     """
-    if not isinstance(tiers, (list, tuple)):
+    if not is_sequence(tiers):
         places = isinstance(tiers, (str, PurePath, TierOptions, PeerOptions))
         hint = f"tiers=[{tiers!r}]" if places else 'for example tiers=["s3://bucket/prefix"]'
         raise OptionError(f"tiers={tiers!r} must be a list of places", hint=hint)

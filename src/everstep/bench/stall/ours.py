@@ -181,7 +181,8 @@ class Ours(Arm):
     def stalls(self) -> dict[str, float]:
         """As the engine counts them."""
         assert self._checkpointer is not None
-        return dict.fromkeys(CAUSES, 0.0) | self._checkpointer.stats().stall_s
+        stall_s = self._checkpointer.stats().stall_s  # no keeper is lost here
+        return {cause: stall_s.get(cause, 0.0) for cause in CAUSES}
 
     def persist_s(self) -> float | None:
         """As the engine counts it."""

@@ -1,0 +1,403 @@
+"""Buckets of DistributedDataParallel, which decide in which order gradients are summed.
+
+By default DDP begins with buckets in the order of the parameters. The second forward of a process
+rebuilds them, for good, in the order in which the first backward made gradients ready on the first
+rank of the group. More than two ranks sum an element in an order that depends on its place in a
+bucket: a process that resumed with first buckets would take its first step with other last bits
+than one that was never interrupted. So that order is a part of the state, each rank's own, and is
+brought about before the first step.
+
+To do so, all ranks of a DDP rehearse a backward together: each parameter is marked as ready in the
+reducer, in the recorded order, while gradients are None or zero, so that zeros are summed; then the
+buckets are rebuilt as the next forward would do it. No operator of the model runs and nothing is
+accumulated: hooks on parameters are not called, no random number is drawn, gradients are put back.
+
+The rehearsal prevents a second difference: with ``gradient_as_bucket_view=True`` a gradient
+that is a view of a bucket is divided by the number of ranks, and one that is not (the first) is
+multiplied by one over that number, which is the same for powers of two only.
+
+Private names of torch are used, for want of public ones. Where a version of torch does not have
+them, or the rehearsal is not possible, the recovery's notes say so, and it is not called exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+
+from everstep.state.objects import Encoded, encode, join_path
+from everstep.state.providers import ModuleProvider, Provider, Unproven
+from everstep.state.restoring import RestorePlan, Saved
+from everstep.state.survey import RESERVED, Part
+
+__all__ = ["BUCKETS_SECTION", "Buckets"]
+
+_log = logging.getLogger("everstep")
+
+BUCKETS_SECTION = f"{RESERVED}/ddp"
+
+_RANKS_MIN = 3  # two ranks sum to the same bits in any order
+_SAMPLED = 10  # iterations of which DDP's logger notes each; later it notes few of them
+_STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_WHY_NOT = {
+    "unknown": "this version of torch does not tell the order of its buckets",
+    "unsaved": "the base does not tell the order of its buckets",
+    "static": "static_graph=True lets nothing stand in for its first two backwards",
+    "sparse": "it expects sparse gradients",
+    "hook": "it has a communication hook, which would be called",
+    "cap": "bucket_cap_mb, or the number of parameters, is not what it was",
+    "first": "its buckets were the first ones then, and have been rebuilt in this process",
+    "frozen": "what requires a gradient is not what it was when it was made",
+    "other": "this process has rebuilt its buckets in another order",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The order of the parameters in the buckets of a DDP, by the numbers that its reducer has.
+
+    Attributes:
+        rebuilt: the buckets have been rebuilt; otherwise the next forward will do that.
+        numbers: empty before the first backward; None if unknown.
+    """
+
+    rebuilt: bool
+    numbers: tuple[int, ...] | None
+
+
+class Buckets(Unproven):
+    """The order of the buckets of all DDPs that train parameters of a state, among more than two
+    ranks; a section of the state where there are such DDPs.
+
+    A DDP is known by the name of its first parameter.
+
+    Args:
+        providers: all others, by section.
+    """
+
+    section = BUCKETS_SECTION
+
+    def __init__(self, providers: Mapping[str, Provider]) -> None:
+        self._providers = providers
+        self._known: dict[str, weakref.ref[nn.parallel.DistributedDataParallel]] = {}
+        self._saved: Mapping[str, Any] = {}
+        self._wanted: dict[str, tuple[int, ...]] = {}  # what is to be rehearsed
+        self._missed: bool | None = False  # None: it is to be looked for
+        self._part: Part | None = None  # once nothing of it changes any more
+        self._find()
+
+    @property
+    def are_saved(self) -> bool:
+        """Return whether there is a DDP that rebuilds its buckets."""
+        return any(_rebuilds(ddp) for _, ddp in self._ddps())
+
+    def collect(self) -> dict[str, Any]:
+        return {name: _record(ddp) for name, ddp in self._ddps() if _rebuilds(ddp)}
+
+    def look(self) -> Part:
+        if self._part is not None:
+            return self._part  # mostly
+        part = Part((), Encoded(encode(self.collect(), self.section)))
+        orders = (_order_of(ddp) for _, ddp in self._ddps() if _rebuilds(ddp))
+        if all(order.rebuilt for order in orders):
+            self._part = part
+        return part
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        return RestorePlan(saved.tree)
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        self._saved = tree if isinstance(tree, dict) else {}
+        return []
+
+    def settle(self, *, as_many: bool) -> tuple[str, ...]:
+        """Decide what this rank has to rehearse for the state that was restored last; return, in
+        words, why the next step may differ from that of an uninterrupted training.
+
+        Args:
+            as_many: the state was saved by as many ranks. Another number of ranks sums to other
+                last bits in any case.
+        """
+        self._wanted, self._missed = {}, None if as_many else False
+        self._find()
+        doubts = list[str]()
+        for name, ddp in self._ddps() if as_many else ():
+            why = self._settle(name, ddp)
+            if why is not None:
+                self._wanted.pop(name, None)
+                doubts.append(
+                    f"the next step may sum the gradients of {name!r} and the other parameters in "
+                    "its DistributedDataParallel in another order than a training that was never "
+                    f"interrupted, with other last bits: {_WHY_NOT[why]}"
+                )
+        return tuple(doubts)
+
+    def _settle(self, name: str, ddp: nn.parallel.DistributedDataParallel) -> str | None:
+        """Decide for one DDP; return a key of ``_WHY_NOT``, or None without doubts."""
+        divides = _lost_its_views(ddp)
+        if not _rebuilds(ddp):
+            if not divides:
+                return None
+            if _count(ddp) != _trained(ddp):
+                return "frozen"
+            self._wanted[name] = tuple(range(_count(ddp)))
+            return _why_not_rehearsed(ddp)
+        saved, live, order = self._saved.get(name), _record(ddp), _order_of(ddp)
+        if not isinstance(saved, dict) or saved.get("order") is None:
+            return "static" if ddp.static_graph and saved is not None else "unsaved"
+        if order.numbers is None:
+            return "unknown"
+        if [saved.get(key) for key in ("caps", "count")] != [live["caps"], live["count"]]:
+            return "cap"
+        wanted = tuple(map(int, saved["order"]))
+        if order.numbers and order.numbers != wanted:
+            return "other" if wanted else "first"
+        if not wanted or (order.numbers and not divides):
+            return None
+        if sorted(wanted) != list(range(live["count"])):
+            return "unsaved"
+        self._wanted[name] = wanted
+        return _why_not_rehearsed(ddp)
+
+    def wishes(self) -> list[list[Any]]:
+        """Return what this rank is going to rehearse, for the other ranks: a name and the ranks of
+        the group, for each DDP."""
+        return [[n, _ranks(ddp)] for n, ddp in self._ddps() if n in self._wanted]
+
+    def rebuild(self, said: Sequence[Collection[Any]]) -> list[str]:
+        """Rehearse where all ranks of the group do; return, in words, which DDPs are not in the
+        recorded order. All ranks have to call it.
+
+        Args:
+            said: of all ranks, by rank: :meth:`wishes`.
+
+        Raises:
+            RuntimeError: of torch's backends, where a rank is gone.
+        """
+        lost = list[str]()
+        for name, ddp in list(self._ddps()):
+            ranks = _ranks(ddp)
+            if name not in self._wanted:
+                continue
+            if not all([name, ranks] in said[rank] for rank in ranks):
+                lost.append(f"not all ranks can bring the buckets of {name!r} into their order")
+                continue
+            _rehearse(ddp, self._wanted[name])
+            if _rebuilds(ddp) and _order_of(ddp) != _Order(True, self._wanted[name]):
+                lost.append(f"the buckets of {name!r} are in another order than was asked for")
+        self._wanted, self._part = {}, None
+        return lost
+
+    def missed(self) -> bool:
+        """Return whether a DDP that rebuilds its buckets was made after the state was restored, and
+        warn once. Call it after a step has been taken."""
+        if self._missed is None:
+            before = set(self._known)
+            self._find()
+            late = [n for n, ddp in self._ddps() if n not in before and _rebuilds(ddp)]
+            self._missed = bool(late)
+            if late:
+                _log.warning(
+                    "everstep: the DistributedDataParallel of %r was made after resume(): its "
+                    "first step may have summed gradients in another order than a training that "
+                    "was never interrupted, so what is saved from now on is not called exact\n"
+                    "  hint: make it before the Checkpointer",
+                    late[0],
+                )
+        return self._missed
+
+    def _ddps(self) -> Iterator[tuple[str, nn.parallel.DistributedDataParallel]]:
+        for name, reference in self._known.items():
+            if (ddp := reference()) is not None:
+                yield name, ddp
+
+    def _find(self) -> None:
+        """Find new DDPs: in modules of the state, and around them (a state often has the module
+        that a DDP wraps, and not the DDP)."""
+        if not distributed.is_available() or not distributed.is_initialized():
+            return
+        if distributed.get_world_size() < _RANKS_MIN:
+            return
+        names = {
+            id(parameter): join_path(section, key)
+            for section, provider in self._providers.items()
+            if isinstance(provider, ModuleProvider)
+            for key, parameter in provider.named_parameters()
+        }
+        kind = nn.parallel.DistributedDataParallel
+        modules = [p.outer for p in self._providers.values() if isinstance(p, ModuleProvider)]
+        inside: list[Any] = [m for outer in modules for m in outer.modules() if isinstance(m, kind)]
+        around: list[Any] = []
+        if names.keys() - {id(parameter) for one in inside for parameter in one.parameters()}:
+            # (DDP's metaclass takes microseconds to answer issubclass().)
+            around = [one for one in gc.get_objects() if kind in type(one).__mro__]
+        for one in (*around, *inside):  # the latter are those that count
+            first = next((names[id(p)] for p in one.module.parameters() if id(p) in names), None)
+            if (
+                first is None
+                or one.process_group.size() < _RANKS_MIN
+                or not hasattr(one, "reducer")
+            ):
+                continue
+            if not getattr(one, "_use_python_reducer", False):
+                self._known[first] = weakref.ref(one)
+
+
+def _rebuilds(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a DDP rebuilds its buckets, and its sums depend on that."""
+    if any(_gathers(kept) for _, kept in getattr(ddp, "_comm_hooks", ())):
+        return False
+    return bool(ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def _gathers(kept: object) -> bool:
+    """Return whether a hook sums in the order of ranks, whatever the buckets are."""
+    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
+    return loaded is not None and isinstance(kept, loaded.DDPCompression)
+
+
+def _record(ddp: Any) -> dict[str, Any]:
+    """Return the record of a DDP that is saved."""
+    numbers, caps = _order_of(ddp).numbers, [*getattr(ddp, "bucket_bytes_cap_list", ())]
+    return {
+        "order": None if numbers is None else np.array(numbers, np.int32),
+        "caps": [int(getattr(ddp, "bucket_bytes_cap", 0)), *map(int, caps)],
+        "count": _count(ddp),
+    }
+
+
+def _count(ddp: Any) -> int:
+    """Return the number of parameters that the reducer has; -1 if torch does not tell."""
+    try:
+        return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
+    except (AttributeError, KeyError, RuntimeError):
+        return -1
+
+
+def _order_of(ddp: Any) -> _Order:
+    try:
+        about = ddp._get_ddp_logging_data()
+        if about.get("has_rebuilt_buckets") != 1:
+            ddp.logger.set_runtime_stats_and_log()  # else a forward does that, of what was before
+            about = ddp._get_ddp_logging_data()
+        if about.get("has_rebuilt_buckets") == 1:
+            return _Order(True, _numbers(about["rebuilt_per_bucket_param_indices"]))
+        if about.get("iteration", 0) >= (1 if ddp.static_graph else _SAMPLED):
+            return _Order(False, None)  # of a static graph the first backward has no order
+        return _Order(False, _numbers(about.get("prev_iteration_grad_ready_order_indices", "")))
+    except (AttributeError, KeyError, RuntimeError, ValueError):
+        return _Order(False, None)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.replace(",", " ").split()))
+
+
+def _trained(ddp: nn.parallel.DistributedDataParallel) -> int:
+    """Return the number of parameters that require a gradient now."""
+    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+    return sum(one.requires_grad and name not in ignored for name, one in named)
+
+
+def _ranks(ddp: nn.parallel.DistributedDataParallel) -> list[int]:
+    return sorted(distributed.get_process_group_ranks(ddp.process_group))
+
+
+def _lost_its_views(ddp: Any) -> bool:
+    """Return whether restored gradients are not views of buckets as they were before, so that the
+    next backward would multiply by one over the number of ranks instead of dividing by it."""
+    size = ddp.process_group.size()
+    if not ddp.gradient_as_bucket_view or not size & (size - 1) or _hooks(ddp):
+        return False
+    gradients = (parameter.grad for parameter in ddp.module.parameters())
+    return any(one is not None and not one._is_view() for one in gradients)
+
+
+def _why_not_rehearsed(ddp: Any) -> str | None:
+    """Return a key of ``_WHY_NOT``; None if a rehearsal is possible."""
+    if ddp.static_graph:
+        return "static"
+    tables = (m for m in ddp.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    if any(table.sparse for table in tables):
+        return "sparse"
+    if any(not _is_stateless(hook) for hook in _hooks(ddp)):
+        return "hook"
+    try:
+        reducer, _ = ddp.reducer, ddp.logger.set_runtime_stats_and_log
+        _ = reducer._autograd_hook, reducer._rebuild_buckets, reducer.prepare_for_backward
+        _ = reducer.prepare_for_forward
+    except AttributeError:
+        return "unknown"
+    return None
+
+
+def _hooks(ddp: Any) -> list[object]:
+    """Return the communication hooks; one that is built into torch by its name, and None for the
+    one that the first forward registers where optimizers update within backward."""
+    found: list[object] = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
+    built_in = ddp._get_ddp_logging_data().get("comm_hook", "")
+    within = any(hasattr(one, "_in_backward_optimizers") for one in ddp.module.parameters())
+    return found or ([built_in] if built_in else []) or ([None] if within else [])
+
+
+def _is_stateless(hook: Any) -> bool:
+    """Return whether a hook is one of torch's that keep nothing from step to step."""
+    if isinstance(hook, str):
+        return True
+    known = getattr(hook, "__module__", "") == _STATELESS
+    return known and "." not in getattr(hook, "__qualname__", ".")
+
+
+class _Tell(torch.autograd.Function):
+    """A node whose backward marks parameters as ready in a reducer, in an order. The parameters
+    are inputs, for a reducer that searches the graph for them, and get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, reducer: Any, order: Any, *_: Any) -> torch.Tensor:
+        ctx.reducer, ctx.order = reducer, order
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        for number in ctx.order:
+            ctx.reducer._autograd_hook(number)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _rehearse(ddp: Any, order: Sequence[int]) -> None:
+    """Run a backward that adds nothing to any gradient, and is reduced as any other."""
+    reducer, parameters = ddp.reducer, list(ddp.module.parameters())
+    reducer._rebuild_buckets()  # of a backward before, as any forward does
+    gradients = [parameter.grad for parameter in parameters]
+    views = bool(ddp.gradient_as_bucket_view)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        there = views and gradient is not None  # only what is there becomes a view
+        parameter.grad = torch.zeros_like(gradient) if there else None
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that all parameters are used, as here
+            start = torch.zeros((), device=ddp.device, requires_grad=True)
+            trained = (parameter for parameter in parameters if parameter.requires_grad)
+            apply: Any = _Tell.apply
+            end = apply(start, reducer, order, *trained)
+            reducer.prepare_for_forward()
+            reducer.prepare_for_backward([end])
+            torch.autograd.backward(end, inputs=[start])
+        reducer._rebuild_buckets()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            view = parameter.grad
+            if gradient is None or view is None or not views:
+                parameter.grad = gradient
+            else:  # now a view of its bucket, as it is in every backward but the first
+                view.detach().copy_(gradient)
