@@ -17,6 +17,7 @@ from everstep.format.header import ShardIdentity
 from everstep.given import named
 from everstep.keeper.calls import Calls, not_within, one_at_a_time
 from everstep.keeper.copies import seams_with_copies
+from everstep.keeper.first_batches import FirstBatches
 from everstep.keeper.job import job_of, open_together
 from everstep.keeper.joint import Joint
 from everstep.keeper.keeper import Keeper
@@ -175,6 +176,7 @@ class Checkpointer:
         self._joint = Joint(job, self._options, parts, self._state)
         self._recoverable = Recoverable(self._keepers, self._saver, self._recorder)
         self._last: Save | None = None
+        self._first_batches: FirstBatches | None = None
         self._preempting.install()
         self._open = True
         _live[self._live_key] = self
@@ -216,6 +218,7 @@ class Checkpointer:
         start_s = self._seams.clock.monotonic_s()
         own = self._timeline > 0
         how = {"strict": strict, "own": own, "trained": own and self._watched.has_moved(self._step)}
+        self._begun()
         resumed, only_in_memory = self._starts.resume(step, **how)
         self._updates.restored(resumed.lsn)
         self._step, base = resumed.step, resumed.base if resumed.source == "disk" else None
@@ -232,7 +235,15 @@ class Checkpointer:
         self._watched.started(survey, fresh=resumed.base is None)
         if resumed.base is not None:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due
-        return describe(resumed, self._seams.clock.monotonic_s() - start_s)
+            self._first_batches = FirstBatches(self._state, self._step)
+        seconds = self._seams.clock.monotonic_s() - start_s
+        return describe(resumed, seconds, has_data=self._state.has_data(resumed.base is None))
+
+    def _begun(self) -> None:
+        """The first step after a resume is over, or there will be none."""
+        if self._first_batches is not None:
+            self._first_batches.end()
+        self._first_batches = None
 
     @named("rewind", step=int)
     def rewind(self, step: int) -> Recovery:
@@ -260,6 +271,7 @@ class Checkpointer:
         # Counted whatever is raised: a caller that goes on has still taken this step.
         self._step, self._state.trains_in = self._step + 1, threading.get_ident()
         self._preempting.ask(self._step)
+        self._begun()
         with self._joint.answering(self._step):
             self._updates.settle()
             self._watched.ended(self._step)
@@ -517,6 +529,8 @@ class Checkpointer:
 
     def _release(self, *, stay: bool = False) -> None:
         self._open = False
+        self._begun()
+        self._state.close()
         self._at_exit.forget()
         self._preempting.close()
         self._parts.close(stay=stay)

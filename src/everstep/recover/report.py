@@ -11,6 +11,8 @@ from everstep.recover.sources import RankBack, RankRead
 
 __all__ = ["Recovery", "describe"]
 
+NO_DATA = "not in the state"
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -38,6 +40,10 @@ class Recovery:
         notes: what this machine could not take back, and damage to records that did no harm; that
             the step is of a branch that was given up, or that newer ones of the history are lost,
             in a log that could not be replayed here, or in one that no base leads to.
+        data: ``"restored"``: a part of the state is a loader, a sampler or a stream (anything with
+            ``state_dict()`` that can be iterated), or has the position of one in it, and has it
+            back; of a fresh run: it begins there. ``"not in the state"``: none is; which batches
+            come next is what the program makes of its own counters.
         reads: of a job of several ranks: from which tier each of them has read how many bytes.
         ranks: of a job of several ranks: source, bytes, seconds, steps replayed and exactness of
             each of them, the same on all.
@@ -59,10 +65,15 @@ class Recovery:
     replay_s: float = 0.0
     reads: tuple[RankRead, ...] = ()
     ranks: tuple[RankBack, ...] = ()
+    data: str = NO_DATA
 
 
-def describe(resumed: Resumed, seconds: float) -> Recovery:
-    """What the user is told of a resume."""
+def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
+    """What the user is told of a resume.
+
+    Args:
+        has_data: a position in the data has come back, or begins.
+    """
     base, loaded = resumed.base, resumed.loaded
     evidence = "nothing to restore"
     if loaded is not None:
@@ -95,4 +106,5 @@ def describe(resumed: Resumed, seconds: float) -> Recovery:
         replay_s=resumed.replay_s,
         reads=resumed.reads,
         ranks=resumed.ranks,
+        data="restored" if has_data else NO_DATA,
     )

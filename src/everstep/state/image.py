@@ -5,8 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -23,10 +32,12 @@ from everstep.state.buckets import BUCKETS_SECTION, Buckets
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.in_common import InCommon
+from everstep.state.loader_provider import LoaderProvider
 from everstep.state.objects import TensorRef, join_path
 from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
 from everstep.state.owners import DeclaredUpdate, Holding, Memory, Told, memory_of
 from everstep.state.plain_provider import Places, PlainProvider
+from everstep.state.positions import POSITIONS, is_followed, loader_within
 from everstep.state.providers import (
     ModuleProvider,
     ParameterNames,
@@ -94,6 +105,7 @@ class State:
         unsaved: by optimizer: what it trains, and no part of the state has.
         unsaved_frozen: by optimizer: what it has, too, and would train if it were not frozen.
         apart: which parameters inside of DDP are each rank's own.
+        said: what was said of the data since the last resume.
         buckets: the order in which DDP sums gradients.
     """
 
@@ -126,6 +138,7 @@ class State:
         self.told = told = Told.of(declared, static)
         self.replaying = False
         self.ranks = ranks
+        self._follow(values.values())
         self.replays_fast = False
         self.trains_in: int | None = None
         self.descends_exactly = True
@@ -138,6 +151,7 @@ class State:
         self._tensors: Mapping[str, torch.Tensor] = {}  # surveyed last
         self._holdings: tuple[Holding, ...] | None = None  # when unsaved was looked for last
         self._frozen: list[torch.Tensor] = []
+        self.said: set[str] = set()
         modules: dict[str, ModuleProvider] = {}
         names = self._names = ParameterNames(modules)
         self.optimizers: dict[str, Optimizer] = {}
@@ -151,7 +165,8 @@ class State:
                 kind = ZeroProvider if is_zero(optimizer) else OptimizerProvider
                 provider = kind(key, optimizer, names)
             elif isinstance(value, Stateful) and not isinstance(value, type):
-                provider = StatefulProvider(key, value)
+                kind_of = LoaderProvider if LoaderProvider.takes(value) else StatefulProvider
+                provider = kind_of(key, value)
             else:
                 if whose := snapshot(value):
                     name = whose.split()[1]
@@ -189,6 +204,42 @@ class State:
         told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
         self._loses = (*self._tell_of_rounded(survey), *self._tell_of_apart(survey))
         self._inside = self._tell_of_inside()
+
+    def _follow(self, values: Iterable[object]) -> None:
+        """Complete what loaders save, as long as this state is in use."""
+        POSITIONS.open(*filter(is_followed, map(loader_within, values)))
+        self._unfollow = weakref.finalize(self, POSITIONS.close)
+        self._unfollow.atexit = False
+        POSITIONS.listen(self)
+
+    def close(self) -> None:
+        """Leave loaders as they are without a Checkpointer."""
+        self._unfollow()
+
+    def lose(self, why: str, hint: str) -> None:
+        """Say why what was restored is not what training had; nothing that descends from it is
+        called exact."""
+        self.say(f"{why}; what is saved from here on is not called exact", hint)
+        self.descends_exactly, self.descends_from = False, why
+
+    def say(self, what: str, hint: str) -> None:
+        """Warn of something about the data, once after each resume."""
+        if what not in self.said:
+            self.said.add(what)
+            _log.warning("everstep: %s\n  hint: %s", what, hint)
+
+    @property
+    def data(self) -> list[str]:
+        """Sections that a position in the data has come back with."""
+        found = self.providers.items()
+        return [
+            key for key, one in found if isinstance(one, StatefulProvider) and one.restored_data
+        ]
+
+    def has_data(self, fresh: bool) -> bool:
+        """Return whether a position in the data has come back, or, in a ``fresh`` run, begins."""
+        found = (one for one in self.providers.values() if isinstance(one, StatefulProvider))
+        return any(one.is_data for one in found) if fresh else bool(self.data)
 
     def _copied(self, survey: Survey) -> Iterator[tuple[str, torch.Tensor, nn.Parameter]]:
         """Yield name, stored tensor and parameter of the parameters that a module's
@@ -492,6 +543,9 @@ class State:
             left_out: sections that stay as the program made them.
         """
         plans: dict[str, RestorePlan] = {}
+        for provider in self.providers.values():
+            if isinstance(provider, StatefulProvider):
+                provider.restored_data = False
         plain = (one for one in self.providers.values() if isinstance(one, PlainProvider))
         self._places = Places([one.collect() for one in plain])
         names = Counter(entry.name for entry in entries.values())

@@ -6,6 +6,7 @@ straight into live memory and what does not match, and takes the loaded tree bac
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +20,7 @@ from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.entries import Entry
 from everstep.state.fsdp import forget_iteration
 from everstep.state.objects import TensorRef
+from everstep.state.positions import POSITIONS, holds_position, same_values
 from everstep.state.proofs import ModuleProof, canonical_key
 from everstep.state.restoring import RestorePlan, Saved
 from everstep.state.survey import Block, Part, look_at, same_objects
@@ -34,6 +36,7 @@ __all__ = [
     "describe",
     "difference",
     "has_begun",
+    "restores_data",
     "same_memory",
     "unwrap",
 ]
@@ -292,11 +295,19 @@ class Unproven:
 
 
 class StatefulProvider(Unproven):
-    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, loaders, scalers."""
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, loaders, scalers.
+
+    Attributes:
+        is_data: it gives batches or samples, or their order, and its state is a position in them.
+        restored_data: a position in the data has come back with it.
+    """
 
     def __init__(self, section: str, value: Stateful) -> None:
         self.section = section
         self._value = value
+        self.is_data = hasattr(type(value), "__iter__") or restores_data(value)
+        self.restored_data = False
+        self._pending: tuple[Any, Any] | None = None  # what was loaded, and what it says of that
 
     @property
     def value(self) -> Stateful:
@@ -304,7 +315,13 @@ class StatefulProvider(Unproven):
         return self._value
 
     def collect(self) -> Any:
-        return self._value.state_dict()
+        tree = self._value.state_dict()
+        if self._pending is not None:
+            loaded, said = self._pending
+            if same_values(tree, said):
+                return loaded
+            self._pending = None
+        return tree
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         if problem := _another_kind(self._value, saved.tree):
@@ -320,15 +337,26 @@ class StatefulProvider(Unproven):
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         if tree is None and self._value.state_dict() is None:
             return []  # it never has any, and may not take that
-        self._value.load_state_dict(tree)
+        with POSITIONS.loads():
+            self._value.load_state_dict(tree)
+        self.restored_data = self.is_data or holds_position(tree)
         if isinstance(self._value, torch.amp.GradScaler) and self._value.is_enabled():
             # It knows of gradients that it has unscaled, or found infinities in, which are gone: it
             # would not unscale the next ones. This is what its update() leaves.
             self._value._per_optimizer_states.clear()
-        # What it makes only once it is asked for it, it makes now: an iterator of torchdata's
-        # StatefulDataLoader draws a random number, and the generators are restored behind this.
-        self._value.state_dict()
+        # What it makes only once it is asked for it (a generator, say), it makes now: the process's
+        # generators are restored after this.
+        self._pending = None
+        said = self._value.state_dict()
+        if self.is_data and not same_values(said, tree):
+            # A stream that takes its position only when it is iterated: until then this is it.
+            self._pending = tree, copy.deepcopy(said)
         return []
+
+
+def restores_data(value: object) -> bool:
+    """Return whether a loader restores its own position, and draws nothing in doing so."""
+    return bool(getattr(value, "everstep_restores_data", False))
 
 
 def has_begun(scaler: torch.amp.GradScaler) -> bool:

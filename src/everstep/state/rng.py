@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from everstep.seams.fingerprint import cuda_in_use
 
-__all__ = ["RngStates", "collect_rng", "other_generator", "restore_rng"]
+__all__ = ["RngStates", "collect_rng", "other_generator", "restore_rng", "rng_kept"]
 
 
 class RngStates(NamedTuple):
@@ -36,6 +37,18 @@ class RngStates(NamedTuple):
         """Whether they need not be looked through for what cannot be stored."""
         gauss = type(self.python[2])
         return self.numpy["bit_generator"] == "MT19937" and gauss in (float, type(None))
+
+    def same(self, other: RngStates) -> bool:
+        """Return whether nothing was drawn between these states and others."""
+        mine, theirs = self.numpy["state"], other.numpy["state"]
+        return (
+            self.python == other.python
+            and torch.equal(self.torch, other.torch)
+            and all(np.array_equal(mine[key], theirs.get(key)) for key in mine)
+            and self.numpy.get("gauss") == other.numpy.get("gauss")
+            and len(self.cuda or ()) == len(other.cuda or ())
+            and all(map(torch.equal, self.cuda or (), other.cuda or ()))
+        )
 
     def tree(self, of_torch: object, of_cuda: object) -> dict[str, Any]:
         """The states as they are stored.
@@ -95,3 +108,13 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
     if here < len(saved):
         return [f"RNG of {len(saved) - here} CUDA device(s) that are not here"]
     return []
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Put the generators back as they were at the end of the block, whatever it has drawn."""
+    states = collect_rng()
+    try:
+        yield
+    finally:
+        restore_rng(states)

@@ -1,0 +1,175 @@
+"""The batches between a resume and the first step after it.
+
+A program without a stateful loader in the state finds its batch by itself: it makes an iterator
+of a torch ``DataLoader`` and skips what was trained on. An uninterrupted run does neither in the
+middle of an epoch. If that draws random numbers, training goes on from other generators than it
+would have. So each iterator that is made before the first step is looked at, and each batch that
+is fetched before the first backward; nothing later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from everstep.state.image import State
+from everstep.state.plain_provider import PlainProvider
+from everstep.state.positions import POSITIONS, fetches_ahead, is_followed
+from everstep.state.rng import RngStates
+
+__all__ = ["FirstBatches"]
+
+_LOOKED_AT = 64  # parameters, for gradients
+
+_INSTEAD = (
+    "everstep.data.ResumableLoader, or torchdata's StatefulDataLoader, in the state needs neither"
+)
+
+
+class FirstBatches:
+    """Watches what a program does between ``resume()`` and its first step.
+
+    Args:
+        state: that was restored.
+        step: that was restored.
+
+    Attributes:
+        generators: as they were restored.
+    """
+
+    def __init__(self, state: State, step: int) -> None:
+        self._state, self._step = state, step
+        state.said.clear()
+        self.generators = RngStates.now()
+        self._first = True  # no iterator was made yet
+        self._made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+        self._gradients = self._gradients_now()
+        self._is_over = False
+        POSITIONS.resumed(self)  # a framework may load positions only now
+        _observers.add(self)
+        _observe()
+
+    def end(self) -> None:
+        """The first step is over, or there will be none."""
+        if self._is_over:
+            return
+        self._is_over = True
+        POSITIONS.resumed(None)
+        _observers.discard(self)
+        _observe()
+        for held, loader in self._made:
+            if (iterator := held()) is not None:
+                vars(iterator).pop("_next_data", None)
+                self._look_at_position(iterator, loader())
+
+    def made(self, iterator: Any, loader: Any, before: RngStates) -> None:
+        """An iterator was made.
+
+        Args:
+            before: the generators before that.
+        """
+        if self._state.data or is_followed(loader) or not self._gradients or self._trains():
+            return
+        if self._first and not before.same(self.generators):
+            self._state.say(
+                "random generators were drawn from, or seeded, between resume() and the first "
+                "batch: training goes on with other random numbers than without the interruption, "
+                "unless it does the same there",
+                hint=f"do so before resume(); {_INSTEAD}",
+            )
+        self._first = False
+        self._made.append((weakref.ref(iterator), weakref.ref(loader)))
+        _Fetches(iterator, self, before, ahead=bool(fetches_ahead(loader)))
+
+    def skipped(self, before: RngStates) -> bool:
+        """A batch is fetched after another that nobody has trained on; returns whether to go on
+        looking."""
+        if self._is_over or self._trains():
+            return False
+        if before.same(RngStates.now()):
+            return True
+        self._state.lose(
+            "random generators have moved between resume() and the first step: batches were "
+            "skipped, and the loader, its sampler or its samples have drawn from them, which "
+            "training without the interruption does not do there",
+            hint=f"give a DataLoader a generator= of its own, and a dataset, too; {_INSTEAD}",
+        )
+        return False
+
+    def _look_at_position(self, iterator: Any, loader: Any) -> None:
+        """Say where a program begins an epoch anew in the middle of one."""
+        providers = self._state.providers.values()
+        counts = any(isinstance(one, PlainProvider) for one in providers)
+        if loader is None or iterator._num_yielded > 1 or counts:
+            return
+        if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+            return  # it may begin anywhere
+        length = len(loader)
+        if length and self._step % length:
+            self._state.say(
+                "the order of batches is in no part of the state: after the resume at step "
+                f"{self._step} a DataLoader of {length} batches was begun anew",
+                hint=_INSTEAD,
+            )
+
+    def _trains(self) -> bool:
+        """Return whether a backward has run."""
+        return self._gradients_now() != self._gradients
+
+    def _gradients_now(self) -> list[tuple[int, int]]:
+        trained = (
+            parameter
+            for optimizer in self._state.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
+        found = (parameter.grad for parameter in islice(trained, _LOOKED_AT))
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
+
+
+class _Fetches:
+    """Fetches the first batches of an iterator.
+
+    Args:
+        ahead: one batch is fetched before it is needed.
+    """
+
+    def __init__(self, iterator: Any, to: FirstBatches, before: RngStates, *, ahead: bool) -> None:
+        self._held, self._to, self._before = weakref.ref(iterator), to, before
+        self._fetched = -ahead
+        iterator._next_data = self
+
+    def __call__(self) -> Any:
+        iterator = self._held()
+        assert iterator is not None
+        if torch.is_grad_enabled():  # or it is an evaluation
+            if self._fetched > 0 and not self._to.skipped(self._before):
+                vars(iterator).pop("_next_data", None)
+            self._fetched += 1
+        return type(iterator)._next_data(iterator)
+
+
+_observers = weakref.WeakSet[FirstBatches]()
+_original = _BaseDataLoaderIter.__init__
+
+
+def _init(iterator: Any, loader: Any) -> None:
+    before = RngStates.now()
+    _original(iterator, loader)
+    for observer in list(_observers):
+        observer.made(iterator, loader, before)
+    if not _observers:  # their Checkpointer was dropped
+        _observe()
+
+
+def _observe() -> None:
+    """Look at each iterator that is made, as long as there is an observer."""
+    if _BaseDataLoaderIter.__init__ in (_init, _original):  # or somebody else has replaced it
+        wanted: Any = _init if _observers else _original
+        _BaseDataLoaderIter.__init__ = wanted  # type: ignore[method-assign]

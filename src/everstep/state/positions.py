@@ -1,0 +1,613 @@
+"""Positions of loaders that save their own: torchdata's StatefulDataLoader, and what wraps one.
+
+What such a loader saves is its position, and that is not all that an epoch which goes on needs:
+
+* its iterator draws a seed when it is made, which no uninterrupted run does in mid-epoch;
+* a sampler without a state is asked for its order again, and may draw that order from generators
+  that have moved on since the epoch began;
+* the loader's own ``generator=`` is in no state, nor are the generators of its workers;
+* asked for its position before a loop iterates it, it makes the iterator, too early: before the
+  loop has told the sampler or the stream its epoch.
+
+So three methods of the loader's class are completed while a Checkpointer is open, whoever calls
+them (a Checkpointer, Lightning's fit loop, accelerate). ``load_state_dict()`` leaves the position
+pending; ``state_dict()`` gives that position again until a loop begins to iterate; and the
+iterator is made in that moment, from the generators that the epoch began with, which then are put
+back as they were. torchdata ignores the key that is added to its state.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+
+from everstep.state.rng import RngStates, restore_rng, rng_kept
+from everstep.state.worker_draws import WorkerDraws
+
+__all__ = [
+    "KEY",
+    "POSITIONS",
+    "Listener",
+    "Positions",
+    "Resumed",
+    "adopt",
+    "fetches_ahead",
+    "holds_position",
+    "is_followed",
+    "loader_within",
+    "same_values",
+]
+
+KEY: Final = "everstep"
+"""The key that is added to a loader's state."""
+
+_FINISHED = "_iterator_finished"  # in each state of torchdata's loader
+_TORCHDATA = "torchdata.stateful_dataloader"
+_POSITION = "_everstep_position"
+_ACCELERATE = frozenset(("accelerate.data_loader",))
+_LIGHTNING = frozenset(("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers"))
+_FRAMES = 10
+_COMPLETED = frozenset(("state_dict", "load_state_dict", "_get_iterator"))
+_DRAW_NOTHING = (SequentialSampler, DistributedSampler, _InfiniteConstantSampler)
+
+
+def loader_within(value: object) -> object:
+    """Return the loader that accelerate's loaders have within; any other value is returned."""
+    while (inner := getattr(value, "__dict__", {}).get("base_dataloader")) is not None:
+        value = inner
+    return value
+
+
+def is_followed(value: object) -> bool:
+    """Return whether a value is a loader that saves its position as torchdata's does."""
+    kind = type(value)
+    return (
+        issubclass(kind, DataLoader)
+        and hasattr(kind, "load_state_dict")
+        and "next_iter_state" in getattr(value, "__dict__", {})
+    )
+
+
+def holds_position(tree: object) -> bool:
+    """Return whether the position of a torchdata loader is in a tree, anywhere."""
+    if isinstance(tree, dict):
+        return _FINISHED in tree or any(map(holds_position, tree.values()))
+    return isinstance(tree, (list, tuple)) and any(map(holds_position, tree))
+
+
+def same_values(one: object, other: object) -> bool:
+    """Return whether two trees of plain data and tensors have the same contents."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        same = one.keys() == other.keys()
+        return same and all(same_values(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)  # type: ignore[arg-type]
+    return type(one) is type(other) and one == other
+
+
+def _has_shuffle_buffer(tree: object) -> bool:
+    if isinstance(tree, dict):
+        named = str(tree.get("type")).startswith("BufferShuffled")
+        return named or any(map(_has_shuffle_buffer, tree.values()))
+    return isinstance(tree, (list, tuple)) and any(map(_has_shuffle_buffer, tree))
+
+
+def _asked_by(modules: Collection[str]) -> str:
+    """Return which of these modules is asking a loader for an iterator now; "": none is."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") in modules:
+            return str(frame.f_globals["__name__"])
+    return ""
+
+
+def fetches_ahead(loader: object) -> str:
+    """Return who is asking a loader for an iterator now, if that fetches each batch before the one
+    before is trained on; "" for others. Lightning does where it cannot know how many there are."""
+    return _asked_by(_ACCELERATE) or ("" if _has_length(loader) else _asked_by(_LIGHTNING))
+
+
+class Listener(Protocol):
+    """Who is told what is found out about the data of a process."""
+
+    def lose(self, why: str, hint: str) -> None:
+        """Say why what was restored is not what training had."""
+        ...
+
+    def say(self, what: str, hint: str) -> None:
+        """Warn of something."""
+        ...
+
+
+class Resumed(Protocol):
+    """A state that was restored, until the first step after that.
+
+    Attributes:
+        generators: as they were restored.
+    """
+
+    generators: RngStates
+
+
+class Positions:
+    """The loaders of this process that save their position, completed by what that lacks.
+
+    One for the process. It follows their classes as long as somebody holds it open.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[type, dict[str, Any]] = {}
+        self._holders = 0
+        self._listeners = weakref.WeakSet[Listener]()
+        self._resumed: Callable[[], Resumed | None] = lambda: None
+        self._loading = False
+
+    @property
+    def restoring(self) -> bool:
+        """Whether a position that is loaded now is the one where training goes on."""
+        return self._loading or self._resumed() is not None
+
+    def resumed(self, by: Resumed | None) -> None:
+        """A state was restored, and the generators with it; None: training goes on."""
+        self._resumed = (lambda: None) if by is None else weakref.ref(by)
+
+    @property
+    def moved(self) -> bool:
+        """Whether generators have moved since a state was restored."""
+        resumed = self._resumed()
+        return resumed is not None and not resumed.generators.same(RngStates.now())
+
+    def open(self, *loaders: object) -> None:
+        """Follow torchdata's class, if it is imported, and the classes of these loaders."""
+        self._holders += 1
+        self.follow(*loaders)
+
+    def follow(self, *loaders: object) -> None:
+        """Follow torchdata's class, if it is imported by now, and the classes of these loaders."""
+        kinds = list(map(type, loaders))
+        if (module := sys.modules.get(_TORCHDATA)) is not None:  # imported by now
+            kinds.append(module.StatefulDataLoader)
+        for kind in kinds:
+            owner = next(one for one in kind.__mro__ if vars(one).keys() >= _COMPLETED)
+            if owner not in self._classes:
+                self._complete(owner)
+
+    def close(self) -> None:
+        """Undo one :meth:`open`; with the last one the classes are as they were."""
+        self._holders -= 1
+        if self._holders <= 0:
+            for owner, methods in self._classes.items():
+                for name, method in methods.items():
+                    setattr(owner, name, method)
+            self._classes.clear()
+
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` from now on."""
+        self._listeners.add(listener)
+
+    def lose(self, why: str, hint: str) -> None:
+        """Tell that what the process has restored of its data differs from what training had."""
+        for listener in list(self._listeners):
+            listener.lose(why, hint)
+
+    def say(self, what: str, hint: str) -> None:
+        """Tell of what may be meant otherwise."""
+        for listener in list(self._listeners):
+            listener.say(what, hint)
+
+    @contextmanager
+    def loads(self) -> Iterator[None]:
+        """What is loaded within the block is where training goes on."""
+        before, self._loading = self._loading, True
+        try:
+            yield
+        finally:
+            self._loading = before
+
+    def _complete(self, owner: type) -> None:
+        kept = self._classes[owner] = {name: vars(owner)[name] for name in _COMPLETED}
+
+        def state_dict(loader: Any) -> dict[str, Any]:
+            return _position(loader).state_dict(loader, kept["state_dict"])
+
+        def load_state_dict(loader: Any, state_dict: dict[str, Any]) -> None:
+            _position(loader).load(loader, state_dict, kept["load_state_dict"], self)
+
+        def _get_iterator(loader: Any) -> Any:
+            return _position(loader).make(loader, kept["_get_iterator"], self)
+
+        for function in (state_dict, load_state_dict, _get_iterator):
+            function.__doc__ = kept[function.__name__].__doc__
+            setattr(owner, function.__name__, function)
+
+
+def adopt(loader: Any, positions: Positions) -> None:
+    """Begin to follow a loader whose iterator somebody has made before, and not iterated yet.
+
+    Workers that have started were not initialized by :class:`.WorkerDraws`: they are ended, and
+    the position that the iterator has is pending.
+    """
+    iterator = loader._iterator
+    if iterator is None or iterator._num_yielded or _POSITION in vars(loader):
+        return
+    position = _position(loader)
+    if loader.num_workers > 0:
+        with positions.loads():
+            loader.load_state_dict(loader.state_dict())
+    elif _draws_order(loader):
+        position.watch_first_index(loader, iterator)
+
+
+def _position(loader: Any) -> _Position:
+    found: _Position = vars(loader).setdefault(_POSITION, _Position())
+    return found
+
+
+class _Position:
+    """What the position of one loader lacks.
+
+    Attributes:
+        pending: the state that was loaded; the next iterator begins there.
+        begun: states of the generators that the order of the epoch was drawn from, as they were
+            then; None: none was drawn, or by a sampler that restores it itself.
+        behind: the states before the last fetch, where each batch is fetched too early.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Any] | None = None
+        self.begun: dict[str, Any] | None = None
+        self.behind: _Behind | None = None
+
+    def state_dict(self, loader: Any, get: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Return the position; of a loader that nobody has iterated, no iterator is made for it."""
+        if loader._iterator is None:
+            return dict(loader.next_iter_state or {})
+        more: dict[str, Any] = {}
+        if own := [one.get_state().numpy() for one in _own_generators(loader)]:
+            more["own"] = own
+        if self.begun is not None:
+            more["begun"] = self.begun
+        tree = get(loader) if self.behind is None else self.behind.state
+        return {**tree, KEY: more} if more else tree
+
+    def load(
+        self, loader: Any, state: dict[str, Any], load: Callable[..., None], positions: Positions
+    ) -> None:
+        """Take a position, which waits until somebody iterates."""
+        old = loader._iterator
+        load(loader, state)
+        self.begun, self.pending = None, None
+        if not positions.restoring:
+            return
+        self.pending = state or None
+        if old is not None:
+            if hasattr(old, "_shutdown_workers"):
+                old._shutdown_workers()
+            # Whoever holds it (a loop under way, a Trainer that has made it before it lets its
+            # callbacks resume) goes on at the restored position.
+            old._next_data = _Redirected(loader)
+
+    def make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
+        """Make the iterator that a loop begins to iterate."""
+        iterator = self._make(loader, make, positions)
+        # Lightning fetches a batch before it is needed where it cannot know the number of batches.
+        unsized = not _has_length(loader) and _asked_by(_LIGHTNING)
+        self.behind = _Behind(iterator) if unsized else None
+        return iterator
+
+    def _make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
+        pending, self.pending, moved = self.pending, None, positions.moved
+        if pending is None:
+            self.begun = None
+            with _Orders(self, loader, None):
+                return self._made(loader, make)
+        more = pending.get(KEY, {})
+        self.begun = begun = more.get("begun")
+        with rng_kept():
+            with _Orders(self, loader, begun):
+                iterator = self._made(loader, make)
+                if _draws_order(loader):
+                    _ask_for_order(iterator)
+            _count_once(iterator, pending)
+        for generator, state in zip(_own_generators(loader), more.get("own", ()), strict=False):
+            generator.set_state(torch.from_numpy(state.copy()))
+        if begun is None and iterator._num_yielded and _draws_order(loader):
+            positions.lose(
+                f"{type(loader).__name__}: its sampler may draw the order of the epoch from random "
+                "generators whose state at the beginning of that epoch was not saved",
+                "make the Checkpointer before the loader is iterated or asked for its state",
+            )
+        if iterator._num_yielded and _has_shuffle_buffer(pending):
+            positions.lose(
+                "datasets fills the buffers of shuffle(buffer_size=) anew where a stream goes on: "
+                "its samples come in another order, and some are left out",
+                "shuffle the stream without a buffer (shuffle its shards), or shuffle before",
+            )
+        if not iterator._finished:
+            _First(iterator, positions, ahead=fetches_ahead(loader), moved=moved)
+        return iterator
+
+    def _made(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        if loader.num_workers == 0:
+            return make(loader)
+        init = loader.worker_init_fn
+        loader.worker_init_fn = WorkerDraws(init)
+        try:
+            iterator = make(loader)
+        finally:
+            loader.worker_init_fn = init
+        if loader.persistent_workers:  # it begins later epochs, too
+            held = weakref.ref(iterator)
+
+            def reset(loader: Any, *about: Any, **named: Any) -> None:
+                kept = held()
+                assert kept is not None
+                self.begun = None
+                with _Orders(self, loader, None):
+                    type(kept)._reset(kept, loader, *about, **named)
+
+            iterator._reset = reset
+        return iterator
+
+    def watch_first_index(self, loader: Any, iterator: Any) -> None:
+        """Take the generators' states when the sampler is first asked for its order."""
+        held = weakref.ref(iterator)
+
+        def next_index() -> Any:
+            made = held()
+            assert made is not None
+            del made._next_index
+            self.begun = _states(loader)
+            return made._next_index()
+
+        iterator._next_index = next_index
+
+
+class _Orders:
+    """While an iterator is made: how its sampler, if it has no state, comes to its order.
+
+    It may draw as soon as it is iterated, or when it is asked for the first sample. torchdata
+    iterates it up to three times, where only the last order counts.
+
+    Args:
+        begun: the order is drawn again from generators in these states; None: a new one is drawn,
+            and the states are noted.
+    """
+
+    def __init__(self, position: _Position, loader: Any, begun: dict[str, Any] | None) -> None:
+        self._position, self._loader, self._begun = position, loader, begun
+        self._sampler = loader._index_sampler
+        while _restores_itself(self._sampler) and isinstance(self._sampler, BatchSampler):
+            self._sampler = self._sampler.sampler  # which its iterator iterates at once
+        self._kind = type(self._sampler)
+        self._draws = _draws_order(loader)
+
+    def __enter__(self) -> None:
+        if self._draws:
+
+            def iterate(sampler: Any) -> Any:
+                return self._iterate(sampler)
+
+            kind = self._kind
+            with contextlib.suppress(TypeError):  # of a class that no object can be made another's
+                self._sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
+
+    def __exit__(self, *about: object) -> None:
+        self._begun = None  # what is asked for from here on is drawn anew
+        if type(self._sampler) is not self._kind:
+            self._sampler.__class__ = self._kind
+
+    def _iterate(self, sampler: Any) -> Any:
+        if self._begun is not None:
+            _set_states(self._loader, self._begun)
+        before = _states(self._loader)
+        order = self._kind.__iter__(sampler)
+        if not same_values(_states(self._loader), before):
+            self._position.begun = before
+            return order
+        return order if hasattr(order, "state_dict") else self._asked(order)
+
+    def _asked(self, order: Any) -> Iterator[Any]:
+        if self._begun is not None:
+            _set_states(self._loader, self._begun)
+        self._position.begun = _states(self._loader)
+        yield from order
+
+
+class _Redirected:
+    """Fetches from the iterator that a loader makes at its restored position."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Any = None
+
+    def __call__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
+
+
+class _First:
+    """Looks at the first batch behind a restored position, once.
+
+    Args:
+        ahead: who fetches a batch before it is needed: the first one was fetched already before
+            the state was saved.
+        moved: generators have moved since the state was restored.
+    """
+
+    def __init__(self, iterator: Any, positions: Positions, *, ahead: str, moved: bool) -> None:
+        self._held, self._positions, self._moved = weakref.ref(iterator), positions, moved
+        self._ahead = ahead if iterator._num_yielded else ""
+        iterator._next_data = self
+
+    def __call__(self) -> Any:
+        iterator = self._held()
+        assert iterator is not None
+        del iterator._next_data
+        before = RngStates.now() if self._ahead else None
+        try:
+            data = iterator._next_data()
+        except StopIteration:
+            self._positions.say(
+                "a loader goes on at the end of an epoch: its first iteration gives no batch",
+                "a counter of epochs in the state must agree with that: advance it after the "
+                "loop over the loader, not before ckpt.step(), or an epoch is left out",
+            )
+            raise
+        if self._moved and iterator._num_yielded:
+            self._positions.lose(
+                "random generators have moved between resume() and the batch at which training "
+                "goes on: the program has drawn from them, or seeded them, which it does not do in "
+                "the middle of an epoch without the interruption",
+                "do so before resume()",
+            )
+        if before is not None and not before.same(RngStates.now()):
+            self._positions.lose(
+                f"{self._ahead} fetches each batch while the one before is trained on, and its "
+                "samples draw random numbers in this process: the batch at which training goes on "
+                "was drawn before the state was saved, and now again",
+                "let workers draw (num_workers=1), or use everstep.data.ResumableLoader",
+            )
+        return data
+
+
+class _Behind:
+    """Fetches batches for whoever trains on each only when the next one was fetched.
+
+    Attributes:
+        state: of the loader, as it was before the last fetch.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._held = weakref.ref(iterator)
+        self._fetch = vars(iterator).get("_next_data")
+        self.state = iterator.state_dict()
+        iterator._next_data = self
+
+    def __call__(self) -> Any:
+        iterator = self._held()
+        assert iterator is not None
+        self.state = iterator.state_dict()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            data = fetch()  # it is done with the first
+            iterator._next_data = self
+            return data
+        return type(iterator)._next_data(iterator)
+
+
+def _has_length(loader: object) -> bool:
+    try:
+        len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _ask_for_order(iterator: Any) -> None:
+    """Let a sampler that cannot be put at a position draw its order now, and skip what was given.
+    (torchdata skips when the first batch is fetched, and asks for one sample more than was given:
+    at the end of an epoch the sampler may draw once more for that.)"""
+    if iterator._num_workers or hasattr(iterator._sampler_iter, "state_dict"):
+        return  # workers were given their batches already
+    if iterator._sampler_iter_yielded:
+        iterator._sampler_iter = iter(iterator._index_sampler)
+        given = itertools.islice(iterator._sampler_iter, iterator._sampler_iter_yielded)
+        collections.deque(given, maxlen=0)
+
+
+def _count_once(iterator: Any, pending: dict[str, Any]) -> None:
+    """Correct what torchdata counts twice where it fetches the batches of a stream again."""
+    if "_num_yielded" in pending:
+        iterator._num_yielded = pending["_num_yielded"]
+        iterator._sampler_iter_yielded = pending["_sampler_iter_yielded"]
+        return
+    yielded = pending["_snapshot"]["_snapshot_step"] + pending["_steps_since_snapshot"]
+    twice = iterator._num_yielded - yielded
+    if twice:
+        iterator._num_yielded = yielded
+        step = iterator._snapshot["_snapshot_step"] - twice
+        iterator._snapshot = {**iterator._snapshot, "_snapshot_step": step}
+
+
+def _leaf(sampler: Any) -> Any:
+    """Return the sampler that batch samplers make batches of, as torch, torchdata and accelerate
+    do; one that has a way of its own is returned."""
+    while isinstance(sampler, BatchSampler) and _only_batches(type(sampler)):
+        inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
+
+
+def _only_batches(kind: type[BatchSampler]) -> bool:
+    libraries = ("torch.utils.data.", _TORCHDATA, "accelerate.")
+    return str(kind.__iter__.__module__).startswith(libraries)
+
+
+def _draws_order(loader: Any) -> bool:
+    """Return whether a loader's sampler may draw its order from generators, and not restore it."""
+    sampler = _leaf(loader._index_sampler)
+    kind = type(sampler)
+    if isinstance(sampler, (list, tuple, range)) or hasattr(kind, "state_dict"):
+        return False
+    if any(isinstance(sampler, one) and kind.__iter__ is one.__iter__ for one in _DRAW_NOTHING):
+        return False
+    return not _restores_itself(sampler)
+
+
+def _restores_itself(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith(_TORCHDATA)
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers that their state does not have."""
+    found, left = [loader.generator], [loader.batch_sampler, loader.sampler]
+    seen = set[int]()
+    while left:
+        sampler = left.pop(0)
+        if sampler is None or id(sampler) in seen:
+            continue
+        seen.add(id(sampler))
+        if not _restores_itself(sampler):
+            found.append(getattr(sampler, "generator", None))
+        left += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+    unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
+    return list(unique.values())
+
+
+def _states(loader: Any) -> dict[str, Any]:
+    """Return the states of all generators that an order may be drawn from."""
+    states = RngStates.now()._replace(cuda=None)
+    own: list[np.ndarray[Any, Any]] = [one.get_state().numpy() for one in _own_generators(loader)]
+    return {"process": states.tree(states.torch.numpy(), None), "own": own}
+
+
+def _set_states(loader: Any, states: dict[str, Any]) -> None:
+    process = states["process"]
+    restore_rng({**process, "torch": torch.from_numpy(process["torch"].copy())})
+    for generator, state in zip(_own_generators(loader), states["own"], strict=False):
+        generator.set_state(torch.from_numpy(state.copy()))
+
+
+POSITIONS: Final = Positions()
+"""Of this process."""

@@ -1,0 +1,105 @@
+"""State of the random generators in the workers of a loader.
+
+torchdata's workers save the state of their dataset with each batch, if the dataset has
+``state_dict()`` and ``load_state_dict()``, but not that of the generators that its items draw
+from. In a worker the dataset is completed by these two methods: what they add is the state of the
+worker's generators, as far as something was drawn from them since the worker was seeded. Nothing
+is changed in the training process, and no number is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+__all__ = ["WorkerDraws"]
+
+_GENERATORS = "everstep/generators"
+_DATASET = "everstep/dataset"
+
+
+class WorkerDraws:
+    """Initializes a worker, in the place of a loader's ``worker_init_fn``, which is called first.
+
+    Args:
+        init: the loader's own; None: it has none.
+    """
+
+    def __init__(self, init: Callable[[int], object] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        if self.init is not None:
+            self.init(worker_id)
+        info = get_worker_info()
+        dataset: Any = None if info is None else info.dataset
+        own = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        if isinstance(dataset, IterableDataset) and not own:
+            return  # torchdata fetches its batches again, which draws the same numbers again
+        with contextlib.suppress(AttributeError, TypeError):  # a list, a range: they draw nothing
+            state = _WithGenerators(dataset if own else None)
+            dataset.state_dict = state.state_dict
+            dataset.load_state_dict = state.load_state_dict
+
+
+class _WithGenerators:
+    """The state of a dataset and of the generators of this process.
+
+    Args:
+        dataset: None: it has no state of its own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._get = None if dataset is None else dataset.state_dict
+        self._set = None if dataset is None else dataset.load_state_dict
+        self._seeded = _generators()
+        self._restored: dict[str, Any] = {}
+
+    def state_dict(self) -> Any:
+        # Asked for after the dataset's iterator was made, which may draw, and before the first
+        # batch: only now the generators can be put back.
+        restored, self._restored = self._restored, {}
+        _put_back(restored)
+        mine = None if self._get is None else self._get()
+        now = _generators()
+        drawn = {name: state for name, state in now.items() if state != self._seeded[name]}
+        return {_GENERATORS: drawn, _DATASET: mine} if drawn else mine
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(state, dict) and _GENERATORS in state:
+            self._restored, state = state[_GENERATORS], state[_DATASET]
+        if self._set is not None and state is not None:
+            self._set(state)
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the generators of this process, as plain data that can be compared."""
+    version, words, gauss = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    found = {
+        "python": [version, array("I", words).tobytes(), gauss],
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if isinstance(numpy, dict) and numpy["bit_generator"] == "MT19937":
+        at = numpy["state"]
+        found["numpy"] = [at["key"].tobytes(), at["pos"], numpy["has_gauss"], numpy["gauss"]]
+    return found
+
+
+def _put_back(states: dict[str, Any]) -> None:
+    if "python" in states:
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(array("I", words)), gauss))
+    if "numpy" in states:
+        key, position, has_gauss, gauss = states["numpy"]
+        words = np.frombuffer(key, np.uint32)
+        np.random.set_state(("MT19937", words, position, has_gauss, gauss))
+    if "torch" in states:
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
