@@ -52,6 +52,7 @@ ORDER = (
     # From here on all stages above may be seen.
     "keeper",
     "checkpointer",
+    "look",
     "",  # `import everstep` itself: what users see
     "integrations",
     "bench",

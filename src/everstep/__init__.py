@@ -19,6 +19,7 @@ What lives where, in the order in which data flows; imports go down this list, n
 ``plan``                how often, from measured costs
 ``keeper``              makes captured bases durable; sees every stage
 ``checkpointer``        the trainer's side; sees every stage
+``look``                reads a run beside its trainer: ``load`` and ``peek``
 ``bench``, ``cli``      measurements and the demo; the ``everstep`` command
 ``testing``             a file system that loses what was not synced; crash enumeration
 ======================  ====================================================================
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from everstep.errors import EverstepError
     from everstep.keeper.save import Save
     from everstep.keeper.stats import Stats
+    from everstep.look import load, peek
     from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.recover.report import Recovery
 
@@ -56,6 +58,8 @@ __all__ = [
     "Stats",
     "__version__",
     "errors",
+    "load",
+    "peek",
     "presets",
 ]
 
@@ -70,6 +74,8 @@ _WHERE = {
     "Recovery": "recover.report",
     "Save": "keeper.save",
     "Stats": "keeper.stats",
+    "load": "look",
+    "peek": "look",
     "presets": "options",
 }
 _MODULES = ("compress", "data", "errors", "options")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import everstep
 from everstep.capture.base import LiveBody
@@ -188,6 +189,29 @@ def test_restore_gives_the_tensors_of_all_ranks(
     assert mine["generators"] == first["generators"]
     if layout != "fsdp":  # which holds all of it, and statistics of batches of its own
         assert mine["tensors"] == first["tensors"]
+
+
+@pytest.mark.parametrize("step", [3, 8])
+def test_load_gives_the_tensors_of_all_ranks(
+    template: tuple[str, Path, Said], run: Path, step: int
+) -> None:
+    """Of a base, and of a step that only the log leads to; nothing of the run is touched."""
+    layout, _, said = template
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    training = MORE["follows" if layout == "follows" else "one"].build(0, 1)
+    told, found = everstep.peek(run), everstep.load(run, step)
+    assert (told.step, told.exact, found.step, found.exact) == (LAST, True, step, False)
+    assert any(note.startswith("everstep/rng: that of rank 0") for note in found.notes)
+    found = everstep.load(run, step, into=training.values)
+    assert not any(note.startswith("everstep/rng") for note in found.notes), "it is not given"
+    assert found.exact == (not found.notes)
+    assert training.whole() == whole_of(said, step)
+    model = training.values["model"].state_dict()
+    found = everstep.load(run, step, only="model/*")
+    for name, tensor in found.state_dict("model").items():
+        assert torch.equal(tensor, model[name])
+    assert found.state_dict("model").keys() == model.keys()
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
 # --- Base A and the log give base B -------------------------------------------------------

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_are_blocks() -> None:
-    assert len(blocks("python")) == 3
+    assert len(blocks("python")) == 4
     assert len(blocks("console")) == 3
 
 
@@ -89,8 +89,15 @@ def test_console(folder: Path, block: str) -> None:
     assert masked(found) == masked(shown)
 
 
+def test_looking_takes_nothing_over(folder: Path) -> None:
+    run_folder = folder / "runs" / "first"
+    before = sorted(run_folder.rglob("*"))
+    assert run([sys.executable, "-c", blocks("python")[1]], folder) == "100\n"
+    assert sorted(run_folder.rglob("*")) == before
+
+
 def test_reading_without_everstep(folder: Path) -> None:
-    assert run([sys.executable, "-c", blocks("python")[1]], folder) == "torch.Size([1, 4])\n"
+    assert run([sys.executable, "-c", blocks("python")[2]], folder) == "torch.Size([1, 4])\n"
 
 
 def test_running_again_resumes(folder: Path) -> None:
@@ -100,7 +107,7 @@ def test_running_again_resumes(folder: Path) -> None:
 
 def test_loader_and_plain_data_come_back(folder: Path) -> None:
     """Half-way in an epoch, with the batches that would have come."""
-    code = blocks("python")[0] + "\n" + blocks("python")[2]
+    code = blocks("python")[0] + "\n" + blocks("python")[3]
     mark = " " * 12 + "ckpt.step()\n"
     said = f"{' ' * 12}print(ckpt.stats().step, batch.sum().item())\n"
     code = code.replace(mark, f"{mark}{said}")

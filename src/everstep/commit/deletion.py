@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from everstep.commit.lineage import BaseId
+from everstep.commit.lineage import BaseId, fenced_off
 from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.errors import FencedError
 
@@ -145,11 +145,8 @@ class BaseDeletion:
         return self._timeline is not None and self._newest > self._timeline
 
     def _fenced(self) -> FencedError:
-        return FencedError(
-            f"this process writes timeline {self._timeline}, but timeline {self._newest} has "
-            "taken the run over: it may not delete anything",
-            hint="another process resumed this run; end this one, or use another folder",
-        )
+        assert self._timeline is not None
+        return fenced_off(self._timeline, self._newest, "it may not delete anything")
 
     def _advance(self, expected: _Phase, next_phase: _Phase) -> None:
         assert self._phase is expected, f"{self._phase} where {expected} was expected"

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import PurePath
 
+from everstep.errors import FencedError
 from everstep.format.records import TimelineRecord
 
 __all__ = [
     "BaseId",
     "Branch",
     "branches_of",
+    "fenced_off",
     "had_steps",
     "history",
     "left_at",
@@ -165,6 +168,38 @@ def lost_behind(
             )
             break
     return "; ".join(said) or None
+
+
+def fenced_off(
+    timeline: int,
+    newest: int,
+    then: str = "",
+    who: str = "",
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    path: PurePath | None = None,
+) -> FencedError:
+    """Return the error of a process that another one has fenced off.
+
+    Args:
+        timeline: that it writes.
+        newest: that the other one has opened.
+        then: what that means here, in words.
+        who: the other one, where its record says so.
+        step, rank, path: as of all errors.
+    """
+    return FencedError(
+        f"another process{f' ({who})' if who else ''} has resumed this run: timeline {newest} has "
+        f"taken the run over from timeline {timeline}, which this process writes"
+        f"{f': {then}' if then else ''}",
+        step=step,
+        rank=rank,
+        path=path,
+        hint="this process must end: nothing that it trains from now on is kept. A run has one "
+        "trainer at a time: a second training needs a folder of its own, and everstep.load(path) "
+        "looks at a run without taking it over",
+    )
 
 
 def had_steps(

@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from everstep.commit.lineage import BaseId
-from everstep.errors import FencedError
+from everstep.commit.lineage import BaseId, fenced_off
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker, manifest_of
 
@@ -173,12 +172,12 @@ class BaseCommit:
 
     def _on_fence(self, newest: int) -> Action:
         if newest > self._identity.timeline:
-            raise FencedError(
-                f"this process writes timeline {self._identity.timeline}, but timeline {newest} "
-                "has taken the run over: it may not commit any more",
+            raise fenced_off(
+                self._identity.timeline,
+                newest,
+                "it may not commit any more",
                 step=self._identity.step,
                 rank=self._identity.rank,
-                hint="another process resumed this run; end this one, or use another folder",
             )
         if self.phase is Phase.NEW:
             self._advance(Phase.NEW, Phase.WRITING)

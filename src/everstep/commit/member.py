@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from everstep.commit.cluster import COORDINATOR, Cluster
 from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
 from everstep.commit.disagreement import disagreement
-from everstep.commit.lineage import BaseId
+from everstep.commit.lineage import BaseId, fenced_off
 from everstep.commit.machine import Action as CommitAction
 from everstep.commit.machine import (
     BaseCommit,
@@ -249,13 +249,9 @@ class Member:
     def _done(self, base: BaseId, event: Event) -> list[Out]:
         if isinstance(event, ReadBackDone):
             if event.newest > self.timeline:
-                raise FencedError(
-                    f"this process writes timeline {self.timeline}, but timeline {event.newest} "
-                    f"has taken the run over, and {base} is gone",
-                    step=base.step,
-                    rank=self.rank,
-                    hint="another process resumed this run; end this one, or use another folder",
-                )
+                gone = f"{base} is gone"
+                about = self.timeline, event.newest, gone
+                raise fenced_off(*about, step=base.step, rank=self.rank)
             return self._on_read_back(base, event.problem)
         if isinstance(event, BasesSeen):
             return self._on_bases(event)

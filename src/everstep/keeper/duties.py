@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,21 @@ import msgpack
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, StateError
-from everstep.format.writer import ChunkRing
+from everstep.format.plan import BasePlan
+from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.attached import Attached
 from everstep.keeper.capture import Capture, Incoming
 from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.logs import Logs
-from everstep.keeper.messages import identity_from_wire, layout_from_wire, parts_of
+from everstep.keeper.looks import Look
+from everstep.keeper.messages import (
+    identity_from_wire,
+    identity_to_wire,
+    layout_from_wire,
+    parts_of,
+)
 from everstep.keeper.peers import Peers
 from everstep.keeper.rebuilds import Rebuilds
 from everstep.keeper.replicas import Replicas
@@ -293,40 +300,77 @@ class Duties:
 
     def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
         """Hands over what is in memory: the newest base, and the logs."""
-        audit = self.keeper.audit if self.keeper is not None else lambda plan, written: None
         own = bool(message.get("own"))
         self.replicas.freeze(trainer, own=own)
-        found = self.holding.recall(trainer.arena, audit, own=own)
+        found = self.holding.recall(trainer.arena, self._audit, own=own)
+        logs = self.logs.recall(trainer, own=own, timeout_s=self.timeout_s)
+        recalled, blobs, arenas = self._in_memory(found, logs)
+        if own and self.mirrors is not None:  # behind the last step that has come
+            self.mirrors.pause()
+        for number, blob in enumerate(blobs):
+            for part in parts_of(blob):
+                trainer.connection.send({"kind": "blob", "number": number, "part": part})
+        fds = [arena.fd for arena in arenas if arena.fd is not None]
+        trainer.connection.send({"kind": "recalled", **recalled}, fds)
+
+    def look(self, *, served: bool) -> Look:
+        """Return what is in memory, for a process that only reads it.
+
+        Nothing is written, flushed or given up, and no attachment changes. Of a training process
+        that lives, only what has a digest already is shown: its memory may be written over while
+        it is read, which the digest then tells.
+
+        Args:
+            served: a training process is attached, and lives.
+        """
+        keeper = self.keeper
+        unsettled = self.logs.arriving or (keeper is not None and bool(keeper.waiting))
+        if not served and not unsettled:
+            self.replicas.freeze(None, own=True)
+        pending = self.holding.undigested if served else None
+        found = self.holding.look(None if served or unsettled else self._audit)
+        return Look(
+            *self._in_memory(found, self.logs.look()),
+            settled=served or not unsettled,
+            moves=[] if keeper is None else [keeper.moves, keeper.log_moves],
+            pending=None if pending is None else identity_to_wire(pending),
+        )
+
+    def _audit(self, plan: BasePlan, written: Sequence[Written]) -> None:
+        if self.keeper is not None:
+            self.keeper.audit(plan, written)
+
+    def _in_memory(
+        self,
+        found: tuple[dict[str, Any], list[bytes], Arena] | None,
+        logs: Iterable[tuple[Arena, bytes]],
+    ) -> tuple[dict[str, Any], list[bytes], list[Arena]]:
+        """Return the base, the logs and what is held for other ranks as messages hold them, with
+        the blobs that these name by number, and the memory that they lie in."""
         base: dict[str, Any] | None = None
         blobs: list[bytes] = []
         arenas: list[Arena] = []
         if found is not None:
             base, blobs, arena = found
             base["arena"], arenas = 0, [arena]
-        logs = []
-        for arena, index in self.logs.recall(trainer, own=own, timeout_s=self.timeout_s):
+        listed = []
+        for arena, index in logs:
             if arena not in arenas:
                 arenas.append(arena)
-            logs.append([len(blobs), arenas.index(arena)])
+            listed.append([len(blobs), arenas.index(arena)])
             blobs.append(index)
-        if own and self.mirrors is not None:  # behind the last step that has come
-            self.mirrors.pause()
-        for number, blob in enumerate(blobs):
-            for part in parts_of(blob):
-                trainer.connection.send({"kind": "blob", "number": number, "part": part})
         copies, memories = self.peers.recall()
         for place, copy in enumerate(copies, len(arenas)):
             copy["arena"] = place
-        recalled: dict[str, Any] = {"base": base, "logs": logs, "copies": copies, "peer_logs": []}
-        recalled["served"] = self.logs.histories.to_wire()
-        places, (rows, memory) = [*arenas, *memories], self.peers.recall_logs()
+        arenas += memories
+        recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
+        recalled["peer_logs"], recalled["served"] = [], self.logs.histories.to_wire()
+        rows, memory = self.peers.recall_logs()
         if rows and memory is not None:
-            for part in parts_of(msgpack.packb(rows)):
-                trainer.connection.send({"kind": "blob", "number": len(blobs), "part": part})
-            recalled["peer_logs"] = [[len(blobs), len(places)]]
-            places.append(memory)
-        fds = [arena.fd for arena in places if arena.fd is not None]
-        trainer.connection.send({"kind": "recalled", **recalled}, fds)
+            recalled["peer_logs"] = [[len(blobs), len(arenas)]]
+            blobs.append(msgpack.packb(rows))
+            arenas.append(memory)
+        return recalled, blobs, arenas
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
         """A base is due, which the replica is to give."""

@@ -14,6 +14,7 @@ from typing import Any
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError
+from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.format.writer import Written, digest_shard
 from everstep.keeper.capture import Capture, shard_offsets
@@ -48,6 +49,12 @@ class Holding:
         """The memory that it lies in."""
         held = self._held
         return None if held is None else held[1]
+
+    @property
+    def undigested(self) -> ShardIdentity | None:
+        """The identity of what is held, while there are no digests of it yet."""
+        held = self._held
+        return None if held is None or held[0].written else held[0].plan.identity
 
     @property
     def is_only_copy(self) -> bool:
@@ -166,8 +173,22 @@ class Holding:
         held = self._held
         if held is None or (held[1] is arena and not own):
             return None
+        return self.look(audit)
+
+    def look(
+        self, audit: Callable[[BasePlan, Sequence[Written]], None] | None
+    ) -> tuple[dict[str, Any], list[bytes], Arena] | None:
+        """What is held, whoever has captured it; as :meth:`recall`.
+
+        Args:
+            audit: as there; None: what has no digests yet is left out. It can be written over by
+                who has captured it, and nothing would tell.
+        """
+        held = self._held
+        if held is None or (audit is None and not held[0].written):
+            return None
         capture, theirs = held
-        if not capture.written:  # what is in memory is all there is
+        if audit is not None and not capture.written:  # what is in memory is all there is
             identity = capture.plan.identity
             written = tuple(
                 digest_shard(shard, identity, body)

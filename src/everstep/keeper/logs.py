@@ -150,6 +150,17 @@ class Logs:
                 index: bytes = msgpack.packb(log.to_wire())
                 yield log.arena, index
 
+    @property
+    def arriving(self) -> bool:
+        """Whether a record is in memory that has no digest yet."""
+        return any(log.arriving for log in self._all())
+
+    def look(self) -> Iterator[tuple[Arena, bytes]]:
+        """As :meth:`recall`, of all that has a digest; nothing is flushed or waited for."""
+        for log in self._all():
+            if not log.empty:
+                yield log.arena, msgpack.packb(log.to_wire())
+
     def flush(self) -> None:
         """What is left of an unfinished batch goes to disk, if it will at all."""
         if self._current is not None:

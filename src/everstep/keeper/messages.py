@@ -9,6 +9,9 @@ several steps), ``assemble`` (one is all there), ``abandon``, ``ask`` (for a bas
 record is whole), ``forget_log`` (the memory of records likewise), ``log_to_disk`` (or no more),
 ``settle`` (finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
 
+From a process that is not attached: ``status``, ``stop``, ``look`` (what is in memory, which stays
+there), answered by ``looked``.
+
 Keeper to trainer: ``welcome`` (with the arena's descriptor), ``refused``, ``durable``,
 ``failed``, ``error``, ``done`` (with a capture, retention included), ``rebuilt`` (a capture over
 several steps is whole, or will never be), ``progress``, ``settled``,

@@ -120,16 +120,20 @@ class Replicas:
         if self._replica is not None:
             self._replica.failed(base, error)
 
-    def freeze(self, trainer: Attached, *, own: bool) -> None:
-        """Puts the replica as it is into the memory that is held for ``trainer``; not one of
-        several ranks' replicas, as those of the others are at other steps."""
+    def freeze(self, trainer: Attached | None, *, own: bool) -> None:
+        """Puts the replica as it is into the memory that is held for ``trainer`` (None: for a
+        process that only reads it); not one of several ranks' replicas, as those of the others are
+        at other steps."""
         if self._replica is None or (self._trainer is trainer and not own):
             return
         if self._commits is not None:
             return
         frozen = self._replica.freeze()
-        if frozen is not None and frozen.arena is not None and frozen is not self._frozen:
-            self._frozen, self._frozen_for = frozen, trainer
+        if frozen is None or frozen.arena is None:
+            return
+        self._frozen_for = trainer
+        if frozen is not self._frozen:
+            self._frozen = frozen
             self._holding.take(frozen, frozen.arena)
 
     def arrived(self) -> None:

@@ -321,6 +321,8 @@ class Server:
         kind = message.get("kind")
         if kind == "status":
             connection.send(self._status())
+        elif kind == "look":
+            self._look_in(connection, message)
         elif kind == "stop":
             _log.info("asked to stop")
             connection.send({"kind": "stopping"})
@@ -342,6 +344,19 @@ class Server:
             HANDLERS[kind](self._duties, trainer, message)
         else:
             raise KeeperError(f"no message {kind!r} is known")
+
+    def _look_in(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Shows what is in memory to a process that takes nothing over."""
+        trainer = self._trainer
+        if trainer is not None and (trainer.gone or trainer.watch.gone()):
+            self._lose_trainer(trainer)  # what it said last is heard before
+            trainer = self._trainer
+        if message.get("protocol") != PROTOCOL:
+            connection.send({"kind": "refused", "version": self._version, "protocol": PROTOCOL})
+            return
+        self._duties.look(served=trainer is not None).send(
+            connection, None if trainer is None else trainer.watch.pid
+        )
 
     def _attach(self, connection: Connection, message: dict[str, Any]) -> None:
         trainer = self._trainer

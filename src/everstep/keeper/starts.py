@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePath
@@ -27,6 +28,7 @@ from everstep.tiers.disk import storage_errors
 
 __all__ = ["Starts"]
 
+_log = logging.getLogger("everstep")
 _TRIES = 8  # to ask a keeper that others ask, too
 
 
@@ -86,6 +88,7 @@ class Starts:
         tell_of_lost_residuals(self._state)  # a hook may have been registered meanwhile
         with self._overwritten.resuming(), self._computed():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
+        resumed = _told_of_the_rest(resumed, self._run)
         self._overwritten.restored(resumed, self._run)
         self._frozen.began(resumed.step)
         if changed:
@@ -170,3 +173,18 @@ class Starts:
 
     def _telling(self) -> AbstractContextManager[None]:
         return nullcontext() if self._job is None else self._job.telling()
+
+
+def _told_of_the_rest(resumed: Resumed, run: PurePath) -> Resumed:
+    """Say that a run was taken over with a part of its state, most often by who only wanted to look
+    at it."""
+    parts = [] if resumed.loaded is None else resumed.loaded.left_out
+    if not parts:
+        return resumed
+    note = (
+        f"this process has taken the run over, and leaves out {', '.join(map(repr, parts))}: who "
+        "trained it before is fenced off, and bases from now on do not have these. everstep.load("
+        "path) looks at a run without taking it over"
+    )
+    _log.warning("%s: %s", run, note)
+    return replace(resumed, problems=(*resumed.problems, note))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from everstep.commit.lineage import fenced_off
 from everstep.errors import EverstepError, FencedError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
+from everstep.format.records import TimelineRecord
 from everstep.recover.scan import newest_timeline
 from everstep.seams import FileSystem
 
@@ -68,12 +70,18 @@ class Fence:
         """
         newest = self.newest()
         if newest > self.timeline:
-            raise FencedError(
-                f"this process writes timeline {self.timeline}, but timeline {newest} has taken "
-                "the run over",
-                path=self._run,
-                hint="another process resumed this run; end this one, or use another folder",
-            )
+            who = _opened_by(self._filesystem, self._run, newest)
+            raise fenced_off(self.timeline, newest, who=who, path=self._run)
+
+
+def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:
+    """Return which process has opened a timeline, as its record says; "" if it does not."""
+    data, path = timeline_bytes(filesystem, run, timeline), timeline_dir(run, timeline)
+    try:
+        record = None if data is None else TimelineRecord.decode(data, path)
+    except EverstepError:
+        return ""
+    return "" if record is None else record.fingerprint.get("process", "")
 
 
 def timeline_bytes(filesystem: FileSystem, run: PurePath, number: int) -> bytes | None:

@@ -155,6 +155,7 @@ class Restored:
         end: timeline and step of the state.
         inexact: why replay is not exact; "" if it is, or there was none.
         kept: how far the log leads that could not be replayed, and why; None: no further.
+        fewer: which newer base was passed over, as it was saved from a part of the state.
     """
 
     base: BaseFound | None = None
@@ -167,6 +168,7 @@ class Restored:
     replay_s: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
     kept: tuple[BaseId, str] | None = None
+    fewer: str = ""
 
 
 def bring_forward(

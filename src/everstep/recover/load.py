@@ -20,19 +20,21 @@ from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.opened import OpenBase
+from everstep.recover.opened import OpenBase, open_ranks
 from everstep.recover.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.recover.reshard import SavedRanks, View, read_object
+from everstep.recover.scan import BaseFound
 from everstep.recover.shape import shape_of_base
 from everstep.recover.targets import Looks, Targets, relaid
 from everstep.recover.ties import sharing_memory, tied_otherwise, untied
 from everstep.recover.versions import unclear
 from everstep.recover.whole_ranks import MakeWhole
+from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.image import NOT_IN_STATE, OBJECT_PREFIX, State
 from everstep.state.left_out import LeftOut
 from everstep.state.placing import Box
 from everstep.state.restoring import RestorePlan
@@ -48,11 +50,13 @@ __all__ = [
     "load_base",
     "load_ranks",
     "own_contents",
+    "parts_of",
 ]
 
 
 _ANEW = "to begin anew take another folder"
 _HINT = f"build the same model and optimizer, or resume(strict=False) to load the rest; {_ANEW}"
+_LOOK = "everstep.load(path) looks at a run without taking it over"
 _HINT_OF_SEVERAL = (
     "build the same model and optimizer on every rank; resume(strict=False) loads the rest where "
     f"ranks leave out the same of what they have in common; {_ANEW}"
@@ -94,6 +98,11 @@ class LoadedBase:
     tied: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the parts of the base that the live state does not have."""
+        return [name for name, what in self.mismatches if what == NOT_IN_STATE]
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -144,6 +153,17 @@ def all_contents(opened: Sequence[OpenBase]) -> None:
         name = place.entry.name
         if name not in used and not name.startswith(OBJECT_PREFIX):
             raise FormatError(f"entry {name!r} is there, but nothing refers to it")
+
+
+def parts_of(filesystem: FileSystem, base: BaseFound) -> frozenset[str]:
+    """Return the names of the parts of the state that a base has; reads headers.
+
+    Raises:
+        DamageError, FormatError, OSError: as of :meth:`.opened.OpenBase.open`.
+    """
+    with open_ranks(filesystem, base) as opened:
+        names = [place.entry.name for one in opened for place in one.placed()]
+    return frozenset(n.removeprefix(OBJECT_PREFIX) for n in names if n.startswith(OBJECT_PREFIX))
 
 
 def load_base(
@@ -358,9 +378,17 @@ def _plan(
             mismatches=mismatches,
             step=marker.step,
             path=next((path.parent for *_, path in opened[0].shards), None),
-            hint=_HINT if state.ranks.world == 1 else _HINT_OF_SEVERAL,
+            hint=_hint(mismatches, state),
         )
     return _Planned(view, plans, marker, mismatches, apart, fuzzy)
+
+
+def _hint(mismatches: Sequence[tuple[str, str]], state: State) -> str:
+    """Return what to do about them."""
+    here = [name for name, what in mismatches if what == NOT_IN_STATE]
+    if here and len(here) == len(mismatches):
+        return f"{_LOOK}; to go on, give the whole state, or leave these out: resume(strict=False)"
+    return _HINT if state.ranks.world == 1 else _HINT_OF_SEVERAL
 
 
 def _objects(opened: OpenBase) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as chained
+from types import MappingProxyType
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError
@@ -64,6 +65,7 @@ class RunLog:
 
     Args:
         segments: by timeline, and by rank.
+        records: by rank: those in keepers' memory, of timelines that are in the inventory.
 
     Attributes:
         segments: all of them; those that cannot be used have a ``problem``.
@@ -75,29 +77,42 @@ class RunLog:
         filesystem: FileSystem,
         inventory: Inventory,
         segments: Mapping[int, Mapping[int, Sequence[SegmentFound]]],
+        records: Mapping[int, Sequence[LogRecord]] = MappingProxyType({}),
     ) -> None:
         self._filesystem = filesystem
         self.inventory = inventory
         self.segments: list[SegmentFound] = []
         by_rank: dict[int, list[SegmentFound]] = {}
         heads: list[list[RecordHead]] = []
-        for timeline, of_ranks in segments.items():
-            record = inventory.timelines.get(timeline)
+        told = {one.head.timeline for mine in records.values() for one in mine}
+        for timeline in sorted(segments.keys() | told):
+            of_ranks, record = segments.get(timeline, {}), inventory.timelines.get(timeline)
             good = {r: [vetted(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
             for rank, mine in good.items():
                 by_rank.setdefault(rank, []).extend(mine)
                 self.segments += mine
             world = 1 if record is None else record.world
-            logs = [good.get(rank, []) for rank in range(world)]
-            heads.append(common_heads([[h for s in log for h in s.heads] for log in logs]))
+            logs = [[h for s in good.get(rank, ()) for h in s.heads] for rank in range(world)]
+            for rank, log in enumerate(logs):
+                held = (one.head for one in records.get(rank, ()))
+                log += (head for head in held if head.timeline == timeline)
+            heads.append(common_heads(logs))
         self.segments.sort(key=lambda one: (one.lossy, one.timeline, one.after))
         self.index = LogIndex(chained.from_iterable(heads))
-        self._logs = {rank: LogFound((), mine) for rank, mine in by_rank.items()}
+        self._logs = {
+            rank: LogFound(records.get(rank, ()), by_rank.get(rank, ()))
+            for rank in records.keys() | by_rank.keys()
+        }
         self._shapes: dict[BaseId, str] = {}
         self._unreadable: dict[BaseId, str] = {}
 
     @classmethod
-    def of(cls, filesystem: FileSystem, inventory: Inventory) -> RunLog:
+    def of(
+        cls,
+        filesystem: FileSystem,
+        inventory: Inventory,
+        records: Mapping[int, Sequence[LogRecord]] = MappingProxyType({}),
+    ) -> RunLog:
         """Looks at all segments.
 
         Raises:
@@ -108,7 +123,7 @@ class RunLog:
             try:
                 about = filesystem, inventory.path, inventory.timelines
                 found = scan_logs(*about, there=inventory.may_hold)
-                return cls(filesystem, inventory, found)
+                return cls(filesystem, inventory, found, records)
             except FileNotFoundError:  # a process at work deletes segments meanwhile
                 if not left:
                     raise

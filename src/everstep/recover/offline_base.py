@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from everstep.errors import FormatError, RecoveryError, UnavailableError
+from everstep.format.header import ShardHeader
 from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
@@ -40,6 +41,7 @@ def load_offline(
     threads: int = 1,
     training_threads: int | None = None,
     trained: TimelineRecord | None = None,
+    wanted: Callable[[str], bool] | None = None,
 ) -> OfflineState:
     """Reads a base into host memory, every byte verified; one over several steps is made whole.
 
@@ -47,6 +49,8 @@ def load_offline(
         run: id of the run that it must belong to.
         threads, training_threads: see :class:`OfflineState`.
         trained: the record of its timeline: where its updates were computed.
+        wanted: says by name which tensors to read; nothing can be replayed on the others then.
+            None: all of them, as where some have to be made whole.
 
     Raises:
         DamageError, FormatError: with what is wrong.
@@ -78,6 +82,7 @@ def load_offline(
             progress=progress,
             threads=threads,
             training_threads=training_threads,
+            wanted=wanted,
         )
     finally:
         opened.close()
@@ -120,12 +125,18 @@ def _read(
     progress: ProgressSink,
     threads: int,
     training_threads: int | None,
+    wanted: Callable[[str], bool] | None = None,
 ) -> OfflineState:
     """What one rank's files hold, as it lies there."""
     free_bytes, first = memory_available_bytes(), opened.shards[0][3]
-    if opened.size_bytes > free_bytes:
+    chosen = [_chosen(header, wanted) for _, _, header, _ in opened.shards]
+    need_bytes = 0
+    for (_, _, header, _), some in zip(opened.shards, chosen, strict=True):
+        places = map(header.placed.__getitem__, some)
+        need_bytes += sum(place.end - place.begin for place in places)
+    if need_bytes > free_bytes:
         raise UnavailableError(
-            f"the base of step {opened.marker.step} takes {opened.size_bytes} bytes of memory; "
+            f"the base of step {opened.marker.step} takes {need_bytes} bytes of memory; "
             f"{free_bytes} are left",
             path=first.parent,
         )
@@ -133,10 +144,11 @@ def _read(
     entries: dict[str, Entry] = {}
     objects: dict[str, bytearray] = {}
     aliases: dict[str, str] = {}
-    for file, record, header, path in opened.shards:
+    for (file, record, header, path), some in zip(opened.shards, chosen, strict=True):
         aliases.update(header.aliases)
         targets: dict[str, memoryview] = {}
-        for place in header.placed:
+        placed = [header.placed[index] for index in some]
+        for place in placed:
             name = place.entry.name
             if name.startswith(OBJECT_PREFIX):
                 objects[name] = bytearray(place.end - place.begin)
@@ -152,7 +164,8 @@ def _read(
             ring,
             timeout_s=timeout_s,
             progress=progress,
-            sink=_into(header.placed, targets),
+            sink=_into(placed, targets),
+            wanted=None if wanted is None else some,
         )
     return OfflineState(
         opened.marker,
@@ -165,6 +178,21 @@ def _read(
         threads=threads,
         training_threads=training_threads,
     )
+
+
+def _chosen(header: ShardHeader, wanted: Callable[[str], bool] | None) -> Sequence[int]:
+    """Return which entries of a file to read: all objects, and the tensors that are wanted under
+    any of their names."""
+    if wanted is None:
+        return range(len(header.placed))
+    names: dict[str, list[str]] = {}
+    for other, name in header.aliases.items():
+        names.setdefault(name, []).append(other)
+    return [
+        index
+        for index, name in enumerate(place.entry.name for place in header.placed)
+        if name.startswith(OBJECT_PREFIX) or any(map(wanted, (name, *names.get(name, ()))))
+    ]
 
 
 def _into(

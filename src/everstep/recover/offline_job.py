@@ -265,9 +265,9 @@ class JobState:
 
     # What is made of it.
 
-    def whole(self) -> tuple[OfflineState, list[str]]:
-        """What one process alone would restore of it (``adr/022``), and what that leaves out, in
-        words: of what each rank had for itself that of the first, and whatever only others had.
+    def whole(self) -> tuple[OfflineState, dict[str, str]]:
+        """What one process alone would restore of it (``adr/022``), and what that leaves out, by
+        part of the state and in words: of what each rank had for itself it has that of the first.
 
         Raises:
             UnsupportedStateError: ranks had different parameters of one name.
@@ -343,9 +343,9 @@ class JobState:
         mine = versions.get(ranks)
         return next((_text(of) for of, each in versions.items() if each != mine), None)
 
-    def _left_out(self, givers: Mapping[str, int]) -> list[str]:
+    def _left_out(self, givers: Mapping[str, int]) -> dict[str, str]:
         """What ranks had for themselves, otherwise than the one that it is taken from."""
-        found = []
+        found = dict[str, str]()
         for section, giver in givers.items():
             mine = self._own(section, giver)
             lost = [
@@ -356,7 +356,7 @@ class JobState:
             ]
             if lost:
                 ranks = ", ".join(map(str, lost[:_LISTED])) + (", ..." if lost[_LISTED:] else "")
-                found.append(
+                found[section] = (
                     f"{section}: that of rank {giver}; what rank(s) {ranks} had for themselves "
                     "is left out"
                 )

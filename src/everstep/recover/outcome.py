@@ -22,7 +22,7 @@ from everstep.recover.ranklog import Redone
 from everstep.recover.resume import Resumed, not_finite
 from everstep.recover.scan import Inventory
 from everstep.recover.sources import Place, RankBack, RankRead, name_of
-from everstep.seams.fingerprint import fingerprint, fingerprint_of_all
+from everstep.seams.fingerprint import fingerprint, fingerprint_of_all, process_name
 from everstep.state.image import State
 
 __all__ = ["Outcome", "doubted", "record_of", "refused", "resumed_of", "told_back", "with_ranks"]
@@ -127,7 +127,7 @@ def record_of(
         fork_step=0 if choice.end is None else choice.end.step,
         exact=exact,
         world=meeting.world,
-        fingerprint={**known, "session": meeting.session},
+        fingerprint={**known, "session": meeting.session, "process": process_name()},
         created_unix_s=unix_s,
         base=None if choice.base is None or choice.reach is None else astuple(choice.base),
     )

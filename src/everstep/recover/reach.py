@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.commit.lineage import BaseId
+from everstep.commit.lineage import BaseId, had_steps
+from everstep.commit.nothing import way_back
 from everstep.errors import RecoveryError
 from everstep.recover.chain import Chain, LogIndex, chains, path_of
-from everstep.recover.decide import Candidates, candidates, first_unreachable
+from everstep.recover.decide import Candidates, Skipped, candidates, first_unreachable
 from everstep.recover.scan import BaseFound, Inventory
 
-__all__ = ["Reachable", "present_first", "reachable"]
+__all__ = ["Reachable", "nothing_restorable", "present_first", "reachable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,41 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             + ("" if (hidden := first_unreachable(inventory)) is None else f"; {hidden.told}"),
         )
     return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
+
+
+def nothing_restorable(
+    inventory: Inventory,
+    chosen: Reachable,
+    skipped: Sequence[Skipped],
+    *,
+    step: int | None,
+    apart: bool = False,
+) -> RecoveryError | None:
+    """Return what is said where nothing of what was chosen can be restored; None: there was
+    nothing, and training may start afresh.
+
+    Args:
+        skipped: what was tried, and why it would not do.
+        apart: a base fits the live state in part, and the log behind it does not.
+    """
+    if chosen.candidates.unreachable is not None:
+        return chosen.candidates.unreachable.error()
+    had = None if step is not None else had_steps(inventory.timelines, inventory.branches)
+    if not chosen.ordered and not chosen.candidates.damaged and had is None:
+        return None
+    listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
+    hint = "everstep verify names what is damaged; resume(step=0) starts from scratch"
+    if apart:
+        steps = sorted({base.id.step for base in inventory.bases if base.is_usable})
+        hint = f"strict=False leads to steps of bases only: {', '.join(map(str, steps))}"
+        hint += "; to any other the model and the optimizer that there were then"
+    of_step = f"no base, nor the log behind one, gives step {step}"
+    what = "there are bases, but none can be used" if step is None else of_step
+    if not chosen.ordered and not chosen.candidates.damaged:
+        usable = (base.id for base in inventory.bases if base.is_usable)
+        what, hint = had or what, way_back(sorted(usable, reverse=True))
+    told = f"{what}:\n{listed}" if listed else what
+    return RecoveryError(told, path=inventory.path, hint=hint)
 
 
 def present_first(inventory: Inventory, index: LogIndex) -> list[int]:

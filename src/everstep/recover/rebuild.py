@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.format.log import NOT_EXACT
+from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.ahead import Ahead
 from everstep.recover.audits import audit_in_words, audit_of
@@ -67,7 +69,9 @@ class Rebuilt:
         exact: bit for bit the state that training had (I9).
         why: why not; ``""`` if it is.
         skipped: bases that were tried first, and why they would not do.
-        notes: what of several ranks is not in it, in words.
+        own: by part of the state: what of several ranks is not in it, in words.
+        inexact: why it is not exact, besides that; "" if it is.
+        audit: what the state rests on (see :func:`.audits.audit_of`).
     """
 
     state: OfflineState
@@ -77,7 +81,14 @@ class Rebuilt:
     exact: bool
     why: str
     skipped: tuple[Skipped, ...] = ()
-    notes: tuple[str, ...] = ()
+    own: Mapping[str, str] = field(default_factory=dict)
+    inexact: str = ""
+    audit: AuditRecord | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of several ranks is not in it, in words."""
+        return tuple(self.own.values())
 
     @property
     def step(self) -> int:
@@ -181,22 +192,51 @@ class Rebuilder:
         assert other is not None
         return logged, other
 
-    def load(self, base: BaseFound, chain: Chain) -> OfflineState | JobState:
-        """A base, ready for the updates of a chain."""
+    def rebuilt(
+        self,
+        base: BaseFound,
+        chain: Chain,
+        state: OfflineState | JobState,
+        why: str,
+        skipped: Sequence[Skipped] = (),
+    ) -> Rebuilt:
+        """What :meth:`load` and :meth:`play` have given, as a state of one process.
+
+        Args:
+            why: it is not exact; "" if it is.
+            skipped: what was tried before.
+        """
+        timeline, step = chain.end
+        alone, own = _of_one(state)
+        audit = audit_of(self.log.inventory, BaseId(timeline, step))
+        if audit is not None and audit.verdict == "different":  # as resume() says
+            why = why or audit_in_words(audit)
+        inexact, why = why, why or next(iter(own.values()), "")  # as where fewer ranks go on (I9)
+        about = len(chain.steps), not why, why, tuple(skipped), own, inexact, audit
+        return Rebuilt(alone, base.id, timeline, *about)
+
+    def load(
+        self, base: BaseFound, chain: Chain, wanted: Callable[[str], bool] | None = None
+    ) -> OfflineState | JobState:
+        """A base, ready for the updates of a chain.
+
+        Args:
+            wanted: says by name which tensors are needed, where nothing is replayed; None: all.
+        """
         records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
         several = base.manifest is not None and len(base.manifest.markers) > 1
         with progress(f"read {base.id}", base.size_bytes) as bar:
-            return (load_job if several else load_offline)(
-                self.filesystem,
-                base,
-                self.log.inventory.run,
-                self.ring,
-                timeout_s=self.timeout_s,
-                progress=bar,
-                threads=self.threads,
-                training_threads=conditions(records)[0],
-                trained=self.log.inventory.timelines.get(base.id.timeline),
-            )
+            about: dict[str, Any] = {
+                "timeout_s": self.timeout_s,
+                "progress": bar,
+                "threads": self.threads,
+                "training_threads": conditions(records)[0],
+                "trained": self.log.inventory.timelines.get(base.id.timeline),
+            }
+            where = self.filesystem, base, self.log.inventory.run, self.ring
+            if several:
+                return load_job(*where, **about)
+            return load_offline(*where, **about, wanted=None if chain.steps else wanted)
 
     def play(
         self,
@@ -309,19 +349,12 @@ class Rebuilder:
                     raise
                 skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
                 continue
-            timeline, count, tried = chain.end[0], len(chain.steps), tuple(skipped)
-            state, notes = _of_one(logged)
-            why = why or next(iter(notes), "")  # as where fewer ranks go on from it (I9)
-            audit = audit_of(self.log.inventory, BaseId(timeline, step))
-            if audit is not None and audit.verdict == "different":  # as resume() says
-                why = why or audit_in_words(audit)
-            found = Rebuilt(state, base.id, timeline, count, not why, why, tried, notes)
+            found = self.rebuilt(base, chain, logged, why, skipped)
             if other is None:
                 return found, None
             listed = ", ".join(map(str, sorted(drop)[:5])) + (", ..." if len(drop) > 5 else "")
             left = f"the updates of step {listed} were left out" if drop else "a counterfactual"
-            state, _ = _of_one(other)
-            return found, Rebuilt(state, base.id, timeline, count, False, left, tried, notes)
+            return found, replace(found, state=_of_one(other)[0], exact=False, why=left)
         reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
         raise RecoveryError(
             f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
@@ -331,12 +364,9 @@ class Rebuilder:
         )
 
 
-def _of_one(state: OfflineState | JobState) -> tuple[OfflineState, tuple[str, ...]]:
-    """The state of one process, and what of several ranks is not in it, in words."""
-    if isinstance(state, OfflineState):
-        return state, ()
-    whole, notes = state.whole()
-    return whole, tuple(notes)
+def _of_one(state: OfflineState | JobState) -> tuple[OfflineState, dict[str, str]]:
+    """The state of one process, and what of several ranks is not in it, by part and in words."""
+    return (state, {}) if isinstance(state, OfflineState) else state.whole()
 
 
 def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:

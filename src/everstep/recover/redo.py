@@ -492,7 +492,7 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
             return "the record that says where it was trained is damaged"
         if why := uneven_denormals(record.fingerprint, mine):
             return why
-        for key in sorted({*mine, *record.fingerprint} - {"python", "session"}):
+        for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):
             theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
             if theirs != here:
                 return f"trained with {key} {theirs}, replayed with {here}"

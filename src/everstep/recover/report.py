@@ -9,7 +9,7 @@ from everstep.recover.decide import Skipped
 from everstep.recover.resume import Resumed
 from everstep.recover.sources import RankBack, RankRead
 
-__all__ = ["Recovery", "describe"]
+__all__ = ["Recovery", "describe", "evidence"]
 
 NO_DATA = "not in the state"
 
@@ -68,31 +68,63 @@ class Recovery:
     data: str = NO_DATA
 
 
+def evidence(
+    entries: int,
+    size_bytes: int,
+    *,
+    redone: int = 0,
+    replayed: int = 0,
+    lent: int = 0,
+    audit: str = "",
+    inexact: str = "",
+) -> str:
+    """Return in words what a restored state rests on.
+
+    Args:
+        entries, size_bytes: that were read and verified.
+        redone: updates that made the parts of a base over several steps whole.
+        replayed: steps of the log.
+        lent: of these, those from the memory of another node.
+        audit: what audits have said of it.
+        inexact: why it is not exact; "" if it is.
+    """
+    said = f"xxh3-128 of {entries} entries, {size_bytes} bytes"
+    if redone:
+        said += f"; its parts made whole by {redone} update(s)"
+    if replayed:
+        said += f"; {replayed} step(s) replayed from the log"
+        if lent:
+            said += f", {lent} of them from the memory of another node"
+    if audit and audit != inexact:
+        said += f"; {audit}"
+    if inexact:
+        said += f"; not exact: {inexact}"
+    return said
+
+
 def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
-    """What the user is told of a resume.
+    """Return the result of a resume as the user gets it.
 
     Args:
         has_data: a position in the data has come back, or begins.
     """
     base, loaded = resumed.base, resumed.loaded
-    evidence = "nothing to restore"
-    if loaded is not None:
-        evidence = f"xxh3-128 of {loaded.entries} entries, {loaded.size_bytes} bytes"
-    if loaded is not None and loaded.redone:
-        evidence += f"; its parts made whole by {loaded.redone} update(s)"
-    if resumed.replayed:
-        evidence += f"; {resumed.replayed} step(s) replayed from the log"
-        if resumed.lent:
-            evidence += f", {resumed.lent} of them from the memory of another node"
     audit = "" if resumed.audit is None else audit_in_words(resumed.audit)
-    if audit and audit != resumed.inexact:
-        evidence += f"; {audit}"
-    if resumed.inexact:
-        evidence += f"; not exact: {resumed.inexact}"
+    said = "nothing to restore"
+    if loaded is not None:
+        said = evidence(
+            loaded.entries,
+            loaded.size_bytes,
+            redone=loaded.redone,
+            replayed=resumed.replayed,
+            lent=resumed.lent,
+            audit=audit,
+            inexact=resumed.inexact,
+        )
     return Recovery(
         step=resumed.step,
         exact=resumed.exact,
-        evidence=evidence,
+        evidence=said,
         source=resumed.source,
         base_step=None if base is None else base.step,
         replayed=resumed.replayed,

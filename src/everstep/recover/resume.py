@@ -6,13 +6,12 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
-from everstep.commit.lineage import BaseId, had_steps, left_at, lost_behind, of_no_use
-from everstep.commit.nothing import way_back
+from everstep.commit.lineage import BaseId, left_at, lost_behind, of_no_use
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -34,6 +33,7 @@ from everstep.format.writer import ChunkRing
 from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.copies import has_copy, looks_at_a_time
 from everstep.recover.decide import Skipped, begins_with_several, candidates
+from everstep.recover.fewer import lacking_parts
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.inexact import why_not_exact
@@ -41,12 +41,12 @@ from everstep.recover.lift import lift_mark
 from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
 from everstep.recover.nonfinite import nonfinite_parameter
-from everstep.recover.reach import reachable
+from everstep.recover.reach import nothing_restorable, reachable
 from everstep.recover.scan import BaseFound, Inventory, KnownTimelines, scan_base, scan_run
 from everstep.recover.sources import RankBack, RankRead
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.fingerprint import fingerprint
+from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.state.image import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
 
@@ -186,6 +186,8 @@ def resume(
                 and not loaded.notes
                 and not restored.inexact
             )
+            if step is None:
+                _refuse_to_lose(restored, run)
             failpoint("resume.before_timeline")
             timeline = open_timeline(
                 seams,
@@ -202,7 +204,7 @@ def resume(
                     seen = () if restored.replayed else loaded.finite
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
-                if note := _where(restored, inventory, log, step):
+                for note in filter(None, (restored.fewer, _where(restored, inventory, log, step))):
                     _log.warning("%s", note)
                     problems += (note,)
                 base = found.id if found else None
@@ -264,7 +266,7 @@ def open_timeline(
             exact=exact,
             world=world,
             base=None if base is None else (base.timeline, base.step),
-            fingerprint=fingerprint(),
+            fingerprint={**fingerprint(), "process": process_name()},
             created_unix_s=seams.clock.unix_s(),
         )
         directory = timeline_dir(run, number)
@@ -290,6 +292,11 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
     left, apart = list(reversed(chosen.ordered)), False
+    fewer = dict[BaseId, str]()  # of a part of the state: not taken as long as there is another
+    if not loader.strict:
+        tried = [base for base, _ in chosen.ordered]
+        fewer = lacking_parts(filesystem, tried, loader.state.providers)
+        left.sort(key=lambda way: way[0].id not in fewer)
     while left:
         base, whole = left.pop()
         if base.manifest is not None and base.manifest.markers[0].world > 1:
@@ -301,6 +308,13 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             restored = bring_forward(inventory, base, chain, loader, log, whole=step is not None)
         except NewerFormatError:
             raise
+        except MismatchError:
+            tried = [base, *(other for other, _ in reversed(left))]
+            found = lacking_parts(filesystem, tried, loader.state.providers)
+            if base.id not in found:
+                raise
+            fewer[base.id] = found[base.id]
+            continue
         except (DamageError, FormatError, ReplayError) as error:
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
             apart = apart or isinstance(error.__cause__, MismatchError)
@@ -332,29 +346,45 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             timeline, end = chain.end
             why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
             skipped.append(Skipped(timeline, end + 1, why))
-        restored.skipped = skipped
+        restored.skipped = [*skipped, *_skipped(fewer)]
+        restored.fewer = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
         return restored
-    if chosen.candidates.unreachable is not None:
-        raise chosen.candidates.unreachable.error()
-    had = None if step is not None else had_steps(inventory.timelines, inventory.branches)
-    if chosen.ordered or chosen.candidates.damaged or had is not None:
-        listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
-        hint = "everstep verify names what is damaged; resume(step=0) starts from scratch"
-        if apart:
-            steps = sorted({base.id.step for base in inventory.bases if base.is_usable})
-            hint = f"strict=False leads to steps of bases only: {', '.join(map(str, steps))}"
-            hint += "; to any other the model and the optimizer that there were then"
-        of_step = f"no base, nor the log behind one, gives step {step}"
-        what = "there are bases, but none can be used" if step is None else of_step
-        if not chosen.ordered and not chosen.candidates.damaged:
-            # It may have been looked at while an older process deleted one and committed the next.
-            if candidates(scan_run(filesystem, inventory.path)).ordered:
-                raise _VanishedError
-            usable = (base.id for base in inventory.bases if base.is_usable)
-            what, hint = had or what, way_back(sorted(usable, reverse=True))
-        told = f"{what}:\n{listed}" if listed else what
-        raise RecoveryError(told, path=inventory.path, hint=hint)
+    skipped += _skipped(fewer)
+    refused = nothing_restorable(inventory, chosen, skipped, step=step, apart=apart)
+    if refused is not None:
+        nobody = not chosen.ordered and not chosen.candidates.damaged
+        # It may have been looked at while an older process deleted one and committed the next.
+        if nobody and candidates(scan_run(filesystem, inventory.path)).ordered:
+            raise _VanishedError
+        raise refused
     return Restored(skipped=skipped)
+
+
+def _refuse_to_lose(restored: Restored, run: PurePath) -> None:
+    """Refuse to take a run over with a part of its state where the log leads further: the steps of
+    the log would be given up, most often by who only wanted to look.
+
+    Raises:
+        RecoveryError: it is so; the run is as it was.
+    """
+    if restored.loaded is None or restored.end is None or restored.kept is None:
+        return
+    parts = restored.loaded.left_out
+    if parts:
+        end, last = restored.end.step, restored.kept[0].step
+        raise RecoveryError(
+            f"the log of this run leads on to step {last}, and a state without "
+            f"{', '.join(map(repr, parts))} can be restored at step {end} only: what was trained "
+            "since would be given up",
+            step=last,
+            path=run,
+            hint="everstep.load(path) looks at a run without taking it over; resume(step="
+            f"{end}, strict=False) takes it over from step {end} all the same",
+        )
+
+
+def _skipped(bases: Mapping[BaseId, str]) -> list[Skipped]:
+    return [Skipped(base.timeline, base.step, why) for base, why in bases.items()]
 
 
 def _where(restored: Restored, inventory: Inventory, log: LogFound, step: int | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from everstep.errors import RecoveryError
 from everstep.recover.reshard import View
 from everstep.recover.targets import Targets
 from everstep.state.dtensors import local_of
+from everstep.state.entries import Entry
+from everstep.state.tensors import byte_view
 
-__all__ = ["sharing_memory", "tied_otherwise", "untied"]
+__all__ = ["sharing_memory", "sharing_values", "tied_otherwise", "untied"]
 
 
 def sharing_memory(view: View, targets: Targets) -> dict[str, str]:
@@ -22,28 +25,62 @@ def sharing_memory(view: View, targets: Targets) -> dict[str, str]:
         RecoveryError: where two of them are the same memory and cannot both get their values.
     """
     live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
+    found: dict[str, str] = {}
+    for cluster in _overlapping(live):
+        if len({view.entries[other].name for other in cluster}) > 1:
+            found.update({other: _digest_of(view, other) for other in cluster})
+        same: dict[tuple[Any, ...], str] = {}
+        for name in cluster:
+            mine = view.pieces[name][0].digest
+            if same.setdefault(_place_of(live[name]), mine) != mine:
+                raise untied(name)
+    return found
+
+
+def sharing_values(
+    targets: Targets, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[str, str]]:
+    """Return tensors that overlap in memory here and were different ones when they were saved, with
+    values that they cannot all get; each with what is wrong.
+
+    Args:
+        entries: by the names of the targets.
+        tensors: the saved values, by the names of the entries.
+    """
+    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
+    found = list[tuple[str, str]]()
+    for first, *others in _overlapping(live):
+        mine = tensors[entries[first].name]
+        for name in others:
+            theirs = tensors[entries[name].name]
+            if theirs is mine:
+                continue
+            same = _place_of(live[first]) == _place_of(live[name])
+            if not (same and torch.equal(byte_view(mine), byte_view(theirs))):
+                found.append((name, f"overlaps in memory with {first!r} here, of another value"))
+    return found
+
+
+def _overlapping(live: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of tensors that overlap in memory, those that overlap together."""
     spans = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + _extent_bytes(t), name)
         for name, t in live.items()
         if t.numel()
     )
-    found: dict[str, str] = {}
-    cluster: list[str] = []
-    same: dict[tuple[Any, ...], str] = {}
+    found: list[list[str]] = []
     on, reach = "", 0
-    for device, begin, end, name in [*spans, ("end", 0, 0, "")]:
+    for device, begin, end, name in spans:
         if device != on or begin >= reach:
-            if len({view.entries[other].name for other in cluster}) > 1:
-                found.update({other: _digest_of(view, other) for other in cluster})
-            on, reach, cluster, same = device, end, [], {}
-        if not name:
-            break
-        cluster.append(name)
+            found.append([])
+            on, reach = device, end
+        found[-1].append(name)
         reach = max(reach, end)
-        tensor, mine = live[name], view.pieces[name][0].digest
-        if same.setdefault((begin, tensor.shape, tensor.stride(), tensor.dtype), mine) != mine:
-            raise untied(name)
-    return found
+    return [cluster for cluster in found if len(cluster) > 1]
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def tied_otherwise(view: View, targets: Targets, held: set[str]) -> tuple[str, ...]:

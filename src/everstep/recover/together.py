@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -36,10 +36,11 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.commit.offers import Choice, Needs, Offer, Source
 from everstep.commit.reclaim import VOLATILE_TIERS
-from everstep.errors import StateError
+from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.recover.decide import Skipped
+from everstep.recover.decide import Skipped, candidates
+from everstep.recover.fewer import lacking_parts
 from everstep.recover.files_ahead import Apart, CopiesAhead
 from everstep.recover.forward import OTHER_STATE
 from everstep.recover.held import HeldBase
@@ -94,6 +95,7 @@ class _Start:
         self.ahead = CopiesAhead(run, meeting.rank, needs, apart)
         self.ready: Callable[[], None] = lambda: None
         self.doubts: Callable[[LoadedBase | None], tuple[str, ...]] = lambda loaded: ()
+        self.parts: Collection[str] = ()  # of the state
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
@@ -336,7 +338,12 @@ class _Start:
             assert self._load is not None
             start_s = self._clock.monotonic_s()
             about = base, picked, self._post.attend
-            return self._load(*about, partly=choice.partly, timelines=choice.timelines)
+            try:
+                return self._load(*about, partly=choice.partly, timelines=choice.timelines)
+            except MismatchError as error:
+                if why := self._has_fewer_parts(base):
+                    raise FormatError(why) from error  # the ranks choose the next one
+                raise
 
         read = self._with_files(choice, choice.manifest, places, load)
         if read is None:
@@ -344,6 +351,13 @@ class _Start:
         self._take(read[0], choice.manifest, read[1], start_s)
         self._see_layout(choice, base, places)
         return ()
+
+    def _has_fewer_parts(self, base: BaseFound) -> str:
+        """Return in words which parts of the state a base lacks and an older one has."""
+        inventory = self.outcome.inventory
+        older = () if inventory is None else candidates(inventory).ordered
+        tried = [base, *(one for one in older if one.id < base.id)]
+        return lacking_parts(self._filesystem, tried, self.parts).get(base.id, "")
 
     def _with_files(
         self, choice: Choice, manifest: Manifest, places: Places, use: Callable[..., _T]
@@ -488,7 +502,7 @@ def resume_together(
     about = seams, run, meeting, held, load, copies, log
     limits: dict[str, Any] = {"apart": apart, "timeout_s": timeout_s, "compare": compare}
     start = _Start(*about, step=step, needs=needs, **limits)
-    start.ready = ready
+    start.ready, start.parts = ready, state.providers.keys()
     start.doubts = partial(_doubts, state)
     start.fetched += own
     try:

@@ -23,6 +23,7 @@ __all__ = [
     "fingerprint",
     "fingerprint_of_all",
     "number_settled",
+    "process_name",
     "threads_given",
     "uneven",
 ]
@@ -76,6 +77,11 @@ def fingerprint() -> dict[str, str]:
     if (types := _computed_on.get()) not in ((), ("cpu",)):
         found["parameters"] = ", ".join(types)
     return found
+
+
+def process_name() -> str:
+    """Return what people call this process: its number, and the host that it runs on."""
+    return f"process {os.getpid()} on {platform.node() or 'a host without a name'}"
 
 
 def changeable() -> tuple[int, bool, bool]:

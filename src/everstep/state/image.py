@@ -68,9 +68,23 @@ from everstep.state.survey import (
 from everstep.state.tree import references, split
 from everstep.state.zero import ZeroProvider, acting, is_zero
 
-__all__ = ["OBJECT_BYTES_MAX", "OBJECT_PREFIX", "RNG_SECTION", "State", "some_of"]
+__all__ = [
+    "NOT_IN_STATE",
+    "NOT_SAVED",
+    "OBJECT_BYTES_MAX",
+    "OBJECT_PREFIX",
+    "RNG_SECTION",
+    "State",
+    "some_of",
+]
 
 RNG_SECTION = f"{RESERVED}/rng"
+
+NOT_SAVED = "not in the checkpoint"
+"""What differs of a part of the state that a base does not have."""
+
+NOT_IN_STATE = "in the checkpoint, not in the state"
+"""What differs of a part of a base that the state does not have."""
 
 _log = logging.getLogger("everstep")
 
@@ -84,6 +98,7 @@ class State:
             :class:`.owners.Told`), perhaps with the functions that replay runs.
         static: patterns on names of entries that do not change.
         ranks: which rank of which job this is; a survey lists what this rank writes.
+        rng: the random generators of the process are part of the state.
 
     Raises:
         OptionError: for a state dict that is no dict of named values, and for patterns that
@@ -116,6 +131,7 @@ class State:
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None] = (),
         static: Sequence[str] = (),
         ranks: RankInfo = ONE_RANK,
+        rng: bool = True,
     ) -> None:
         if not isinstance(values, MutableMapping):
             raise OptionError(
@@ -184,9 +200,10 @@ class State:
         self._optimizer_providers = [one for one in found if isinstance(one, OptimizerProvider)]
         self._keys = frozenset(self.providers)
         self.buckets = Buckets(self.providers)
-        if self.buckets.are_saved:
+        if rng and self.buckets.are_saved:
             self.providers[BUCKETS_SECTION] = self.buckets
-        self.providers[RNG_SECTION] = _RngProvider()
+        if rng:
+            self.providers[RNG_SECTION] = _RngProvider()
         self._values, self._places = values, Places()
         self._objects = {
             key: value
@@ -558,7 +575,7 @@ class State:
                 plans[section] = RestorePlan(None)  # of an older version; settle() says so
                 continue
             if section not in trees:
-                plans[section] = RestorePlan.without([(section, "not in the checkpoint")])
+                plans[section] = RestorePlan.without([(section, NOT_SAVED)])
                 continue
             if isinstance(provider, StatefulProvider) and OptimizerProvider.groups_of(
                 trees[section]
@@ -572,7 +589,7 @@ class State:
             plans[section] = provider.plan(Saved(trees[section], used, tied), live)
         for section in trees:
             if section not in self.providers:
-                unexpected = [(section, "in the checkpoint, not in the state")]
+                unexpected = [(section, NOT_IN_STATE)]
                 if section == BUCKETS_SECTION:  # of no use without DDP
                     unexpected = []
                 plans[section] = RestorePlan.without(unexpected)

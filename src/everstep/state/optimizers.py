@@ -49,6 +49,8 @@ GRADIENTS = "everstep/gradients"
 """Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them. Not
 there: none has, as behind ``zero_grad()``."""
 
+_BESIDE = (CLASS, FORMS, GRADIENTS)  # what no state_dict() has
+
 _CALLS_NO_HOOKS = (
     "its step() calls no hooks, since no torch.optim.Optimizer.__init__() has made it; give the "
     "optimizer that it wraps, and what it keeps besides in an object with state_dict() and "
@@ -169,6 +171,23 @@ class OptimizerProvider:
         """Names of the parameters of each group, now."""
         named = iter(self._parameters(self._names.now()))
         return [[next(named)[0] for _ in group["params"]] for group in self._optimizer.param_groups]
+
+    @staticmethod
+    def state_dict_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved tree in the form of torch's ``state_dict()``, with its parameters numbered
+        in the order of the groups; for an optimizer of the same parameters in the same order."""
+        groups = OptimizerProvider.groups_of(tree)
+        assert groups is not None
+        numbers: dict[str, int] = {}
+        for name in (name for group in groups for name in group):
+            numbers.setdefault(name, len(numbers))
+        own = {key: value for key, value in tree.items() if key not in _BESIDE}
+        own["state"] = {numbers.get(key, key): value for key, value in tree["state"].items()}
+        own["param_groups"] = [
+            {**group, "params": [numbers[name] for name in names]}
+            for group, names in zip(tree["param_groups"], groups, strict=True)
+        ]
+        return own
 
     @staticmethod
     def groups_of(tree: Any) -> list[list[str]] | None:
@@ -376,7 +395,7 @@ class OptimizerProvider:
             {**group, "params": [numbers[name] for name, _ in group["params"]]}
             for group in tree["param_groups"]
         ]
-        own = {key: value for key, value in tree.items() if key not in (CLASS, FORMS, GRADIENTS)}
+        own = {key: value for key, value in tree.items() if key not in _BESIDE}
         forms = {numbers[name]: keys for name, keys in _forms_of(tree).items() if name in numbers}
         load(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
 
