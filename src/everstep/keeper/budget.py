@@ -57,7 +57,9 @@ _STEP_BYTES = 16384  # random states, and what says what the records of a step a
 def base_memory_bytes(shape: Shape) -> int:
     """What a base of a state takes of host memory, in whole pages: its tensors, as they lie in the
     arena, and its plain data, which lies beside it."""
-    sizes = [layout.size_bytes for layout in plan_shards(shape.entries)]
+    static = shape.static  # in files of their own
+    apart = [[e for e in shape.entries if (e.name in static) is kind] for kind in (False, True)]
+    sizes = [layout.size_bytes for entries in apart for layout in plan_shards(entries)]
     return sum(map(_pages_bytes, [*sizes, sum(shape.objects_bytes.values())]))
 
 

@@ -457,6 +457,7 @@ class RankCommits:
 
     def _report(self, out: Out) -> None:
         if isinstance(out, IsDamaged):
+            self._persister.static.forget()
             self._post(damaged_behind_commit(out, self._run))
         elif isinstance(out, IsDurable | GaveUp | IsLate):
             self._late = out.base if isinstance(out, IsLate) else None
