@@ -1,6 +1,6 @@
 """Files of entries that never change: written once, then linked to by later bases (``adr/050``).
 
-No declaration is taken on trust: the entries of each base are digested, and the base links to a file
+No declaration is taken on trust: the entries of each base are digested, and it links to a file
 of an older one only where that has the same entries with the same digests.
 """
 
