@@ -138,6 +138,9 @@ class Persister:
         directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
         written = self._write_files(plan, bodies, directory, progress)
         audit({k: v for shard in written for k, v in shard.digests.items()})
+        for shard, one in zip(plan.shards, written, strict=True):
+            if shard.static:
+                self.static.remember(directory / shard.name, one)
         return written
 
     def _look_at_fence(self) -> FenceSeen:
@@ -209,8 +212,6 @@ class Persister:
             written.append(shard_written)
             failpoint("save.before_rename")
             filesystem.rename(temporary(path), path)
-            if shard.static:
-                static.wrote(path, shard_written)
         filesystem.sync_dir(directory)
         return tuple(written)
 

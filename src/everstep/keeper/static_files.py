@@ -43,7 +43,8 @@ class _Source:
     def has_layout_of(self, shard: ShardPlan, identity: ShardIdentity) -> bool:
         """Return whether it is what would be written for a shard, but for base and digests."""
         mine, theirs = self.header.identity, shard.identity_in(identity)
-        theirs = replace(theirs, timeline=mine.timeline, step=mine.step, lsn=mine.lsn, common=())
+        theirs = replace(theirs, timeline=mine.timeline, step=mine.step, lsn=mine.lsn)
+        theirs = replace(theirs, common=(), inexact="")  # of markers only
         return (
             mine == theirs
             and self.header.room_bytes == shard.room_bytes
@@ -99,17 +100,16 @@ class StaticFiles:
                 continue
             header = self._link(source, target)
             if header is None:
-                self.forget()
-                return None
+                continue
             record = replace(source.record, name=shard.name)
-            self._remember(_Source(target, record, source.header))
             return Written(record, header, digested.digests, linked=True)
         return None
 
-    def wrote(self, path: PurePath, written: Written) -> None:
-        """Later bases may link to a static file that this process has written."""
+    def remember(self, path: PurePath, written: Written) -> None:
+        """Later bases may link to a static file that this process has written, or linked to."""
         header = decode_header(written.header, written.record.length, path)
-        self._remember(_Source(path, written.record, header))
+        others = [one for one in self._sources if one.path.name != path.name]
+        self._sources = [*others, _Source(path, written.record, header)]
 
     def forget(self) -> None:
         """Something on the disk is damaged: files are read again before they are linked to."""
@@ -122,31 +122,33 @@ class StaticFiles:
         try:
             filesystem.link(source.path, staged)
         except OSError as error:
-            if error.errno != errno.ENOENT:  # else its base was deleted meanwhile
+            if error.errno == errno.ENOENT:  # its base was given up, or deleted
+                self._drop(source)
+            else:
                 self._say_refused(source.path, error)
             return None
         # Read under its new name: now that it has two nobody recycles it (``tiers/slots``).
         try:
             header = _header_bytes(filesystem, staged, source.record)
         except (OSError, EverstepError):
+            self._drop(source)
             remove_if_there(filesystem, staged)
             return None
         filesystem.rename(staged, target)
         remove_if_there(filesystem, staged)  # where target was the same file, both names stay
         return header
 
-    def _remember(self, source: _Source) -> None:
-        others = [one for one in self._sources if one.path.name != source.path.name]
-        self._sources = [*others, source]
+    def _drop(self, source: _Source) -> None:
+        self._sources = [one for one in self._sources if one is not source]
 
-    def _candidates(self, shard: ShardPlan, identity: ShardIdentity) -> list[_Source]:
-        """Return files that a shard may be found in: those of this process; if it has none, those
-        that it finds in the folder, newest base first."""
-        for sources in (self._sources, self._on_disk(identity)):
-            found = [source for source in sources if source.has_layout_of(shard, identity)]
-            if found:
-                return found
-        return []
+    def _candidates(self, shard: ShardPlan, identity: ShardIdentity) -> Iterator[_Source]:
+        """Yield files that may have the bytes of a shard: those of this process; where it has none,
+        or no more, those in the folder, newest base first."""
+        yield from (one for one in list(self._sources) if one.has_layout_of(shard, identity))
+        if not self.may_link(shard, identity):
+            yield from (
+                one for one in self._on_disk(identity) if one.has_layout_of(shard, identity)
+            )
 
     def _on_disk(self, identity: ShardIdentity) -> Iterator[_Source]:
         bases = scan_run(self._filesystem, self._run).bases
@@ -187,8 +189,7 @@ class StaticFiles:
     def _say_refused(self, path: PurePath, error: OSError) -> None:
         if not self.refused:
             _log.warning(
-                "%s: static entries are written again in each base: the file system refuses hard "
-                "links (%s)",
+                "%s: the file system refuses hard links (%s): static entries are written again",
                 path,
                 error.strerror or error,
             )
