@@ -7,6 +7,8 @@ import errno
 import functools
 import logging
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,8 +20,11 @@ from torch import nn
 import everstep
 import everstep.tiers.slots
 from everstep import checkpointer as checkpointer_module
-from everstep.errors import AuditError
+from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
+from everstep.format.reader import read_header
+from everstep.recover.opened import check_identity
+from everstep.seams import PosixFileSystem
 from tests.unit.test_cli import document, invoke
 from tests.unit.test_keeper_process import finish, keepers_gone, start
 from tests.unit.together import on_all, rank_seams
@@ -36,6 +41,7 @@ from tests.unit.world import (
 
 STATIC = ["model/0.*"]
 MAIN, APART = "rank-00000.safetensors", "rank-00000-00001.safetensors"
+APART_1 = "rank-00001-00001.safetensors"
 FROZEN_BYTES = 64 * 500 * 4 + 500 * 4
 
 
@@ -150,17 +156,13 @@ def test_files_with_several_names_are_not_recycled(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(everstep.tiers.slots, "_WORTH_BYTES", 1)
-    world = World()
-    with opened(run_folder, world.state, static=STATIC, keep=1) as ckpt:
-        for _ in range(2):
-            world.base(ckpt)
-        file = file_of(run_folder, 2)
-        for step in range(3, 6):
+    world, fs = World(), HookedFileSystem()
+    with opened(run_folder, world.state, static=STATIC, keep=1, fs=fs) as ckpt:
+        for _ in range(5):
             last = world.base(ckpt)
-            slots = run_folder / "timeline-00001" / SLOTS_DIR
-            assert file not in {path.stat().st_ino for path in slots.iterdir()}
-            assert file_of(run_folder, step) == file
             assert all_good(run_folder)
+        parked = [path for op, path in fs.seen if op == "rename" and path.parent.name == SLOTS_DIR]
+        assert len(parked) == 4  # of each base that was deleted the other file
     assert restored(run_folder) == last
 
 
@@ -350,51 +352,84 @@ def test_a_save_that_failed_is_taken_again(run_folder: Path) -> None:
     assert restored(run_folder) == wanted
 
 
-def test_the_header_of_an_ordinary_file_is_of_its_base(run_folder: Path) -> None:
-    """Only static files may be of another one."""
-    world = World()
-    with opened(run_folder, world.state) as ckpt:
+def test_a_file_that_has_the_name_already(run_folder: Path) -> None:
+    """As a keeper leaves it that is killed before the marker: to rename one name of a file to
+    another one of it does nothing."""
+    world, folder, names = World(), base_folder(run_folder, 2), list[str]()
+
+    def look(op: str, path: PurePath) -> None:
+        if op == "create" and path.name.startswith("rank-00000.done") and path.parent == folder:
+            names.extend(sorted(found.name for found in folder.iterdir()))
+
+    fs = HookedFileSystem(look)
+    with opened(run_folder, world.state, static=STATIC, fs=fs) as ckpt:
+        world.base(ckpt)
+        folder.mkdir()
+        (folder / APART).hardlink_to(base_folder(run_folder, 1) / APART)
+        wanted = world.base(ckpt)
+    assert names == [APART, MAIN]
+    assert file_of(run_folder, 1) == file_of(run_folder, 2)
+    assert restored(run_folder) == wanted
+
+
+def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
+    world, fs = World(), PosixFileSystem()
+    with opened(run_folder, world.state, static=STATIC) as ckpt:
         for _ in range(2):
             world.base(ckpt)
-    one, two = (base_folder(run_folder, step) for step in (1, 2))
-    for name in (MAIN, "rank-00000.done", "manifest.json"):
-        shutil.copy(one / name, two / name)
-    (base,) = (base for base in inventory_of(run_folder).bases if base.id.step == 2)
-    assert base.status == "damaged"
+    found = {base.id.step: base for base in inventory_of(run_folder).bases}
+    one, two = found[1].manifest, found[2].manifest
+    assert one is not None
+    assert two is not None
+    headers = []
+    for record in one.markers[0].files:
+        path = found[1].path / record.name
+        file = fs.open(path)
+        headers.append(read_header(file, record, path))
+        file.close()
+    main, static = headers
+    with pytest.raises(DamageError, match="a shard of another base"):
+        check_identity(main, two.markers[0], found[1].path / MAIN)
+    taken = check_identity(static, two.markers[0], found[1].path / APART)
+    assert (static.identity.step, taken.identity.step) == (1, 2)
+    assert {place.entry.lsn for place in taken.placed} == {two.markers[0].lsn}
+    others = {"run": "another", "rank": 1, "world": 2}
+    for field, value in others.items():
+        header = replace(static, identity=replace(static.identity, **{field: value}))
+        with pytest.raises(DamageError, match="a shard of another base"):
+            check_identity(header, two.markers[0], found[1].path / APART)
 
 
 # --- Several ranks, processes, the command ----------------------------------------------
 
 
-def test_each_rank_has_its_own(run_folder: Path) -> None:
-    def rank_world(rank: int) -> World:
-        torch.manual_seed(0)
-        world = World.__new__(World)
-        world.model = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 2))
-        world.frozen = world.model[0].requires_grad_(False)
-        with torch.no_grad():
-            for parameter in world.model.parameters():
-                parameter += rank
-        world.optimizer = torch.optim.AdamW(world.model[2].parameters(), lr=0.1)
-        world.state = {"model": world.model, "optimizer": world.optimizer}
-        return world
+def rank_job(
+    run: Path,
+    steps: int,
+    at: int = 0,
+    *,
+    keep: int = 9,
+    before: Callable[[int, int], None] = lambda rank, step: None,
+) -> list[Any]:
+    """Two ranks with a model each go on from step ``at``; returns what each ends with."""
 
-    def train(rank: int, seams: Any, steps: int, at: int) -> Any:
-        world = rank_world(rank if not at else 50)
-        keeper = everstep.KeeperOptions(process=False)
+    def train(rank: int, seams: Any) -> Any:
+        world = World(seed=50 if at else rank)
         with everstep.Checkpointer(
-            run_folder,
+            run,
             world.state,
             seams=seams,
             static=STATIC,
             method="sync",
             every=None,
-            keeper=keeper,
-            keep=9,
+            keeper=everstep.KeeperOptions(process=False),
+            keep=keep,
+            on_failure="warn",
         ) as ckpt:
             checkpointer_module._live.clear()
             assert ckpt.resume().step == at
-            for _ in range(steps):
+            for step in range(at + 1, at + steps + 1):
+                before(rank, step)
                 for parameter in world.model[2].parameters():
                     parameter.grad = torch.full_like(parameter, 1.0 + rank)
                 world.optimizer.step()
@@ -403,20 +438,32 @@ def test_each_rank_has_its_own(run_folder: Path) -> None:
                 ckpt.wait()
             return world.snapshot()
 
-    def job(steps: int, at: int) -> list[Any]:
-        seams = rank_seams(2)
-        calls = [functools.partial(train, rank, seams[rank], steps, at) for rank in range(2)]
-        return on_all(*calls)
+    seams = rank_seams(2)
+    return on_all(*(functools.partial(train, rank, seams[rank]) for rank in range(2)))
 
-    job(2, 0)
-    ended = job(1, 2)
-    for rank in range(2):
-        name = f"rank-{rank:05d}-00001.safetensors"
+
+def test_each_rank_has_its_own(run_folder: Path) -> None:
+    rank_job(run_folder, 2)
+    ended = rank_job(run_folder, 1, at=2)
+    for name in (APART, APART_1):
         found = {file_of(run_folder, step, name) for step in (1, 2)}
         assert found == {file_of(run_folder, 3, name, timeline=2)}
-    assert file_of(run_folder, 1) != file_of(run_folder, 1, "rank-00001-00001.safetensors")
+    assert file_of(run_folder, 1) != file_of(run_folder, 1, APART_1)
     assert all_good(run_folder)
-    assert job(0, 3) == ended
+    assert rank_job(run_folder, 0, at=3) == ended
+
+
+def test_a_rank_does_not_link_to_what_is_damaged(run_folder: Path) -> None:
+    def damage(rank: int, step: int) -> None:
+        if (rank, step) == (0, 2):
+            path = base_folder(run_folder, 1) / APART_1
+            flip(path, path.stat().st_size - 1)
+
+    with pytest.warns(RuntimeWarning, match=f"read back it is damaged.*{APART_1}"):
+        rank_job(run_folder, 3, keep=1, before=damage)
+    newest = max(inventory_of(run_folder).bases, key=lambda base: base.id)
+    assert newest.id.step == 3
+    assert not verdict_of(newest).damages
 
 
 PROCESS = """
