@@ -180,7 +180,7 @@ def test_the_next_process_links_to_what_it_finds(run_folder: Path) -> None:
 
 def test_of_another_program(run_folder: Path) -> None:
     """One that does not say static= any more, one that does again, and one that says it of more."""
-    snapshots = []
+    snapshots: list[Any] = []
     for number, static in enumerate((STATIC, (), STATIC, ["model/0.weight"]), 1):
         world = World(seed=number)
         with opened(run_folder, world.state, static=static, keep=9) as ckpt:
