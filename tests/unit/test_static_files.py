@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -23,6 +24,7 @@ from everstep import checkpointer as checkpointer_module
 from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
+from everstep.keeper.static_files import StaticFiles
 from everstep.recover.opened import check_identity
 from everstep.seams import PosixFileSystem
 from tests.unit.test_cli import document, invoke
@@ -453,11 +455,23 @@ def test_each_rank_has_its_own(run_folder: Path) -> None:
     assert rank_job(run_folder, 0, at=3) == ended
 
 
-def test_a_rank_does_not_link_to_what_is_damaged(run_folder: Path) -> None:
+def test_a_rank_does_not_link_to_what_is_damaged(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten, forget = threading.Event(), StaticFiles.forget
+
+    def told(files: StaticFiles) -> None:
+        forget(files)
+        forgotten.set()
+
+    monkeypatch.setattr(StaticFiles, "forget", told)
+
     def damage(rank: int, step: int) -> None:
         if (rank, step) == (0, 2):
             path = base_folder(run_folder, 1) / APART_1
             flip(path, path.stat().st_size - 1)
+        if step == 3:
+            assert forgotten.wait(TIMEOUT_S)
 
     with pytest.warns(RuntimeWarning, match=f"read back it is damaged.*{APART_1}"):
         rank_job(run_folder, 3, keep=1, before=damage)
