@@ -71,6 +71,28 @@ def test_deleting_and_recycling_happen_in_that_scenario() -> None:
     assert claimed, "no parked file was used again"
 
 
+def test_static_files_that_are_linked_to_and_let_go() -> None:
+    scenario = TrainingScenario(done=1, keep=1, static=True)
+    passes(watch_crashes(scenario, images_per_point=2), operations_min=50)
+    fs = SimFileSystem()
+    scenario.prepare(fs)
+    after = fs.clone()
+    scenario.act(after)
+    assert sum(operation.op == "link" and SHARD in operation.detail for operation in after.log) == 1
+
+
+def test_errors_in_linking_to_static_files() -> None:
+    class Static(TrainingScenario):
+        def tolerates(self, operation: Operation) -> bool:
+            """What cannot be linked to is written."""
+            about = operation.op in ("link", "open", "read") and "-00001" in operation.path
+            return about or super().tolerates(operation)
+
+    scenario = Static(done=1, saves=1, static=True)
+    report = enumerate_errors(scenario, errnos_injected=[errno.EIO], images_per_point=1)
+    passes(report, operations_min=30)
+
+
 def test_resuming() -> None:
     passes(enumerate_crashes(TrainingScenario(done=2, saves=0)), operations_min=10)
 
@@ -150,6 +172,13 @@ def test_many_more_images(done: int, saves: int, keep: int, seed: int) -> None:
 def test_many_more_images_of_background_saves(keep: int) -> None:
     scenario = TrainingScenario(done=2, saves=3, keep=keep, method="async", thorough=True)
     passes(watch_crashes(scenario, images_per_point=24), operations_min=80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("done", "saves", "keep"), [(0, 2, 3), (2, 2, 1), (3, 3, 2)])
+def test_many_more_images_of_static_files(done: int, saves: int, keep: int) -> None:
+    scenario = TrainingScenario(done=done, saves=saves, keep=keep, static=True, thorough=True)
+    passes(enumerate_crashes(scenario, images_per_point=24), operations_min=80)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_fields_of_records() -> None:
 
 
 def test_fields_of_the_header() -> None:
-    identity = ShardIdentity("r", 1, 2, 3, 0, 1, True, behind_mark=True)
+    identity = ShardIdentity("r", 1, 2, 3, 0, 1, True, behind_mark=True, static=True)
     tensor = torch.zeros(2, 3, dtype=torch.complex128).t()
     entry = stored_form("section/name", tensor)
     assert isinstance(entry, Entry)

@@ -35,7 +35,8 @@ _UNFINISHED = ("incomplete", "condemned")
 
 @dataclass(slots=True)
 class _Sum:
-    """Files added up; directories themselves are not counted."""
+    """Files added up; directories themselves are not counted, and of a file with several names the
+    bytes only under the first one that was met."""
 
     files: int = 0
     size_bytes: int = 0
@@ -123,7 +124,7 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
         parse_timeline,
     )
 
-    root, timelines = _Part(), {}
+    root, timelines, met = _Part(), {}, set[int]()
     for entry in filesystem.scan(inventory.path):
         number = parse_timeline(entry.name)
         if number is None or entry.kind != "dir":
@@ -136,7 +137,7 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
             if item.name == SLOTS_DIR and item.kind == "dir":
                 part.slots = _below(filesystem, directory / item.name)
             elif item.name == BASE_DIR and item.kind == "dir":
-                _add_bases(filesystem, part, directory / item.name, known)
+                _add_bases(filesystem, part, directory / item.name, known, met)
             elif item.name in (LOG_DIR, LOSSY_DIR) and item.kind == "dir":
                 _add_segments(filesystem, part, directory / item.name)
             else:
@@ -145,7 +146,11 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
 
 
 def _add_bases(
-    filesystem: FileSystem, part: _Part, directory: PurePath, known: dict[str, BaseFound]
+    filesystem: FileSystem,
+    part: _Part,
+    directory: PurePath,
+    known: dict[str, BaseFound],
+    met: set[int],
 ) -> None:
     from everstep.format.names import TEMPORARY_SUFFIX
 
@@ -160,8 +165,11 @@ def _add_bases(
                 part.other.add(_below(filesystem, base.path / file.name))
             elif file.name.endswith(TEMPORARY_SUFFIX):
                 part.temporary.add(file)
+            elif file.file in met:
+                whole.files += 1
             else:
                 whole.add(file)
+                met.update([file.file] if file.links > 1 else [])
         part.bases.append((base, whole))
 
 

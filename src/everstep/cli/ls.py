@@ -359,7 +359,9 @@ def _show(
     end: BaseId | None,
     every: bool,
 ) -> None:
-    size_bytes = sum(base.size_bytes for base in inventory.bases)
+    files = [file for base in inventory.bases for file in base.files]
+    linked = {file.file: file.size_bytes for file in files if file.links > 1}  # once, each
+    size_bytes = sum(file.size_bytes for file in files if file.links == 1) + sum(linked.values())
     count = count_of(len(inventory.bases), "base")
     out.print(label(f"{run}: {count}, {in_words(size_bytes)}; run {inventory.run or 'unknown'}"))
     _show_timelines(out, inventory, every)

@@ -55,6 +55,11 @@ class _Plan:
         return sum(file.size_bytes for file in self.files)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of files that have other names: static entries, in other bases."""
+        return sum(file.size_bytes for file in self.files if file.links > 1)
+
+    @property
     def allocated_bytes(self) -> int:
         return sum(file.allocated_bytes for file in self.files)
 
@@ -112,6 +117,7 @@ def rm(
                 ],
                 "size_bytes": plan.size_bytes,
                 "allocated_bytes": plan.allocated_bytes,
+                "kept_bytes": plan.kept_bytes,
                 "stays": left if not dry_run else list(plan.stays),
             }
         )
@@ -270,6 +276,7 @@ def _show(out: Console, plan: _Plan, left: list[str], dry_run: bool) -> None:
     out.print(
         f"{verb} {base.id} ({STATUS_WORDS[base.status]}): {len(plan.files)} files, "
         f"{in_words(plan.size_bytes)}"
+        + (f", {in_words(plan.kept_bytes)} of it in other bases, too" if plan.kept_bytes else "")
     )
     stays = list(plan.stays) if dry_run else left
     if stays:

@@ -50,6 +50,8 @@ class ShardIdentity:
             what no optimizer owns may have changed since.
         common: what its rank has in common with others; of the marker, not of the header.
         inexact: why it is not exact, in words, where that is known; likewise of the marker.
+        static: the file holds entries that never change: later bases of the run may link to it, so
+            that timeline, step and LSN are those of the base that it was written for.
     """
 
     run: str
@@ -62,6 +64,7 @@ class ShardIdentity:
     behind_mark: bool = False
     common: tuple[InCommon, ...] = ()
     inexact: str = ""
+    static: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ def _header_json(
         "world": identity.world,
         "exact": identity.exact,
         **({"behind_mark": True} if identity.behind_mark else {}),
+        **({"static": True} if identity.static else {}),
         "aliases": dict(aliases),
         "entries": described,
     }
@@ -220,6 +224,8 @@ def _decode(
     _require(isinstance(metadata["exact"], bool), "'exact' is neither true nor false")
     behind_mark = metadata.get("behind_mark", False)
     _require(isinstance(behind_mark, bool), "'behind_mark' is neither true nor false")
+    static = metadata.get("static", False)
+    _require(isinstance(static, bool), "'static' is neither true nor false")
     identity = ShardIdentity(
         run=_text(metadata["run"]),
         timeline=_size(metadata["timeline"]),
@@ -229,6 +235,7 @@ def _decode(
         world=_size(metadata["world"]),
         exact=metadata["exact"],
         behind_mark=behind_mark,
+        static=static,
     )
     described = metadata["entries"]
     _require(set(described) == set(fields), "header and metadata list different entries")

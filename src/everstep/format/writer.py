@@ -23,7 +23,7 @@ from everstep.seams.conditions import Condition, all_over
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
 from everstep.seams.moving import is_over
-from everstep.seams.progress import ProgressSink
+from everstep.seams.progress import ProgressSink, silent
 from everstep.seams.threads import IoThreads
 from everstep.state.body import Body, pieces
 from everstep.state.layout import Placed, append_objects, at_lsn
@@ -114,11 +114,13 @@ class Written:
         record: length and digests, for the marker.
         header: its first bytes.
         digests: of each entry, by name.
+        linked: it was there already, and has one more name now.
     """
 
     record: FileRecord
     header: bytes
     digests: Mapping[str, str]
+    linked: bool = False
 
 
 def write_shard(
@@ -186,7 +188,9 @@ def write_shard(
     return written
 
 
-def digest_shard(shard: ShardPlan, identity: ShardIdentity, body: Body) -> Written:
+def digest_shard(
+    shard: ShardPlan, identity: ShardIdentity, body: Body, progress: ProgressSink = silent
+) -> Written:
     """What :func:`write_shard` would return, without writing anything."""
     layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
     placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
@@ -194,13 +198,17 @@ def digest_shard(shard: ShardPlan, identity: ShardIdentity, body: Body) -> Writt
     end = placed[-1].end if placed else 0
     chunk = Block(CHUNK_BYTES, touch=False)
     for begin in range(0, end, CHUNK_BYTES):
-        body.fill(begin, chunk.view[: min(end, begin + CHUNK_BYTES) - begin], digester.update)
+        stop = min(end, begin + CHUNK_BYTES)
+        if _held(body, begin, stop, digester) is None:
+            body.fill(begin, chunk.view[: stop - begin], digester.update)
+        progress.advance(stop - begin)
     return _written(shard, identity, placed, digester)
 
 
 def _written(
     shard: ShardPlan, identity: ShardIdentity, placed: Sequence[Placed], digester: Digester
 ) -> Written:
+    identity = shard.identity_in(identity)
     header = encode_header(identity, placed, digester.digests, shard.aliases, shard.room_bytes)
     header_digest = digest(header)
     record = FileRecord(

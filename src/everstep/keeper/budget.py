@@ -57,7 +57,9 @@ _STEP_BYTES = 16384  # random states, and what says what the records of a step a
 def base_memory_bytes(shape: Shape) -> int:
     """What a base of a state takes of host memory, in whole pages: its tensors, as they lie in the
     arena, and its plain data, which lies beside it."""
-    sizes = [layout.size_bytes for layout in plan_shards(shape.entries)]
+    static = shape.static  # in files of their own
+    apart = [[e for e in shape.entries if (e.name in static) is kind] for kind in (False, True)]
+    sizes = [layout.size_bytes for entries in apart for layout in plan_shards(entries)]
     return sum(map(_pages_bytes, [*sizes, sum(shape.objects_bytes.values())]))
 
 
@@ -331,6 +333,7 @@ def announcement(
     memory_bytes: int = 0,
     plain_bytes: int = 0,
     residual_bytes: int = 0,
+    static_bytes: int = 0,
     is_all: bool = True,
     parks: bool = True,
 ) -> str:
@@ -343,6 +346,7 @@ def announcement(
         memory_bytes: of host memory for a base.
         plain_bytes: of plain data, which each base and each step of a log holds.
         residual_bytes: of error feedback, which each step mark of a log holds.
+        static_bytes: of entries that never change, which bases link to once they are written.
         is_all: False: optimizers may make more state in their first step.
         parks: captures that are not due are held, too, where every step is captured.
     """
@@ -374,7 +378,9 @@ def announcement(
         if options.is_multistep:
             host += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
         host += f" (budget {decimal(host_bytes)})"
-    written = f"{decimal(state_bytes)} per base"
+    written = f"{decimal(state_bytes - static_bytes)} per base"
+    if static_bytes:
+        written += f", {decimal(static_bytes)} of static entries once"
     if options.leaves_bases_fuzzy:
         written += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
     if options.log_on_disk:

@@ -57,6 +57,7 @@ class _Seen:
     stall_s: float = 0.0
     committed: int = 0
     persist_s: float = 0.0
+    linked_bytes: int = 0
 
 
 class Cadence:
@@ -64,7 +65,7 @@ class Cadence:
 
     Args:
         run: the run folder; for messages.
-        base_bytes: size of a base, until one was written.
+        base_bytes: what a base writes to disk, until one was written.
         limits: of the log.
         alone: False: with ``every="auto"`` nothing is chosen before all ranks have said what they
             measure (:meth:`agreed`).
@@ -260,14 +261,17 @@ class Cadence:
             sum(self._saver.stall_s.values()),
             keeper.committed,
             keeper.persist_s,
+            keeper.linked_bytes,
         )
         bases = self._seen.committed - before.committed
         if bases > 0:
-            self._base_bytes = save.durable.result()
+            size_bytes = save.durable.result()
+            linked_bytes = (self._seen.linked_bytes - before.linked_bytes) // bases
+            self._base_bytes = max(1, size_bytes - linked_bytes)
             persist_s = (self._seen.persist_s - before.persist_s) / bases
             saves = max(1, self._seen.saves - before.saves)
             cost_s = (self._seen.stall_s - before.stall_s) / saves + slowed_s
-            self._estimator.observe_base(self._base_bytes, max(persist_s, 1e-9), cost_s)
+            self._estimator.observe_base(size_bytes, max(persist_s, 1e-9), cost_s)
         return bases > 0
 
     def _count_failures(self, step_s: float) -> None:

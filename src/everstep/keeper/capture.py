@@ -118,18 +118,16 @@ class Capture:
         """One body per file, over the memory of ``arena``."""
         offsets, size = shard_offsets(self.plan)
         ends = (*offsets[1:], size)
-        last = len(offsets) - 1
+        objects_in = self.plan.objects_in
         bodies: list[Body] = [
             ArenaBody(
                 arena.view[self.offset + begin : self.offset + end],
                 shard.layout.size_bytes,
                 begin,
                 self.incoming,
-                has_objects=number == last,
+                has_objects=shard is objects_in,
             )
-            for number, (shard, begin, end) in enumerate(
-                zip(self.plan.shards, offsets, ends, strict=True)
-            )
+            for shard, begin, end in zip(self.plan.shards, offsets, ends, strict=True)
         ]
         return bodies if self.redo is None else [*bodies, self.redo.body]
 

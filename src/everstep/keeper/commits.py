@@ -496,4 +496,7 @@ class RankCommits:
 
     def _read_shards(self, base: BaseId) -> str:
         about = self._filesystem, self._run, base, self._seat.rank, self._ring
-        return verify_rank(*about, timeout_s=self._timeout_s)
+        problem = verify_rank(*about, timeout_s=self._timeout_s)
+        if problem:  # perhaps in a file that the next base would link to
+            self._persister.static.forget()
+        return problem

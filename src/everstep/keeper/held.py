@@ -48,7 +48,7 @@ def _bodies(capture: Capture) -> Iterator[list[tuple[int, int] | bytes]]:
     for shard, offset in zip(capture.plan.shards, offsets, strict=True):
         body: list[tuple[int, int] | bytes] = []
         body.append((capture.offset + offset, shard.layout.size_bytes))
-        if shard is capture.plan.shards[-1]:
+        if shard is capture.plan.objects_in:
             body += capture.incoming.objects().values()
         yield body
     if capture.redo is not None:

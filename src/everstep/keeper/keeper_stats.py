@@ -12,6 +12,7 @@ class KeeperStats:
     """What the keeper has done so far.
 
     Attributes:
+        linked_bytes: of static entries, in files that bases link to instead of writing them again.
         persist_s: seconds from the beginning of writing to the commit, all bases together.
         retain_s: seconds in retention, read-backs included.
         log_bytes, log_batch_steps: of the segments of the log so far; steps of the next one.
@@ -28,6 +29,7 @@ class KeeperStats:
     committed: int = 0
     failed: int = 0
     written_bytes: int = 0
+    linked_bytes: int = 0
     persist_s: float = 0.0
     retain_s: float = 0.0
     log_bytes: int = 0

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
-from everstep.errors import DeadlineError, EverstepError, FencedError, StateError, StorageError
+from everstep.errors import (
+    DamageError,
+    DeadlineError,
+    EverstepError,
+    FencedError,
+    StateError,
+    StorageError,
+)
 from everstep.format.log import RecordHead
 from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
@@ -453,10 +460,16 @@ class LocalKeeper:
             return written
         self.stats.persist_s += self._clock.monotonic_s() - start_s
         self.stats.committed += 1
-        self.stats.written_bytes += plan.size_bytes
+        linked_bytes = sum(shard.record.length for shard in written if shard.linked)
+        self.stats.linked_bytes += linked_bytes
+        self.stats.written_bytes += plan.size_bytes - linked_bytes
         self.stats.durable_step = max(save.step, self.stats.durable_step or 0)
         done(save.durable, plan.size_bytes)
         return written
+
+    def _post_damage(self, error: DamageError) -> None:
+        self._persister.static.forget()
+        self._channel.post(error)
 
     def _retain(self, save: Save) -> None:
         """Retention after a commit; its failure is reported, the base stays durable."""
@@ -466,7 +479,7 @@ class LocalKeeper:
             if self._commits is not None:
                 self._commits.retain()
             else:
-                self._retention.run(self._channel.post)
+                self._retention.run(self._post_damage)
         except (FencedError, StorageError, DeadlineError) as error:
             self._channel.post(error)
         except Exception as error:

@@ -44,7 +44,7 @@ __all__ = [
     "parts_of",
 ]
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Trainer and keeper must have the same; the two may be of different installations."""
 
 OBJECT_PART_BYTES = 16 << 20
@@ -58,7 +58,9 @@ def parts_of(data: bytes) -> Iterator[bytes]:
 
 def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
     """A base's identity as a message holds it."""
-    return asdict(identity)
+    fields = asdict(identity)
+    del fields["static"]  # of a file, and never of a base
+    return fields
 
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
@@ -91,6 +93,7 @@ def layout_to_wire(plan: BasePlan) -> dict[str, Any]:
                 "aliases": dict(shard.aliases),
                 "room_bytes": shard.room_bytes,
                 "objects_bytes": shard.objects_bytes,
+                "static": shard.static,
                 "placed": [_placed_to_wire(place) for place in shard.layout.placed],
             }
             for shard in plan.shards
@@ -108,6 +111,7 @@ def layout_from_wire(fields: Mapping[str, Any], identity: ShardIdentity) -> Base
             shard["aliases"],
             shard["room_bytes"],
             shard["objects_bytes"],
+            static=shard["static"],
         )
         for shard in fields["shards"]
     )

@@ -233,7 +233,8 @@ def assemble(
         of_steps = options, run, state, saver, lane, channel, clock
         multistep = Multistep(*of_steps) if job is None else RankMultistep(job, *of_steps)
     updates = UpdateHooks(before_update(state, saver.gate))
-    base_bytes = max(1, shape.size_bytes)
+    static_bytes = 0 if options.is_multistep else shape.static_bytes
+    base_bytes = max(1, shape.size_bytes - static_bytes)
     alone = state.ranks.world == 1
     measured = options, run, saver, keepers, recorder, clock
     cadence = Cadence(*measured, base_bytes=base_bytes, limits=limits, alone=alone)
@@ -250,6 +251,7 @@ def assemble(
         memory_bytes=state_bytes,
         plain_bytes=plain_bytes,
         residual_bytes=left_over,
+        static_bytes=static_bytes,
         is_all=is_all,
         parks=alone and not in_memory,
     )

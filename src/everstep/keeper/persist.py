@@ -27,6 +27,7 @@ from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, Written, write_shard
+from everstep.keeper.static_files import StaticFiles
 from everstep.recover.fence import Fence
 from everstep.recover.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
@@ -56,6 +57,9 @@ class Persister:
         run: the run folder.
         timeout_s: a single transfer that takes longer counts as hung.
         fence: of the process that writes; None: it looks for newer timelines only.
+
+    Attributes:
+        static: files that bases link to instead of writing them again.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Persister:
         self._slots = slots
         self._has_base_dir = False
         self._timeout_s = timeout_s
+        self.static = StaticFiles(filesystem, run, ring, timeout_s=timeout_s)
 
     def persist(
         self,
@@ -133,6 +138,9 @@ class Persister:
         directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
         written = self._write_files(plan, bodies, directory, progress)
         audit({k: v for shard in written for k, v in shard.digests.items()})
+        for shard, one in zip(plan.shards, written, strict=True):
+            if shard.static:
+                self.static.remember(directory / shard.name, one)
         return written
 
     def _look_at_fence(self) -> FenceSeen:
@@ -170,10 +178,12 @@ class Persister:
         progress: ProgressSink,
     ) -> tuple[Written, ...]:
         failpoint("save.before_write")
-        self._slots.count_max = len(plan.shards)
-        self._slots.drop_unfit(shard.size_bytes for shard in plan.shards)
+        static = self.static
+        sizes = [s.size_bytes for s in plan.shards if not static.may_link(s, plan.identity)]
+        self._slots.count_max = len(sizes)
+        self._slots.drop_unfit(sizes)
         filesystem = self._filesystem
-        self._check_space(plan)
+        self._check_space(plan, sum(sizes))
         if not self._has_base_dir:  # its name is durable from the first base on
             ensure_dir(filesystem, directory.parent)
             self._has_base_dir = True
@@ -181,6 +191,11 @@ class Persister:
         written = []
         for shard, body in zip(plan.shards, bodies, strict=True):
             path = directory / shard.name
+            if shard.static:
+                linked = static.link(shard, plan.identity, body, path, progress)
+                if linked is not None:
+                    written.append(linked)
+                    continue
             file = self._open(temporary(path), shard.size_bytes)
             try:
                 shard_written = write_shard(
@@ -220,12 +235,12 @@ class Persister:
             found[rank] = Marker.decode(read_record_bytes(self._filesystem, path), path)
         return found
 
-    def _check_space(self, plan: BasePlan) -> None:
+    def _check_space(self, plan: BasePlan, size_bytes: int) -> None:
         """Refuses before writing what cannot fit; parked files count as room."""
         room = self._filesystem.free_bytes(self._run) + self._slots.parked_bytes()
-        if room < plan.size_bytes:
+        if room < size_bytes:
             raise OutOfSpaceError(
-                f"a base takes {plan.size_bytes} bytes, {room} are free",
+                f"a base takes {size_bytes} bytes, {room} are free",
                 step=plan.identity.step,
                 rank=plan.identity.rank,
                 tier="disk",

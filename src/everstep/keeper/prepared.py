@@ -164,14 +164,18 @@ class Prepared:
         )
 
 
-def prepare(survey: Survey, identity: ShardIdentity, *, number: int, gates: bool) -> Prepared:
+def prepare(
+    survey: Survey, identity: ShardIdentity, *, number: int, gates: bool, static_apart: bool = False
+) -> Prepared:
     """Lays out a state.
 
     Args:
         gates: copy what an optimizer owns behind the step; otherwise everything at its mark.
+        static_apart: put static entries into files of their own, which later bases link to.
     """
     shape = survey.shape
-    shards = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
+    static = shape.static if static_apart else frozenset[str]()
+    shards = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes, static)
     offsets, size_bytes = shard_offsets(BasePlan(identity, shards))
     kinds = {
         entry.name: shape.owners[entry.name].kind

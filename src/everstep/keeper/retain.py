@@ -332,7 +332,7 @@ def _delete_files(
         path = base / entry.name
         if parse_shard(entry.name) is not None and entry.kind == "file":
             failpoint("retain.before_unlink")
-            if slots is not None:
+            if slots is not None and entry.links == 1:  # else other bases need its bytes
                 slots.park(path, entry.size_bytes)
             else:
                 remove_if_there(filesystem, path)

@@ -260,7 +260,14 @@ class Saver:
         """What a base of this state is like."""
         if self._prepared is None or self._prepared.shape is not survey.shape:
             self._layouts += 1
-            self._prepared = prepare(survey, identity, number=self._layouts, gates=self._gates)
+            self._prepared = prepare(
+                survey,
+                identity,
+                number=self._layouts,
+                gates=self._gates,
+                # Bases over several steps copy and rebuild entries in an order of their own.
+                static_apart=not self._options.is_multistep,
+            )
         return self._prepared
 
     def _persist_now(self, plan: BasePlan, survey: Survey, save: Save, *, show: bool) -> None:
@@ -269,12 +276,15 @@ class Saver:
             keeper = self._keeper
             assert isinstance(keeper, LocalKeeper)
             objects = survey.objects()
-            last = len(plan.shards) - 1
+            objects_in = plan.objects_in
             bodies = [
                 LiveBody(
-                    shard.layout, survey.tensors, objects if number == last else {}, self._lane
+                    shard.layout,
+                    survey.tensors,
+                    objects if shard is objects_in else {},
+                    self._lane,
                 )
-                for number, shard in enumerate(plan.shards)
+                for shard in plan.shards
             ]
             keeper.persist(plan, bodies, save, show=show)
             save.staged.set_result(None)

@@ -45,6 +45,8 @@ class Stats:
             was free), ``"persist"`` (``sync`` only: writing), ``"keeper"`` (a keeper that was
             lost was replaced).
         written_bytes: bytes made durable.
+        linked_bytes: bytes of static entries that bases link to instead of writing them again; with
+            ``static=`` it stays 0 where the file system refuses hard links.
         persist_s: seconds spent in making bases durable, in whichever thread.
         host_bytes: host memory that was taken for captured state, the log (both with their plain
             data) and a replica.
@@ -88,6 +90,7 @@ class Stats:
     written_bytes: int
     persist_s: float
     host_bytes: int
+    linked_bytes: int = 0
     keeper_cpu_s: float = 0.0
     keeper_restarts: int = 0
     replica_step: int | None = None
@@ -158,6 +161,7 @@ def stats_of(
         failed=keeper.failed + keepers.attempts.failed,
         stall_s=dict(saver.stall_s),
         written_bytes=keeper.written_bytes,
+        linked_bytes=keeper.linked_bytes,
         persist_s=keeper.persist_s,
         host_bytes=keepers.host_bytes,
         keeper_cpu_s=keeper.cpu_s,

@@ -49,9 +49,8 @@ class HeldBase:
         opened = OpenBase(self.marker)
         for file, record in self.files:
             path = PurePath("memory") / record.name
-            header = read_header(file, record, path)
+            header = check_identity(read_header(file, record, path), self.marker, path)
             opened.shards.append((file, record, header, path))
-            check_identity(header, self.marker, path)
         opened.set_apart()
         return opened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.errors import DamageError, FormatError
@@ -16,7 +16,7 @@ from everstep.recover.redo_file import check_redo_file, is_redo_file
 from everstep.recover.scan import BaseFound
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.state.entries import Entry
-from everstep.state.layout import Placed
+from everstep.state.layout import Placed, ShardLayout, at_lsn
 from everstep.state.placing import Placement
 
 __all__ = ["OpenBase", "Opened", "check_identity", "open_ranks"]
@@ -56,9 +56,8 @@ class OpenBase:
                 path = base.path / record.name
                 file = filesystem.open(path, direct=True)
                 opened.shards.append((file, record, None, path))  # type: ignore[arg-type]
-                header = read_header(file, record, path)
+                header = check_identity(read_header(file, record, path), opened.marker, path)
                 opened.shards[-1] = (file, record, header, path)
-                check_identity(header, opened.marker, path)
             opened.set_apart()
         except BaseException:
             opened.close()
@@ -128,9 +127,20 @@ def open_ranks(filesystem: FileSystem, base: BaseFound) -> Iterator[list[OpenBas
         yield opened
 
 
-def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None:
-    """Raises DamageError or FormatError for a shard that is not of the marker's base."""
+def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> ShardHeader:
+    """Return the header of a shard as one of the marker's base.
+
+    A static file may have been written for another base of the run (``adr/050``): its header has
+    the digest that the marker asks for, and its entries are the same at every update.
+
+    Raises:
+        DamageError, FormatError: it is not of that base.
+    """
     mine = header.identity
+    if mine.static:
+        mine = replace(mine, timeline=marker.timeline, step=marker.step, lsn=marker.lsn)
+        placed = at_lsn(ShardLayout(header.placed), marker.lsn).placed
+        header = replace(header, identity=mine, placed=placed)
     theirs = (marker.run, marker.timeline, marker.step, marker.lsn, marker.rank, marker.world)
     if (mine.run, mine.timeline, mine.step, mine.lsn, mine.rank, mine.world) != theirs:
         raise DamageError(f"{path}: it is a shard of another base than its marker says", path=path)
@@ -141,6 +151,7 @@ def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> None:
             problem = "it is of a later update than the base"
         if problem is not None:
             raise FormatError(f"{path}: entry {entry.name!r}: {problem}", path=path)
+    return header
 
 
 def _misplaced(entry: Entry, marker: Marker) -> str | None:

@@ -60,8 +60,7 @@ def check_files(marker: Marker, memory: memoryview) -> None:
     begin = 0
     for file, record in files_over(marker, memory):
         path = PurePath("peer") / record.name
-        header = read_header(file, record, path)
-        check_identity(header, marker, path)
+        header = check_identity(read_header(file, record, path), marker, path)
         digester = Digester(header.placed)
         for at in range(record.header_length, record.length, _PIECE_BYTES):
             end = min(record.length, at + _PIECE_BYTES)

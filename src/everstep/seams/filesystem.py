@@ -28,6 +28,9 @@ class DirEntry:
 
     Attributes:
         allocated_bytes: room taken on disk, which for a sparse file is less than ``size_bytes``.
+        links: names that the file has.
+        file: of a file with several names: the same number under each, and no other file's in the
+            run folder.
     """
 
     name: str
@@ -35,6 +38,8 @@ class DirEntry:
     size_bytes: int
     allocated_bytes: int
     mtime_s: float
+    links: int = 1
+    file: int = 0
 
 
 class ReadFile(Protocol):

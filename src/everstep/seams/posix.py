@@ -234,4 +234,7 @@ def _entry(item: os.DirEntry[str]) -> DirEntry | None:
     else:
         kind = "file" if stat.S_ISREG(info.st_mode) else "other"
     allocated = getattr(info, "st_blocks", 0) * 512
-    return DirEntry(item.name, kind, info.st_size, allocated, info.st_mtime)  # type: ignore[arg-type]
+    about = info.st_size, allocated, info.st_mtime
+    if kind == "file" and info.st_nlink > 1:
+        return DirEntry(item.name, "file", *about, info.st_nlink, info.st_ino)
+    return DirEntry(item.name, kind, *about)  # type: ignore[arg-type]

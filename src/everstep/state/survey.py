@@ -83,6 +83,17 @@ class Shape:
     common: tuple[InCommon, ...] = ()
 
     @property
+    def static(self) -> frozenset[str]:
+        """Names of the entries that were declared to never change."""
+        return frozenset(name for name, owner in self.owners.items() if owner.kind == "static")
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of those entries."""
+        static = self.static
+        return sum(entry.size_bytes for entry in self.entries if entry.name in static)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of tensors, and about those of objects."""
         return sum(entry.size_bytes for entry in self.entries) + sum(self.objects_bytes.values())

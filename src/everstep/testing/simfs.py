@@ -139,7 +139,8 @@ class SimFileSystem:
     def scan(self, path: PurePath) -> list[DirEntry]:
         with self._journal.reading("scan", path):
             found = self._disk.dir(self._disk.find_dir(path)).entries
-            return [_dir_entry(name, self._disk.nodes[n]) for name, n in sorted(found.items())]
+            nodes = self._disk.nodes
+            return [_dir_entry(name, nodes[n], n) for name, n in sorted(found.items())]
 
     def free_bytes(self, path: PurePath) -> int:
         with self._journal.reading("free_bytes", path):
@@ -402,11 +403,13 @@ def _fates(
     return f"by chance, {odds_kept} kept, {odds_torn} of the writes torn", fates
 
 
-def _dir_entry(name: str, node: FileNode | DirNode) -> DirEntry:
+def _dir_entry(name: str, node: FileNode | DirNode, number: int) -> DirEntry:
     if isinstance(node, DirNode):
         return DirEntry(name, "dir", 0, 0, node.mtime_s)
     allocated = len(node.blocks) * BLOCK_BYTES
-    return DirEntry(name, "file", len(node.content), allocated, node.mtime_s)
+    about = len(node.content), allocated, node.mtime_s
+    several = node.links > 1
+    return DirEntry(name, "file", *about, node.links, number if several else 0)
 
 
 def _conforms(fs: SimFileSystem) -> FileSystem:

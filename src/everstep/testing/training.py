@@ -50,14 +50,19 @@ class TinyTraining:
 
     Every step depends on all of it and on the RNGs of torch, NumPy and Python: a part that
     came back wrong shows, if not at once, then a step later.
+
+    Args:
+        frozen: the first layer is not trained.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, frozen: bool = False) -> None:
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         self.model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 + seed / 1000)
+        self.model[0].requires_grad_(not frozen)
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.01 + seed / 1000)
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -96,6 +101,7 @@ class TrainingScenario(Scenario):
         done: bases taken durably before the act, one per step.
         saves: steps and bases that the act adds after resuming; 0: it only resumes.
         method, keep: of the :class:`Checkpointer`.
+        static: the first layer is frozen, and said to be.
         wrap: puts something between the simulated file system and the act, e.g. a planted bug.
         crash_first: before the act, one more such process is ended by this crash; its ``at``
             counts that process's own operations.
@@ -111,6 +117,7 @@ class TrainingScenario(Scenario):
         saves: int = 1,
         method: Literal["sync", "async"] = "sync",
         keep: int = 3,
+        static: bool = False,
         wrap: Callable[[SimFileSystem], FileSystem] | None = None,
         crash_first: Fault | None = None,
         thorough: bool = False,
@@ -124,7 +131,8 @@ class TrainingScenario(Scenario):
         self._names = random.Random()
         self._last: Checkpointer | None = None
         self._live: tuple[TinyTraining, Checkpointer] | None = None
-        training = TinyTraining(1)
+        self._static = static
+        training = TinyTraining(1, frozen=static)
         self._expected = [training.snapshot()]
         for _ in range(done + 2 * saves + 1):
             training.train_step()
@@ -222,7 +230,7 @@ class TrainingScenario(Scenario):
     def _start(
         self, fs: FileSystem, *, seed: int, process: str = "other"
     ) -> tuple[TinyTraining, Checkpointer]:
-        training = TinyTraining(seed)
+        training = TinyTraining(seed, frozen=self._static)
         self._names = random.Random(f"{process} {seed}")
         with _known_names(self._names):
             checkpointer = Checkpointer(
@@ -231,6 +239,7 @@ class TrainingScenario(Scenario):
                 method=self._method,
                 every=None,
                 keep=self._keep,
+                static=["model/0.*"] if self._static else [],
                 seams=Seams(filesystem=fs, clock=ManualClock()),
             )
         return training, checkpointer
