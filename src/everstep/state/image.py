@@ -245,6 +245,16 @@ class State:
             self.said.add(what)
             _log.warning("everstep: %s\n  hint: %s", what, hint)
 
+    def at_end_of_epoch(self) -> None:
+        """Warn where plain data may count epochs: such a counter must agree with a loader that gives
+        no batch to the first loop after the resume, or that loop leaves an epoch out."""
+        if any(isinstance(one, PlainProvider) for one in self.providers.values()):
+            self.say(
+                "a loader goes on at the end of an epoch: its first iteration gives no batch",
+                "a counter of epochs in the state must agree with that: advance it after the "
+                "loop over the loader, not before ckpt.step(), or an epoch is left out",
+            )
+
     @property
     def data(self) -> list[str]:
         """Sections that a position in the data has come back with."""

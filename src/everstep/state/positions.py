@@ -131,8 +131,8 @@ class Listener(Protocol):
         """Say why what was restored is not what training had."""
         ...
 
-    def say(self, what: str, hint: str) -> None:
-        """Warn of something."""
+    def at_end_of_epoch(self) -> None:
+        """Note that a restored loader has given no batch to the loop, since its epoch had ended."""
         ...
 
 
@@ -207,10 +207,10 @@ class Positions:
         for listener in list(self._listeners):
             listener.lose(why, hint)
 
-    def say(self, what: str, hint: str) -> None:
-        """Tell of what may be meant otherwise."""
+    def at_end_of_epoch(self) -> None:
+        """Tell that a restored loader was at the end of an epoch."""
         for listener in list(self._listeners):
-            listener.say(what, hint)
+            listener.at_end_of_epoch()
 
     @contextmanager
     def loads(self) -> Iterator[None]:
@@ -466,11 +466,7 @@ class _First:
         try:
             data = iterator._next_data()
         except StopIteration:
-            self._positions.say(
-                "a loader goes on at the end of an epoch: its first iteration gives no batch",
-                "a counter of epochs in the state must agree with that: advance it after the "
-                "loop over the loader, not before ckpt.step(), or an epoch is left out",
-            )
+            self._positions.at_end_of_epoch()
             raise
         if self._moved and iterator._num_yielded:
             self._positions.lose(
