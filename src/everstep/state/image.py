@@ -246,8 +246,8 @@ class State:
             _log.warning("everstep: %s\n  hint: %s", what, hint)
 
     def at_end_of_epoch(self) -> None:
-        """Warn where plain data may count epochs: such a counter must agree with a loader that gives
-        no batch to the first loop after the resume, or that loop leaves an epoch out."""
+        """Warn where plain data may count epochs: a counter must agree with a loader that gives no
+        batch to the first loop after the resume, or that loop leaves an epoch out."""
         if any(isinstance(one, PlainProvider) for one in self.providers.values()):
             self.say(
                 "a loader goes on at the end of an epoch: its first iteration gives no batch",
