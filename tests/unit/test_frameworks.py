@@ -429,17 +429,6 @@ def test_a_loader_that_draws_when_its_iterator_is_made(method: str, run_folder: 
     check_resume(run_folder, build, step, method=method)
 
 
-def test_a_generator_is_refused_and_its_copy_is_not_advised_alone(run_folder: Path) -> None:
-    """Stored once, it would be given back as it was at the beginning, and that would not show."""
-    with (
-        pytest.raises(UnsupportedStateError, match=r"get_state\(\)") as caught,
-        opened(run_folder, {"generator": torch.Generator()}),
-    ):
-        pass
-    assert caught.value.hint is not None
-    assert "before each ckpt.step()" in caught.value.hint
-
-
 # --- Models that are frozen for the most part -----------------------------------------------
 
 

@@ -380,7 +380,12 @@ class Formed(World):
         self.model = nn.Module()  # type: ignore[assignment]
         self.model.weight = nn.Parameter(weight)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2, **flags)
-        self.state |= {"model": self.model, "optimizer": self.optimizer}
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.state |= {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
 
     def train(self) -> None:
         for parameter in self.model.parameters():

@@ -241,7 +241,7 @@ def test_a_state_without_parts_is_refused(run_folder: Path) -> None:
 
 
 def test_a_data_loader_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UnsupportedStateError, match="StatefulDataLoader, or store epoch"):
+    with pytest.raises(UnsupportedStateError, match="ResumableLoader"):
         State({"loader": DataLoader([1, 2])})  # type: ignore[arg-type]
 
 
