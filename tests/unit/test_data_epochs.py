@@ -180,6 +180,29 @@ def test_everstep_refuses_it_before_anything_is_touched(run_folder: Any) -> None
     assert weight == 0
 
 
+@pytest.mark.parametrize(
+    ("batches", "epoch", "is_said"), [(8, 0, True), (8, 2, True), (8, 1, False), (12, 2, False)]
+)
+def test_the_rest_of_a_restored_epoch_that_is_given_up(
+    batches: int, epoch: int, is_said: bool, run_folder: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop over epochs that begins with 0, or counts an epoch at its beginning."""
+    loader = loader_of(Noisy(), shuffle=True)
+    with opened(run_folder, {"loader": loader}) as ckpt:
+        take(loader, batches)
+        ckpt.save()
+    resumed = loader_of(Noisy(), shuffle=True)
+    with opened(run_folder, {"loader": resumed}) as ckpt:
+        ckpt.resume()
+        resumed.set_epoch(epoch)
+        assert (f"set_epoch({epoch}) begins epoch {epoch} instead" in caplog.text) == is_said
+        ckpt.step()
+        take(resumed, 2)
+        caplog.clear()
+        resumed.set_epoch(0)
+        assert not caplog.text, "a program may do that in training"
+
+
 def test_a_resume_moves_no_generator(run_folder: Any) -> None:
     loader = loader_of(Noisy(), shuffle=True)
     with opened(run_folder, {"loader": loader}) as ckpt:

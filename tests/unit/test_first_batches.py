@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep import Checkpointer, Recovery
+from everstep.data import ResumableLoader
+from tests.unit.stateful_loader import StatefulLoader
 from tests.unit.test_positions import BATCH, COUNT, EPOCH, Noisy
 
 MOVED = "batches were skipped, and the loader, its sampler or its samples have drawn from them"
@@ -154,3 +157,143 @@ def test_a_run_without_steps_leaves_nothing_behind(run_folder: Path) -> None:
         ckpt.resume()
         assert not unobserved()
     assert unobserved()
+
+
+class Counted(Sampler[int]):
+    """A sampler with a position: in a part of the state, alone."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < COUNT:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Wrapped:
+    """A loader with a position, around torch's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.at = inner, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in itertools.islice(iter(self.inner), self.at, None):
+            self.at += 1
+            yield batch
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def resume_beside(
+    run: Path, part: Any, batches: Iterable[Any], stop: int, before: Any = lambda: None
+) -> Recovery:
+    """Train up to a step, with ``part`` in the state, and say what the resume was."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    state = {"model": model, "optimizer": optimizer, "data": part}
+    with Checkpointer(run, state, every=1, method="sync") as ckpt:
+        recovery = ckpt.resume()
+        before()
+        for step, batch in enumerate(batches, recovery.step + 1):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step()
+            if step == stop:
+                break
+    return recovery
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["sampler", "loader"])
+def test_a_loader_of_a_part_that_has_its_position_back(
+    kind: str, own: bool, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its iterator draws a seed, which an uninterrupted run does not do in mid-epoch."""
+    for stop in (3, 4, 5):
+        generator = torch.Generator() if own else None
+        batches: Any
+        if kind == "sampler":
+            part: Any = Counted()
+            batches = DataLoader(Fixed(), batch_size=BATCH, sampler=part, generator=generator)
+        else:
+            batches = part = Wrapped(DataLoader(Fixed(), batch_size=BATCH, generator=generator))
+        recovery = resume_beside(run_folder, part, batches, stop)
+    assert recovery.data == "restored"
+    assert recovery.exact == own
+    assert ("has drawn from the process's random generators" in caplog.text) == (not own)
+
+
+def test_another_loader_beside_the_one_in_the_state(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    what = "the order of batches is in no part of the state"
+
+    def summed(*loaders: Any) -> Iterator[torch.Tensor]:
+        yield from map(sum, zip(*loaders, strict=False))
+
+    for stop in (3, 4):
+        assert what not in caplog.text
+        loader = ResumableLoader(DataLoader(Fixed(), batch_size=BATCH, shuffle=True))
+        other = DataLoader(Fixed(), batch_size=BATCH, shuffle=True)
+        resume_beside(run_folder, loader, summed(loader, other), stop)
+    assert what in caplog.text
+
+
+def test_generators_that_move_before_a_resumable_loader_goes_on(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that draws before it asks for its batch does so without the interruption, too."""
+
+    def drawing(loader: Any) -> Iterator[torch.Tensor]:
+        batches = iter(loader)
+        while True:
+            torch.rand(1)
+            yield next(batches)
+
+    def resume(stop: int, before: Any = lambda: None) -> Recovery:
+        loader = ResumableLoader(DataLoader(Fixed(), batch_size=BATCH, shuffle=True))
+        return resume_beside(run_folder, loader, drawing(loader), stop, before)
+
+    resume(1)
+    resume(2)
+    assert resume(3, lambda: torch.manual_seed(3)).exact
+    # drawing() begins behind that, and asks for the iterator before it draws
+    assert "random generators have moved between resume() and the batch" in caplog.text
+    assert not resume(4).exact
+
+
+@pytest.mark.parametrize("own_counter", [False, True])
+def test_a_sampler_in_another_epoch_than_its_position(
+    own_counter: bool, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for stop in (EPOCH + 2, EPOCH + 3, EPOCH + 4):
+        sampler: Any = DistributedSampler(Fixed(), num_replicas=1, rank=0)
+        loader = StatefulLoader(Fixed(), batch_size=BATCH, sampler=sampler)
+        first = 1 if own_counter and stop > EPOCH + 2 else 0
+
+        def batches(sampler: Any = sampler, loader: Any = loader, first: int = first) -> Any:
+            for epoch in range(first, 4):
+                sampler.set_epoch(epoch)
+                yield from loader
+
+        recovery = resume_beside(run_folder, loader, batches(), stop)
+    assert recovery.exact == own_counter
+    assert ("its sampler was set to epoch 0 instead of 1" in caplog.text) == (not own_counter)

@@ -24,6 +24,7 @@ from everstep.data.fetching import (
 from everstep.data.orders import Order, Place, Samplers, set_epoch_of
 from everstep.errors import OptionError, StateError
 from everstep.given import is_int
+from everstep.state.positions import MOVED, POSITIONS
 
 __all__ = ["ResumableLoader"]
 
@@ -152,7 +153,26 @@ class ResumableLoader:
         if not is_int(epoch) or epoch < 0:
             raise OptionError(f"an epoch must be a whole number from 0 on, not {epoch!r}")
         if epoch != self.epoch or not self._is_fresh:
+            self._tell_of_rest(epoch)
             self._go_to(_Position(int(epoch)))
+
+    def _tell_of_rest(self, epoch: int) -> None:
+        """Warn where the rest of the epoch that was restored is given up, unless none may be left:
+        a program may count an epoch before ``ckpt.step()``."""
+        at = self._position
+        if not (self._is_fresh and POSITIONS.restoring) or at.is_start:
+            return
+        try:
+            left = at.begin > 0 or at.batch < len(self)
+        except TypeError:
+            left = False
+        if left or epoch != at.epoch + 1:
+            POSITIONS.say(
+                f"resume() has restored batch {at.batch} of epoch {at.epoch} of a ResumableLoader, "
+                f"and set_epoch({epoch}) begins epoch {epoch} instead, which is right only where "
+                f"the program had broken off epoch {at.epoch}",
+                hint="begin the loop over epochs with loader.epoch",
+            )
 
     def __len__(self) -> int:
         """Return the number of batches that this rank has in a whole epoch.
@@ -169,7 +189,13 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Go through the rest of the epoch that was restored, or through the next one."""
+        # A step may draw before it asks for its batch, so this is looked at here and not there.
+        return self._batches(moved=POSITIONS.moved)
+
+    def _batches(self, *, moved: bool) -> Iterator[Any]:
         made, turn, at, order = self._begin()
+        if moved and not at.is_start:
+            POSITIONS.lose(MOVED, hint="do so before resume()")
         streams = list(at.streams) or [None] * made.workers
         ended = 0  # workers in a row whose stream has ended
         for place, batch in enumerate(made.begin(turn, at, order), at.batch - made.voids(at)):
@@ -350,6 +376,7 @@ class _Parts:
             persistent_workers=loader.persistent_workers,
             pin_memory_device=getattr(loader, "pin_memory_device", ""),
         )
+        parts.inner.everstep_restores_data = True
         return parts
 
     @property

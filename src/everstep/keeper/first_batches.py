@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from everstep.state.image import State
 from everstep.state.plain_provider import PlainProvider
 from everstep.state.positions import POSITIONS, fetches_ahead, is_followed
+from everstep.state.providers import StatefulProvider, restores_data
 from everstep.state.rng import RngStates
 
 __all__ = ["FirstBatches"]
@@ -47,7 +48,7 @@ class FirstBatches:
         state.said.clear()
         self.generators = RngStates.now()
         self._first = True  # no iterator was made yet
-        self._made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+        self._made: list[_Fetches] = []
         self._gradients = self._gradients_now()
         self._is_over = False
         POSITIONS.resumed(self)  # a framework may load positions only now
@@ -62,10 +63,11 @@ class FirstBatches:
         POSITIONS.resumed(None)
         _observers.discard(self)
         _observe()
-        for held, loader in self._made:
-            if (iterator := held()) is not None:
+        for fetches in self._made:
+            if (iterator := fetches.iterator()) is not None:
                 vars(iterator).pop("_next_data", None)
-                self._look_at_position(iterator, loader())
+                if fetches.gave:
+                    self._look_at_position(iterator, fetches.loader())
 
     def made(self, iterator: Any, loader: Any, before: RngStates) -> None:
         """An iterator was made.
@@ -73,9 +75,18 @@ class FirstBatches:
         Args:
             before: the generators before that.
         """
-        if self._state.data or is_followed(loader) or not self._gradients or self._trains():
+        if is_followed(loader) or restores_data(loader) or not self._gradients or self._trains():
             return
-        if self._first and not before.same(self.generators):
+        within = self._is_within(loader)
+        if within:
+            if not before.same(RngStates.now()):
+                self._state.lose(
+                    "a DataLoader of a sampler, dataset or stream of the state has drawn from the "
+                    "process's random generators when it was iterated after resume(), which it "
+                    "does not do in the middle of an epoch without the interruption",
+                    hint=f"give the DataLoader generator=torch.Generator(); {_INSTEAD}",
+                )
+        elif self._first and not self._state.data and not before.same(self.generators):
             self._state.say(
                 "random generators were drawn from, or seeded, between resume() and the first "
                 "batch: training goes on with other random numbers than without the interruption, "
@@ -83,8 +94,24 @@ class FirstBatches:
                 hint=f"do so before resume(); {_INSTEAD}",
             )
         self._first = False
-        self._made.append((weakref.ref(iterator), weakref.ref(loader)))
-        _Fetches(iterator, self, before, ahead=bool(fetches_ahead(loader)))
+        fetches = _Fetches(iterator, loader, self, before, ahead=bool(fetches_ahead(loader)))
+        # Beside a loader of the state, batches that nobody trains on are those of one step.
+        fetches.skips = within or not self._state.data
+        self._made.append(fetches)
+
+    def _is_within(self, loader: Any) -> bool:
+        """Return whether a part of the state that has its position back belongs to a loader, or
+        has the loader as an attribute."""
+        providers = self._state.providers.values()
+        found = [one for one in providers if isinstance(one, StatefulProvider)]
+        restored = [one.value for one in found if one.restored_data]
+        parts = [loader.dataset, loader.sampler, loader.batch_sampler]
+        parts.append(getattr(loader.batch_sampler, "sampler", None))
+        return any(
+            one is part or any(loader is held for held in getattr(one, "__dict__", {}).values())
+            for one in restored
+            for part in parts
+        )
 
     def skipped(self, before: RngStates) -> bool:
         """A batch is fetched after another that nobody has trained on; returns whether to go on
@@ -105,7 +132,7 @@ class FirstBatches:
         """Say where a program begins an epoch anew in the middle of one."""
         providers = self._state.providers.values()
         counts = any(isinstance(one, PlainProvider) for one in providers)
-        if loader is None or iterator._num_yielded > 1 or counts:
+        if loader is None or iterator._num_yielded > 1 or (counts and not self._state.data):
             return
         if type(loader.sampler) not in (SequentialSampler, RandomSampler):
             return  # it may begin anywhere
@@ -138,20 +165,31 @@ class _Fetches:
 
     Args:
         ahead: one batch is fetched before it is needed.
+
+    Attributes:
+        iterator, loader: weakly held.
+        gave: a batch was fetched, and not for an evaluation.
+        skips: the program may skip batches.
     """
 
-    def __init__(self, iterator: Any, to: FirstBatches, before: RngStates, *, ahead: bool) -> None:
-        self._held, self._to, self._before = weakref.ref(iterator), to, before
+    def __init__(
+        self, iterator: Any, loader: Any, to: FirstBatches, before: RngStates, *, ahead: bool
+    ) -> None:
+        self.iterator, self.loader = weakref.ref(iterator), weakref.ref(loader)
+        self.gave = False
+        self.skips = True
+        self._to, self._before = to, before
         self._fetched = -ahead
         iterator._next_data = self
 
     def __call__(self) -> Any:
-        iterator = self._held()
+        iterator = self.iterator()
         assert iterator is not None
         if torch.is_grad_enabled():  # or it is an evaluation
-            if self._fetched > 0 and not self._to.skipped(self._before):
+            if self._fetched > 0 and self.skips and not self._to.skipped(self._before):
                 vars(iterator).pop("_next_data", None)
             self._fetched += 1
+            self.gave = True
         return type(iterator)._next_data(iterator)
 
 

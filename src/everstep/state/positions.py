@@ -38,6 +38,7 @@ from everstep.state.worker_draws import WorkerDraws
 
 __all__ = [
     "KEY",
+    "MOVED",
     "POSITIONS",
     "Listener",
     "Positions",
@@ -52,6 +53,13 @@ __all__ = [
 
 KEY: Final = "everstep"
 """The key that is added to a loader's state."""
+
+MOVED: Final = (
+    "random generators have moved between resume() and the batch at which training "
+    "goes on: the program has drawn from them, or seeded them, which it does not do in "
+    "the middle of an epoch without the interruption"
+)
+"""Why training goes on with other random numbers."""
 
 _FINISHED = "_iterator_finished"  # in each state of torchdata's loader
 _TORCHDATA = "torchdata.stateful_dataloader"
@@ -131,6 +139,10 @@ class Listener(Protocol):
         """Say why what was restored is not what training had."""
         ...
 
+    def say(self, what: str, hint: str) -> None:
+        """Warn of something about the data."""
+        ...
+
     def at_end_of_epoch(self) -> None:
         """Note that a restored loader has given no batch to the loop, since its epoch had ended."""
         ...
@@ -207,6 +219,11 @@ class Positions:
         for listener in list(self._listeners):
             listener.lose(why, hint)
 
+    def say(self, what: str, hint: str) -> None:
+        """Tell of something that the program may not intend."""
+        for listener in list(self._listeners):
+            listener.say(what, hint)
+
     def at_end_of_epoch(self) -> None:
         """Tell that a restored loader was at the end of an epoch."""
         for listener in list(self._listeners):
@@ -267,12 +284,14 @@ class _Position:
         pending: the state that was loaded; the next iterator begins there.
         begun: states of the generators that the order of the epoch was drawn from, as they were
             then; None: none was drawn, or by a sampler that restores it itself.
+        epochs: that samplers and dataset were set to when the iterator was made.
         behind: the states before the last fetch, where each batch is fetched too early.
     """
 
     def __init__(self) -> None:
         self.pending: dict[str, Any] | None = None
         self.begun: dict[str, Any] | None = None
+        self.epochs: list[int] = []
         self.behind: _Behind | None = None
 
     def state_dict(self, loader: Any, get: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -284,6 +303,8 @@ class _Position:
             more["own"] = own
         if self.begun is not None:
             more["begun"] = self.begun
+        if self.epochs:
+            more["epochs"] = self.epochs
         tree = get(loader) if self.behind is None else self.behind.state
         return {**tree, KEY: more} if more else tree
 
@@ -314,12 +335,16 @@ class _Position:
 
     def _make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
         pending, self.pending, moved = self.pending, None, positions.moved
+        epochs = _epochs(loader)  # now: workers fetch ahead, which may end the sampler's epoch
         if pending is None:
+            self.epochs = epochs
             self.begun = None
             with _Orders(self, loader, None):
                 return self._made(loader, make)
         more = pending.get(KEY, {})
         self.begun = begun = more.get("begun")
+        self.epochs = saved = more.get("epochs", epochs)
+        other_epoch = "" if saved == epochs else f"{_listed(epochs)} instead of {_listed(saved)}"
         with rng_kept():
             with _Orders(self, loader, begun):
                 iterator = self._made(loader, make)
@@ -341,7 +366,8 @@ class _Position:
                 "shuffle the stream without a buffer (shuffle its shards), or shuffle before",
             )
         if not iterator._finished:
-            _First(iterator, positions, ahead=fetches_ahead(loader), moved=moved)
+            ahead = fetches_ahead(loader)
+            _First(iterator, positions, ahead=ahead, moved=moved, other_epoch=other_epoch)
         return iterator
 
     def _made(self, loader: Any, make: Callable[[Any], Any]) -> Any:
@@ -360,6 +386,7 @@ class _Position:
                 kept = held()
                 assert kept is not None
                 self.begun = None
+                self.epochs = _epochs(loader)
                 with _Orders(self, loader, None):
                     type(kept)._reset(kept, loader, *about, **named)
 
@@ -451,10 +478,14 @@ class _First:
         ahead: who fetches a batch before it is needed: the first one was fetched already before
             the state was saved.
         moved: generators have moved since the state was restored.
+        other_epoch: the sampler's epochs, and those that were saved, in words; "": the same.
     """
 
-    def __init__(self, iterator: Any, positions: Positions, *, ahead: str, moved: bool) -> None:
+    def __init__(
+        self, iterator: Any, positions: Positions, *, ahead: str, moved: bool, other_epoch: str
+    ) -> None:
         self._held, self._positions, self._moved = weakref.ref(iterator), positions, moved
+        self._other_epoch = other_epoch
         self._ahead = ahead if iterator._num_yielded else ""
         iterator._next_data = self
 
@@ -469,11 +500,13 @@ class _First:
             self._positions.at_end_of_epoch()
             raise
         if self._moved and iterator._num_yielded:
+            self._positions.lose(MOVED, "do so before resume()")
+        if self._other_epoch and iterator._num_yielded:
             self._positions.lose(
-                "random generators have moved between resume() and the batch at which training "
-                "goes on: the program has drawn from them, or seeded them, which it does not do in "
-                "the middle of an epoch without the interruption",
-                "do so before resume()",
+                f"a loader goes on in the middle of an epoch, and its sampler was set to epoch "
+                f"{self._other_epoch}: these batches are not the rest of the epoch that was begun",
+                "put the number of the epoch into the state, begin the loop over epochs with it, "
+                "and call set_epoch() before each loop over the loader",
             )
         if before is not None and not before.same(RngStates.now()):
             self._positions.lose(
@@ -589,6 +622,18 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
         left += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
     unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
     return list(unique.values())
+
+
+def _epochs(loader: Any) -> list[int]:
+    """Return the epochs that a loader's samplers are set to, as far as they can be."""
+    samplers = (loader.sampler, loader.batch_sampler, _leaf(loader._index_sampler))
+    settable = {id(one): one for one in samplers if hasattr(one, "set_epoch")}
+    found = (getattr(one, "epoch", None) for one in settable.values())
+    return [epoch for epoch in found if isinstance(epoch, int)]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "(none)"
 
 
 def _states(loader: Any) -> dict[str, Any]:
