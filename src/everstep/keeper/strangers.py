@@ -91,11 +91,15 @@ class Strangers:
         self._others: dict[int, tuple[int, object]] = {}  # with the number of groups then
         self._strangers: dict[int, tuple[_Stranger, object]] = {}
         self._layout: object = None  # of the state that they were judged by
-        self._hooked = False
+        self._hooked = self._is_started = False
 
     def watch(self) -> None:
         """Look at each step of each optimizer from now on, until the handles are removed."""
         self._updates.handles.append(register_optimizer_step_pre_hook(self._before))
+
+    def started(self) -> None:
+        """The state is that of a start; what updated it before (a search for a rate) is past."""
+        self._is_started = True
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -114,6 +118,8 @@ class Strangers:
         same = self._layout is self._state.layout
         if same and known is not None and known[0] == len(optimizer.param_groups):
             return  # mostly
+        if not self._is_started:
+            return
         stranger = self._judged(optimizer)
         if stranger is None:
             return
