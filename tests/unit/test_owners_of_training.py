@@ -23,7 +23,9 @@ import everstep
 from everstep.errors import UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
+from everstep.keeper import strangers
 from everstep.keeper.saver import Saver
+from everstep.keeper.strangers import is_held
 from everstep.state.image import State
 
 THREAD = everstep.KeeperOptions(process=False)
@@ -347,6 +349,29 @@ def test_of_two_models_each_has_its_own(run_folder: Path) -> None:
             two.step()
     assert not messages
     assert all(peeked(path, state).exact for path, state in zip(paths, states, strict=True))
+
+
+def test_one_in_an_object_of_the_state_is_looked_for_once(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state may get entries at each step; the search through the object takes long."""
+    searches = list[object]()
+
+    def counted(optimizer: object, state: State) -> bool:
+        searches.append(optimizer)
+        return is_held(optimizer, state)
+
+    monkeypatch.setattr(strangers, "is_held", counted)
+    model, optimizer = make()
+    losses = list[torch.Tensor]()
+    state = {"model": model, "app": App(optimizer=optimizer), "losses": losses}
+    with said() as messages, opened(run_folder, state) as (ckpt, _):
+        for _ in range(3):
+            update(model, optimizer)
+            losses.append(torch.rand(1))
+            ckpt.step()
+    assert not messages
+    assert searches == [optimizer]
 
 
 def test_a_search_for_a_rate_before_resume_is_past(run_folder: Path) -> None:
