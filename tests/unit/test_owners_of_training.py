@@ -23,7 +23,9 @@ import everstep
 from everstep.errors import UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
+from everstep.keeper import strangers
 from everstep.keeper.saver import Saver
+from everstep.keeper.strangers import is_held
 from everstep.state.image import State
 
 THREAD = everstep.KeeperOptions(process=False)
@@ -349,6 +351,45 @@ def test_of_two_models_each_has_its_own(run_folder: Path) -> None:
     assert all(peeked(path, state).exact for path, state in zip(paths, states, strict=True))
 
 
+def test_one_in_an_object_of_the_state_is_looked_for_once(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state may get entries at each step; the search through the object takes long."""
+    searches = list[object]()
+
+    def counted(optimizer: object, state: State) -> bool:
+        searches.append(optimizer)
+        return is_held(optimizer, state)
+
+    monkeypatch.setattr(strangers, "is_held", counted)
+    model, optimizer = make()
+    losses = list[torch.Tensor]()
+    state = {"model": model, "app": App(optimizer=optimizer), "losses": losses}
+    with said() as messages, opened(run_folder, state) as (ckpt, _):
+        for _ in range(3):
+            update(model, optimizer)
+            losses.append(torch.rand(1))
+            ckpt.step()
+    assert not messages
+    assert searches == [optimizer]
+
+
+def test_a_search_for_a_rate_before_resume_is_past(run_folder: Path) -> None:
+    """It trains with an optimizer of its own, and puts the weights back."""
+    model, optimizer = make()
+    state = {"model": model, "optimizer": optimizer}
+    with said() as messages, everstep.Checkpointer(run_folder, state, keeper=THREAD) as ckpt:
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        update(model, SGD(model.parameters(), lr=1.0))
+        model.load_state_dict(kept)
+        assert ckpt.resume().exact
+        update(model, optimizer)
+        ckpt.step()
+        ckpt.save()
+    assert not messages
+    assert peeked(run_folder, state).exact
+
+
 def test_one_that_gets_a_group_of_ours_later(run_folder: Path) -> None:
     model, optimizer = make()
     other_model, other = make(1)
@@ -572,6 +613,44 @@ def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, repl
     assert SCHEDULER in found[1].evidence
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda optimizer: schedules.ReduceLROnPlateau(optimizer),
+        lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, 3),
+        lambda optimizer: schedules.ChainedScheduler([schedules.StepLR(optimizer, 2)]),
+    ],
+    ids=["that leaves no mark on the optimizer", "that counts otherwise", "that calls others"],
+)
+def test_every_kind_of_scheduler_is_found(run_folder: Path, kind: Callable[..., Any]) -> None:
+    for life in range(2):
+        model, optimizer = make()
+        scheduler = kind(optimizer)
+        with said() as messages, opened(run_folder, {"m": model, "opt": optimizer}) as (ckpt, back):
+            assert back.exact is not bool(life)
+            update(model, optimizer)
+            scheduler.step(*([1.0] if isinstance(scheduler, schedules.ReduceLROnPlateau) else []))
+            ckpt.step()
+        assert messages
+        assert all(SCHEDULER in one for one in messages)
+
+
+def test_a_scheduler_that_is_made_late(run_folder: Path) -> None:
+    """It takes the place of the one in the state in mid-run."""
+    model, optimizer = make()
+    driving: Any = schedules.StepLR(optimizer, 2)
+    state = {"model": model, "opt": optimizer, "sched": driving}
+    with said() as messages, opened(run_folder, state) as (ckpt, _):
+        for step in range(1, 9):
+            if step == 5:
+                driving = schedules.ExponentialLR(optimizer, 0.9)
+            update(model, optimizer)
+            driving.step()
+            ckpt.step()
+            assert ckpt._state.exact is (step < 8)
+    assert [SCHEDULER in one for one in messages] == [True]
+
+
 class Progress:
     """An object of the user's that has a whole framework, and saves little of it."""
 
@@ -644,7 +723,29 @@ def as_accelerate_has_it(_: nn.Module, optimizer: AdamW) -> Any:
     return {"sched": one}, [one]
 
 
-@pytest.mark.parametrize("of", [several_in_one, within_an_object, as_accelerate_has_it])
+def several_that_one_calls(_: nn.Module, optimizer: AdamW) -> Any:
+    one = schedules.ChainedScheduler(
+        [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 2)]
+    )
+    return {"sched": one}, [one]
+
+
+def several_that_one_in_an_object_calls(_: nn.Module, optimizer: AdamW) -> Any:
+    inner = [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 2)]
+    one = schedules.ChainedScheduler(inner)
+    return {"app": App(sched=one), "idle": schedules.StepLR(optimizer, 3)}, [one]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        several_in_one,
+        several_that_one_calls,
+        several_that_one_in_an_object_calls,
+        within_an_object,
+        as_accelerate_has_it,
+    ],
+)
 def test_no_false_alarm_about_schedulers(run_folder: Path, of: Callable[..., Any]) -> None:
     messages, found = scheduled(run_folder, of)
     assert not messages

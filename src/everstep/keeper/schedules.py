@@ -29,10 +29,12 @@ _log = logging.getLogger("everstep")
 class Schedules:
     """The schedulers of the process, as far as they concern a state.
 
-    torch tells nobody who drives an optimizer, but marks its ``step`` as soon as a scheduler has
-    been made for it. Only then are the objects of the process looked through, at the start and at
-    the first step mark behind it. A scheduler that exists may be one that nobody uses any more: it
-    is told of once it has counted a step.
+    torch keeps no list of the schedulers of an optimizer, so the objects of the process are
+    searched for them at the start. Almost all schedulers also mark the ``step`` of their optimizer
+    when they are made (ReduceLROnPlateau does not). Where there is such a mark, the search is
+    repeated at step marks 1, 2, 4, 8 and so on after the start, for those that are made later. A
+    scheduler that exists may be one that nobody uses any more: it is reported once it has counted
+    a step.
 
     Args:
         lost: called, with the reason, as a new base is due that carries it: what a log leads to
@@ -49,7 +51,7 @@ class Schedules:
         self._state, self._lost, self._tell = state, lost, tell
         self._idle: dict[int, tuple[weakref.ref[LRScheduler], object]] = {}  # with what it counted
         self._parts_then: dict[str, object] = {}
-        self._at_first_mark = True
+        self._marks = 0  # since the start
         for key, scheduler in self._parts():
             driven = unwrapped(scheduler.optimizer)
             if state.optimizers and not is_ours(driven, state) and not is_held(driven, state):
@@ -67,12 +69,12 @@ class Schedules:
         """The state is that of a start: what counts from now on is looked for."""
         self._idle = {id(one): (weakref.ref(one), _count(one)) for one in self._beside()}
         self._parts_then = {key: _count(one) for key, one in self._parts()}
-        self._at_first_mark = True
+        self._marks = 0
 
     def marked(self) -> None:
         """A step is over."""
-        if self._at_first_mark:
-            self._at_first_mark = False
+        self._marks += 1
+        if self._marks.bit_count() == 1 and self._are_marked:
             for one in self._beside():
                 self._idle.setdefault(id(one), (weakref.ref(one), _count_when_made(one)))
         if self._idle:
@@ -100,9 +102,10 @@ class Schedules:
         )
         if not replaced:
             return True
-        counted = {"last_epoch": scheduler.last_epoch}
+        counted = [{"last_epoch": one.last_epoch} for one in _counting(scheduler)]
         others = (one for one in self._state.stateful if not isinstance(one, LRScheduler))
-        return any(_has(one.state_dict(), counted) for one in others)  # type: ignore[attr-defined]
+        saved = [one.state_dict() for one in others]  # type: ignore[attr-defined]
+        return all(_has(saved, wanted) for wanted in counted)
 
     def _found(self, scheduler: LRScheduler) -> None:
         driven = unwrapped(scheduler.optimizer)
@@ -130,19 +133,24 @@ class Schedules:
                 if isinstance(inner, LRScheduler):
                     yield key, inner
 
+    @property
+    def _are_marked(self) -> bool:
+        """Return whether a scheduler has been made for an optimizer of the state."""
+        own = self._state.optimizers.values()
+        return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in own)
+
     def _beside(self) -> list[LRScheduler]:
         """Return the schedulers of the state's optimizers that are no part of the state."""
         own = self._state.optimizers.values()
-        if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in own):
+        if not own:
             return []
         parts = [scheduler for _, scheduler in self._parts()]
-        kinds: dict[type, bool] = {}
+        objects = gc.get_objects()
+        # (Not isinstance() of each: that is slower, and may run code of others.)
+        kinds = {kind for kind in set(map(type, objects)) if LRScheduler in kind.__mro__}
         found = []
-        for one in gc.get_objects():
-            kind = type(one)  # isinstance() might run code of others
-            if kind not in kinds:
-                kinds[kind] = issubclass(kind, LRScheduler)
-            if kinds[kind] and not any(one is part for part in parts):
+        for one in (one for one in objects if type(one) in kinds) if kinds else ():
+            if not any(one is part for part in parts):
                 driven = vars(one).get("optimizer")
                 if isinstance(driven, Optimizer) and any(unwrapped(driven) is o for o in own):
                     found.append(one)
@@ -160,11 +168,35 @@ def _has(tree: object, wanted: Mapping[str, object]) -> bool:
     return isinstance(tree, (list, tuple)) and any(_has(value, wanted) for value in tree)
 
 
-def _count(scheduler: LRScheduler) -> object:
-    """Return what it has counted; ReduceLROnPlateau has no ``_step_count``."""
-    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
+def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Return the schedulers that it calls (ChainedScheduler, SequentialLR)."""
+    found: list[LRScheduler] = []
+    for value in vars(scheduler).values():
+        several = value if isinstance(value, (list, tuple)) else (value,)
+        found += (one for one in several if isinstance(one, LRScheduler))
+    return found
 
 
-def _count_when_made(scheduler: LRScheduler) -> int:
+def _counting(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Return what counts steps: itself, or those that it calls (ChainedScheduler counts none)."""
+    if hasattr(scheduler, "last_epoch"):
+        return [scheduler]
+    return [one for inner in _inside(scheduler) for one in _counting(inner)]
+
+
+def _count(scheduler: LRScheduler) -> tuple[int, ...]:
+    """Return how often it was called."""
+    return tuple(
+        # A step() of its own (CosineAnnealingWarmRestarts) may leave _step_count as it is.
+        getattr(one, "_step_count", 0) if _is_plain(one) else one.last_epoch
+        for one in _counting(scheduler)
+    )
+
+
+def _count_when_made(scheduler: LRScheduler) -> tuple[int, ...]:
     """Return what it had counted when it was made, whatever ``last_epoch`` it was given."""
-    return 1 if hasattr(scheduler, "_step_count") else 0
+    return tuple(int(_is_plain(one)) for one in _counting(scheduler))
+
+
+def _is_plain(scheduler: LRScheduler) -> bool:
+    return type(scheduler).step is LRScheduler.step

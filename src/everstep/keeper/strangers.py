@@ -6,9 +6,9 @@ updates are held at the gate and counted like those of the state's own optimizer
 repeat them.
 
 torch calls the hooks that are registered here before and after the step of every optimizer of the
-process. Each optimizer is judged once, at its first step, and again when it has got more groups or
-the state has other entries;
-for one that updates nothing of the state, or is a part of it, the hook is a lookup in a dict.
+process. Each optimizer is judged at its first step, and again when it has more groups; one that
+updates nothing of the state also when the state has other entries. For all but those that are
+reported the hook is a lookup in a dict.
 """
 
 from __future__ import annotations
@@ -88,14 +88,19 @@ class Strangers:
     ) -> None:
         self._state, self._updates = state, updates
         self._gate, self._lost, self._tell = gate, lost, tell
-        self._others: dict[int, tuple[int, object]] = {}  # with the number of groups then
+        # With the number of groups then, and whether it is in a part of the state.
+        self._others: dict[int, tuple[int, bool, object]] = {}
         self._strangers: dict[int, tuple[_Stranger, object]] = {}
         self._layout: object = None  # of the state that they were judged by
-        self._hooked = False
+        self._hooked = self._is_started = False
 
     def watch(self) -> None:
         """Look at each step of each optimizer from now on, until the handles are removed."""
         self._updates.handles.append(register_optimizer_step_pre_hook(self._before))
+
+    def started(self) -> None:
+        """The state is that of a start; what updated it before (a search for a rate) is past."""
+        self._is_started = True
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -114,6 +119,8 @@ class Strangers:
         same = self._layout is self._state.layout
         if same and known is not None and known[0] == len(optimizer.param_groups):
             return  # mostly
+        if not self._is_started:
+            return
         stranger = self._judged(optimizer)
         if stranger is None:
             return
@@ -160,8 +167,11 @@ class Strangers:
     def _judged(self, optimizer: Optimizer) -> _Stranger | None:
         if self._layout is not self._state.layout:  # a module was replaced, or has grown
             self._layout = self._state.layout
-            self._others.clear()
+            for number in [number for number, one in self._others.items() if not one[1]]:
+                del self._others[number]
         key, groups = id(optimizer), len(optimizer.param_groups)
+        if key in self._others and self._others[key][0] == groups:
+            return None
         known, _ref = self._strangers.get(key, (None, None))
         if known is not None and known.groups == groups:
             return known
@@ -173,9 +183,11 @@ class Strangers:
             strangers.pop(key, None)
 
         alive = weakref.ref(optimizer, gone)
-        found = None if is_ours(optimizer, self._state) else self._updates_ours(optimizer)
-        if found is None or is_held(optimizer, self._state):
-            others[key] = groups, alive
+        ours = is_ours(optimizer, self._state)
+        found = None if ours else self._updates_ours(optimizer)
+        ours = ours or (found is not None and is_held(optimizer, self._state))
+        if found is None or ours:
+            others[key] = groups, ours, alive
             return None
         others.pop(key, None)
         strangers[key] = found, alive

@@ -191,6 +191,7 @@ class Watched:
             fresh: nothing was restored: it is as the program has made it.
         """
         self.marked(survey)
+        self._strangers.started()
         self._schedules.started()
         if fresh:
             there = survey or self._state.survey()
