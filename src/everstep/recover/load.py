@@ -9,7 +9,7 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -102,7 +102,16 @@ class LoadedBase:
     @property
     def left_out(self) -> list[str]:
         """Names of the parts of the base that the live state does not have."""
-        return [name for name, what in self.mismatches if what == NOT_IN_STATE]
+        return parts_left_out(self.mismatches)
+
+
+def parts_left_out(mismatches: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the names of the parts of a base that the live state does not have.
+
+    Args:
+        mismatches: of the whole state, ``(name, why)``.
+    """
+    return [name for name, what in mismatches if what == NOT_IN_STATE]
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
