@@ -204,6 +204,8 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
     with _reading(place.run):
         present, memory, problems = place.look()
         ways = present.ways(None)
+        if ways:
+            ways = present.with_files(ways, None)
     trainer = next((one.trainer for one in memory.values() if one.trainer is not None), None)
     if not ways:
         left = [base.id for base in present.inventory.bases]
@@ -212,6 +214,7 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
         base, end, exact, source = None, BaseId(0, 0), True, "fresh"
     else:
         base, end = ways[0].base.id, BaseId(*ways[0].chain.end)
+        problems += _of_parts(present, base)
         exact, source = not present.why_not_exact(ways[0]), place.source_of(present, base)
     captured = {one.pending for one in memory.values()}  # of the ranks of a job that trains
     newest = captured.pop() if len(captured) == 1 else None
@@ -408,7 +411,7 @@ def _of_history(present: Present, rebuilt: Rebuilt, step: int | None, best: Way)
     if step is not None:
         note = left_at(BaseId(rebuilt.timeline, rebuilt.step), present.inventory.branches)
         return [] if note is None else [note]
-    found, chain = list[str](), best.chain
+    found, chain = _of_parts(present, rebuilt.base), best.chain
     if rebuilt.step < best.step:
         why = next((s.reason for s in reversed(present.skipped) if s.step > rebuilt.step), "")
         found.append(
@@ -422,6 +425,12 @@ def _of_history(present: Present, rebuilt: Rebuilt, step: int | None, best: Way)
     for note in found:
         _log.warning("%s: %s", present.inventory.path, note)
     return found
+
+
+def _of_parts(present: Present, base: BaseId) -> list[str]:
+    """Return in words which newer base was passed over for ``base``, as it lacks parts."""
+    lacking = present.lacking
+    return [lacking[max(lacking)]] if lacking and base not in lacking else []
 
 
 @contextlib.contextmanager

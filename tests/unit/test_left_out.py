@@ -407,3 +407,47 @@ def test_more_ranks_than_before_and_the_new_one_fits_none(tmp_path: Path) -> Non
         found = resume(ranks)
         assert [type(one) for one in found] == [MismatchError] * 3, found
         assert "rank 2: " in found[0].message
+
+
+# --- A part of the state -------------------------------------------------------------------
+
+
+def body_alone(rank: int) -> dict[str, Any]:
+    return {"body": body(2)}
+
+
+def test_ranks_with_a_part_of_the_state_do_not_drop_a_log_unasked(tmp_path: Path) -> None:
+    """As a job of one rank: the steps that the log has would be lost."""
+    path = tmp_path / "run"
+    saved(path, plain, 6, **LOGGED)  # a base of step 4, and the log to step 6
+    with job(path, body_alone) as ranks:
+        for error in resume(ranks):
+            assert isinstance(error, RecoveryError)
+            assert "reaches step 6, but without 'optimizer' in the state" in str(error)
+            assert "resume(step=4, strict=False)" in str(error.hint)
+    assert timelines(path) == [1]
+    with job(path, plain, **LOGGED) as ranks:
+        assert [one.step for one in resume(ranks, strict=True)] == [6, 6]
+        die(ranks)
+    with job(path, body_alone) as ranks:
+        assert [one.step for one in resume(ranks, 4)] == [4, 4]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_ranks_pass_over_a_base_of_a_part_of_the_state(tmp_path: Path, strict: bool) -> None:
+    path = tmp_path / "run"
+    saved(path, plain)
+    with job(path, body_alone) as ranks:
+        assert [one.step for one in resume(ranks)] == [3, 3]
+        train(ranks, 2)
+        assert each(ranks, lambda one: (one.ckpt.save(), one.ckpt.wait(20))[0])
+    with job(path, plain) as ranks:
+        for error in resume(ranks, 5, strict=True):  # a step that is asked for is not passed over
+            assert isinstance(error, MismatchError)
+            assert error.mismatches == (("optimizer", "not in the checkpoint"),)
+    with job(path, plain) as ranks:
+        for found in resume(ranks, strict=strict):
+            assert (found.step, found.mismatched) == (3, ())
+            assert "the base of step 5 of timeline 2 has no 'optimizer'" in str(found.notes)
+    with job(path, body_alone) as ranks:
+        assert [one.step for one in resume(ranks, 5)] == [5, 5]

@@ -27,6 +27,7 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
+from everstep.recover.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.contract import Traits
 from everstep.tiers.files import TierFileSystem
@@ -34,7 +35,7 @@ from everstep.tiers.folder import DiskTier
 from everstep.tiers.options import TierOptions
 from tests.unit.copying import train as train_with_copies
 from tests.unit.logged import World, opened, segments_of, train
-from tests.unit.world import base_folder, flip, forget
+from tests.unit.world import HookedFileSystem, base_folder, flip, forget
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,47 @@ def test_peek_says_what_resume_gives(run: Path) -> None:
     world = World(seed=3)
     with opened(run, world) as ckpt:
         assert ckpt.resume().step == 10
+
+
+@pytest.mark.parametrize("how", ["missing", "short"])
+def test_peek_passes_over_a_base_without_its_files(how: str, without_log: Path) -> None:
+    """Names and lengths are what it looks at."""
+    bases = [base_folder(without_log, step) / "rank-00000.safetensors" for step in (8, 4)]
+
+    def spoil(path: Path) -> None:
+        path.unlink() if how == "missing" else os.truncate(path, 100)
+
+    spoil(bases[0])
+    with untouched(without_log):
+        found = everstep.peek(without_log)
+    assert (found.step, found.base_step) == (4, 4)
+    assert "missing, or of another length" in found.skipped[-1].reason
+    assert everstep.load(without_log).step == 4
+    spoil(bases[1])
+    with pytest.raises(RecoveryError, match="none can be used"):
+        everstep.peek(without_log)
+    with (
+        opened(without_log, World(), method="sync", log=None) as ckpt,
+        pytest.raises(RecoveryError, match="none can be used"),
+    ):
+        ckpt.resume()
+
+
+def test_the_newest_base_is_deleted_while_it_is_looked_at(
+    without_log: Path, tmp_path: Path
+) -> None:
+    """A trainer that keeps few bases commits the next one behind the listing, and deletes this."""
+    newer, newest = tmp_path / "newer", base_folder(without_log, 8)
+    newest.rename(newer)
+
+    def overtakes(op: str, path: Any) -> None:
+        older = base_folder(without_log, 4)
+        if (op, Path(path)) == ("scan", older) and newer.exists():
+            newer.rename(newest)
+            (older / "manifest.json").rename(older / "manifest.deleting")
+
+    found = scan_run(HookedFileSystem(overtakes), without_log)
+    assert max(base.id for base in found.bases if base.is_usable) == BaseId(1, 8)
 
 
 def test_a_fresh_path(tmp_path: Path) -> None:
@@ -471,7 +513,7 @@ def test_a_part_that_takes_over_is_told_of(
 ) -> None:
     with caplog.at_level(logging.WARNING, "everstep"):
         recovery = take_over(without_log, ["model"], strict=False)
-    assert "everstep.load(path) looks at a run without taking it over" in caplog.text
+    assert "To read a run without taking it over, use everstep.load(path)" in caplog.text
     assert "'optimizer', 'scheduler', 'plain'" in recovery.notes[0]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "everstep"):
@@ -490,6 +532,9 @@ def test_a_base_of_a_part_is_not_what_a_full_state_is_restored_from(
     assert found.timeline == 1
     assert "optimizer" in found.objects
     assert "has no 'optimizer', 'plain', 'scheduler'" in found.skipped[-1].reason
+    passed_over = found.skipped[-1].reason
+    assert passed_over in found.notes
+    assert passed_over in everstep.peek(without_log).notes
     world = World(seed=99)
     with (
         caplog.at_level(logging.WARNING, "everstep"),
@@ -546,7 +591,7 @@ def test_a_part_never_drops_a_log_unasked(run: Path, template: tuple[Path, dict[
     shutil.rmtree(base_folder(run, 10))
     with (
         untouched(run / "timeline-00001"),
-        pytest.raises(RecoveryError, match=r"leads on to step 10.*without 'optimizer'"),
+        pytest.raises(RecoveryError, match=r"reaches step 10, but without 'optimizer'"),
     ):
         take_over(run, ["model"], strict=False)
     assert not list(run.glob("timeline-00002*"))

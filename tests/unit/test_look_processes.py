@@ -262,7 +262,7 @@ def test_ranks_pass_over_a_base_of_a_part_of_the_state(tmp_path: Path) -> None:
     two_ranks(run, "model,optimizer", 4)
     for one in two_ranks(run, "model", 8):
         assert one["step"] == 4
-        assert "leaves out 'optimizer'" in one["notes"][0]
+        assert "taken the run over without 'optimizer'" in one["notes"][0]
     for one in two_ranks(run, "model,optimizer", 9):
         assert (one["step"], one["base"]) == (4, 4)
     end_keepers(tmp_path)

@@ -196,9 +196,9 @@ def fenced_off(
         step=step,
         rank=rank,
         path=path,
-        hint="this process must end: nothing that it trains from now on is kept. A run has one "
-        "trainer at a time: a second training needs a folder of its own, and everstep.load(path) "
-        "looks at a run without taking it over",
+        hint="this process must end: nothing that it trains from now on is saved. A run has one "
+        "trainer at a time: use another run folder for a second training, and everstep.load(path) "
+        "to read a run without taking it over",
     )
 
 

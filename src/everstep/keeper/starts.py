@@ -176,15 +176,16 @@ class Starts:
 
 
 def _told_of_the_rest(resumed: Resumed, run: PurePath) -> Resumed:
-    """Say that a run was taken over with a part of its state, most often by who only wanted to look
-    at it."""
+    """Warn where a run was taken over with fewer parts in the state than its base has: often by a
+    program that only wants to read it."""
     parts = [] if resumed.loaded is None else resumed.loaded.left_out
     if not parts:
         return resumed
     note = (
-        f"this process has taken the run over, and leaves out {', '.join(map(repr, parts))}: who "
-        "trained it before is fenced off, and bases from now on do not have these. everstep.load("
-        "path) looks at a run without taking it over"
+        f"this process has taken the run over without {', '.join(map(repr, parts))}: the base has "
+        "them, but the state of this process does not, and the bases that it saves will not have "
+        "them. A process that was training this run can no longer save to it. To read a run "
+        "without taking it over, use everstep.load(path)"
     )
     _log.warning("%s: %s", run, note)
     return replace(resumed, problems=(*resumed.problems, note))

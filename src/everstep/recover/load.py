@@ -9,7 +9,7 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,13 +50,14 @@ __all__ = [
     "load_base",
     "load_ranks",
     "own_contents",
+    "parts_left_out",
     "parts_of",
 ]
 
 
 _ANEW = "to begin anew take another folder"
 _HINT = f"build the same model and optimizer, or resume(strict=False) to load the rest; {_ANEW}"
-_LOOK = "everstep.load(path) looks at a run without taking it over"
+_LOOK = "everstep.load(path) reads a run without taking it over"
 _HINT_OF_SEVERAL = (
     "build the same model and optimizer on every rank; resume(strict=False) loads the rest where "
     f"ranks leave out the same of what they have in common; {_ANEW}"
@@ -102,7 +103,16 @@ class LoadedBase:
     @property
     def left_out(self) -> list[str]:
         """Names of the parts of the base that the live state does not have."""
-        return [name for name, what in self.mismatches if what == NOT_IN_STATE]
+        return parts_left_out(self.mismatches)
+
+
+def parts_left_out(mismatches: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the names of the parts of a base that the live state does not have.
+
+    Args:
+        mismatches: of the whole state, ``(name, why)``.
+    """
+    return [name for name, what in mismatches if what == NOT_IN_STATE]
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -387,7 +397,7 @@ def _hint(mismatches: Sequence[tuple[str, str]], state: State) -> str:
     """Return what to do about them."""
     here = [name for name, what in mismatches if what == NOT_IN_STATE]
     if here and len(here) == len(mismatches):
-        return f"{_LOOK}; to go on, give the whole state, or leave these out: resume(strict=False)"
+        return f"{_LOOK}; to train on, give the whole state, or resume(strict=False) without these"
     return _HINT if state.ranks.world == 1 else _HINT_OF_SEVERAL
 
 

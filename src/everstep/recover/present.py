@@ -89,6 +89,7 @@ class Present:
         log: on disk and in memory.
         skipped: what was passed over so far, and why.
         damaged: something of it is, as its digest tells.
+        lacking: bases without parts that older ones have, which come after these, and why.
     """
 
     filesystem: FileSystem
@@ -97,6 +98,7 @@ class Present:
     in_memory: frozenset[BaseId]
     skipped: list[Skipped] = field(default_factory=list)
     damaged: bool = False
+    lacking: Mapping[BaseId, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, filesystem: FileSystem, run: PurePath, memory: Mapping[int, Recalled]) -> Present:
@@ -157,6 +159,23 @@ class Present:
         if not found:
             self._refuse(chosen, step)
         return self._with_all_parts(found)
+
+    def with_files(self, ways: Iterable[Way], step: int | None) -> list[Way]:
+        """Return the ways whose base has all of its files, by name and length.
+
+        Raises:
+            RecoveryError: none has.
+        """
+        found = list[Way]()
+        for way in ways:
+            missing = None if way.base.id in self.in_memory else way.base.missing_file
+            if missing is None:
+                found.append(way)
+            else:
+                self._skip(way.base.id, f"{way.base.path / missing}: missing, or of another length")
+        if not found:
+            self._refuse(Reachable(tuple((w.base, w.chain) for w in ways), _NOBODY), step)
+        return found
 
     def restore(
         self,
@@ -250,11 +269,10 @@ class Present:
 
     def _with_all_parts(self, ways: Sequence[Way]) -> list[Way]:
         bases = [way.base for way in ways]
-        passed_over = lacking_parts(self.filesystem, bases)
-        for base, reason in passed_over.items():
+        self.lacking = lacking_parts(self.filesystem, bases)
+        for base, reason in self.lacking.items():
             self._skip(base, reason)
-        after = [way for way in ways if way.base.id in passed_over]
-        return [*(way for way in ways if way.base.id not in passed_over), *after]
+        return sorted(ways, key=lambda way: way.base.id in self.lacking)
 
     def _skip(self, at: BaseId, reason: str) -> None:
         one = Skipped(at.timeline, at.step, reason)

@@ -33,7 +33,7 @@ from everstep.format.writer import ChunkRing
 from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.copies import has_copy, looks_at_a_time
 from everstep.recover.decide import Skipped, begins_with_several, candidates
-from everstep.recover.fewer import lacking_parts
+from everstep.recover.fewer import lacking_parts, refuse_to_lose
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.inexact import why_not_exact
@@ -186,8 +186,9 @@ def resume(
                 and not loaded.notes
                 and not restored.inexact
             )
-            if step is None:
-                _refuse_to_lose(restored, run)
+            if step is None and loaded is not None and restored.kept is not None:
+                assert restored.end is not None
+                refuse_to_lose(loaded.left_out, restored.end.step, restored.kept[0].step, run)
             failpoint("resume.before_timeline")
             timeline = open_timeline(
                 seams,
@@ -358,29 +359,6 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             raise _VanishedError
         raise refused
     return Restored(skipped=skipped)
-
-
-def _refuse_to_lose(restored: Restored, run: PurePath) -> None:
-    """Refuse to take a run over with a part of its state where the log leads further: the steps of
-    the log would be given up, most often by who only wanted to look.
-
-    Raises:
-        RecoveryError: it is so; the run is as it was.
-    """
-    if restored.loaded is None or restored.end is None or restored.kept is None:
-        return
-    parts = restored.loaded.left_out
-    if parts:
-        end, last = restored.end.step, restored.kept[0].step
-        raise RecoveryError(
-            f"the log of this run leads on to step {last}, and a state without "
-            f"{', '.join(map(repr, parts))} can be restored at step {end} only: what was trained "
-            "since would be given up",
-            step=last,
-            path=run,
-            hint="everstep.load(path) looks at a run without taking it over; resume(step="
-            f"{end}, strict=False) takes it over from step {end} all the same",
-        )
 
 
 def _skipped(bases: Mapping[BaseId, str]) -> list[Skipped]:

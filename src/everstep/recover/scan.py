@@ -113,6 +113,20 @@ class BaseFound:
             return all(self.has_files_of(marker) for marker in self.manifest.markers)
         return self.status in ("committed", "complete")
 
+    @property
+    def missing_file(self) -> str | None:
+        """The name of a data file that the manifest lists and that is not in the directory with the
+        length that it has there; None: there is no such file. A rank of several of which nothing is
+        here writes to a disk of its own."""
+        sizes = {file.name: file.size_bytes for file in self.files if file.kind == "file"}
+        markers = () if self.manifest is None else self.manifest.markers
+        for marker in markers:
+            missing = [one.name for one in marker.files if sizes.get(one.name) != one.length]
+            names = {marker_name(marker.rank), *(one.name for one in marker.files)}
+            if missing and (len(markers) == 1 or not names.isdisjoint(sizes)):
+                return missing[0]
+        return None
+
     def has_files_of(self, marker: Marker) -> bool:
         """Whether a rank's marker and files are in the directory, by name and length."""
         sizes = {file.name: file.size_bytes for file in self.files if file.kind == "file"}
@@ -188,8 +202,9 @@ def scan_run(
 ) -> Inventory:
     """Takes the inventory of a run folder.
 
-    When something that was listed is gone a moment later, another process is at work and has
-    something newer instead: then everything is looked at once more.
+    When something that was listed is gone a moment later, or the newest base is being deleted,
+    another process is at work and has something newer instead: then everything is looked at once
+    more.
 
     Args:
         known: of the process that looks, which looks often.
@@ -205,11 +220,24 @@ def scan_run(
         except FileNotFoundError:
             return Inventory(path)
         try:
-            return _scan(filesystem, path, entries, known or KnownTimelines())
+            inventory = _scan(filesystem, path, entries, known or KnownTimelines())
         except FileNotFoundError:
             if not left:
                 raise
+            continue
+        if not left or not _overtaken(inventory):
+            return inventory
     raise AssertionError("unreachable")
+
+
+def _overtaken(inventory: Inventory) -> bool:
+    """Return whether the newest base is being deleted: then a newer one was committed after its
+    directory was looked at, since retention deletes a base only once a newer one is there."""
+    usable = max((base.id for base in inventory.bases if base.is_usable), default=BaseId(0, 0))
+    return any(
+        base.status == "condemned" and not base.is_usable and base.id > usable
+        for base in inventory.bases
+    )
 
 
 def _scan(

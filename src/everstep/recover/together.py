@@ -40,12 +40,12 @@ from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.recover.decide import Skipped, candidates
-from everstep.recover.fewer import lacking_parts
+from everstep.recover.fewer import lacking_parts, refuse_to_lose
 from everstep.recover.files_ahead import Apart, CopiesAhead
 from everstep.recover.forward import OTHER_STATE
 from everstep.recover.held import HeldBase
 from everstep.recover.lent_files import Covers, covered
-from everstep.recover.load import LoadedBase
+from everstep.recover.load import LoadedBase, parts_left_out
 from everstep.recover.loading import Compares, Load
 from everstep.recover.log_post import LogPost
 from everstep.recover.others import Meeting, Others
@@ -96,6 +96,8 @@ class _Start:
         self.ready: Callable[[], None] = lambda: None
         self.doubts: Callable[[LoadedBase | None], tuple[str, ...]] = lambda loaded: ()
         self.parts: Collection[str] = ()  # of the state
+        self.fewer = ""  # why a newer base with fewer parts was passed over
+        self._step = step
         self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
         self._meeting, self._held, self._load = meeting, held, load
         self._needs = needs
@@ -341,8 +343,7 @@ class _Start:
             try:
                 return self._load(*about, partly=choice.partly, timelines=choice.timelines)
             except MismatchError as error:
-                if why := self._has_fewer_parts(base):
-                    raise FormatError(why) from error  # the ranks choose the next one
+                self._pass_over(base, error)
                 raise
 
         read = self._with_files(choice, choice.manifest, places, load)
@@ -352,12 +353,21 @@ class _Start:
         self._see_layout(choice, base, places)
         return ()
 
-    def _has_fewer_parts(self, base: BaseFound) -> str:
-        """Return in words which parts of the state a base lacks and an older one has."""
+    def _pass_over(self, base: BaseFound, cause: Exception | None = None) -> None:
+        """Leave a base that lacks parts of the state which an older base has.
+
+        Raises:
+            FormatError: it does, so that the ranks choose the next base. A step that was asked for
+                is not passed over.
+        """
+        if self._step is not None:
+            return
         inventory = self.outcome.inventory
         older = () if inventory is None else candidates(inventory).ordered
         tried = [base, *(one for one in older if one.id < base.id)]
-        return lacking_parts(self._filesystem, tried, self.parts).get(base.id, "")
+        if why := lacking_parts(self._filesystem, tried, self.parts).get(base.id, ""):
+            self.fewer = self.fewer or why
+            raise FormatError(why) from cause
 
     def _with_files(
         self, choice: Choice, manifest: Manifest, places: Places, use: Callable[..., _T]
@@ -388,6 +398,7 @@ class _Start:
         places = self._places(choice, choice.manifest)
 
         def use(picked: Mapping[int, Place]) -> LeftOut:
+            self._pass_over(base)
             about = base, picked, self._post.attend
             return compare(*about, partly=choice.partly, timelines=choice.timelines)
 
@@ -395,6 +406,8 @@ class _Start:
         if read is None:
             return Compared(tuple(places.damaged))
         found = self.left_out = read[0].mismatches
+        if self._step is None and choice.end is not None and choice.reach is not None:
+            refuse_to_lose(parts_left_out(found), id_.step, choice.end.step, self._run)
         spoilt = None
         if found and choice.reach is not None and self._log is not None:
             spoilt = self._log.first_of(choice)
@@ -518,5 +531,8 @@ def resume_together(
     if go.choice.note and meeting.rank == COORDINATOR:  # the same on all of them
         _log.warning("%s", go.choice.note)
     skipped = (*start.skipped, *(() if log is None else log.skipped))
-    resumed = resumed_of(go, start.outcome, state, skipped, copies.problems)
+    fewer = (start.fewer,) if start.fewer else ()
+    if fewer and meeting.rank == COORDINATOR:
+        _log.warning("%s", start.fewer)
+    resumed = resumed_of(go, start.outcome, state, skipped, (*copies.problems, *fewer))
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice
