@@ -24,7 +24,7 @@ from everstep.data.fetching import (
 from everstep.data.orders import Order, Place, Samplers, set_epoch_of
 from everstep.errors import OptionError, StateError
 from everstep.given import is_int
-from everstep.state.positions import MOVED, POSITIONS
+from everstep.state.positions import MOVED, POSITIONS, shuffles_in_a_buffer
 
 __all__ = ["ResumableLoader"]
 
@@ -492,20 +492,12 @@ def _refuse(source: Any, dataset_state: bool) -> None:
             "dataset_state=True is for a DataLoader over an IterableDataset with state_dict() and "
             "load_state_dict()"
         )
-    if _shuffles_in_a_buffer(getattr(dataset, "_ex_iterable", None)):
+    if shuffles_in_a_buffer(dataset):
         raise OptionError(
             "this dataset shuffles in a buffer, which its state_dict() does not have: samples "
             "would be lost",
             hint="leave dataset_state out: the dataset is replayed then",
         )
-
-
-def _shuffles_in_a_buffer(examples: Any) -> bool:
-    """Return whether a dataset of Hugging Face's does, by what it is made of."""
-    if type(examples).__name__ == "BufferShuffledExamplesIterable":
-        return True
-    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", ()) or ())]
-    return any(map(_shuffles_in_a_buffer, filter(None, inner)))
 
 
 def _length_of(dataset: object) -> int | None:

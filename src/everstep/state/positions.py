@@ -49,6 +49,7 @@ __all__ = [
     "is_followed",
     "loader_within",
     "same_values",
+    "shuffles_in_a_buffer",
 ]
 
 KEY: Final = "everstep"
@@ -109,11 +110,17 @@ def same_values(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _has_shuffle_buffer(tree: object) -> bool:
-    if isinstance(tree, dict):
-        named = str(tree.get("type")).startswith("BufferShuffled")
-        return named or any(map(_has_shuffle_buffer, tree.values()))
-    return isinstance(tree, (list, tuple)) and any(map(_has_shuffle_buffer, tree))
+def shuffles_in_a_buffer(dataset: object) -> bool:
+    """Return whether a streaming dataset of Hugging Face's shuffles in a buffer, which its
+    ``state_dict()`` does not have, nor does it say that there is one."""
+    return _has_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_buffer(examples: object) -> bool:
+    if type(examples).__name__.startswith("BufferShuffled"):
+        return True
+    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", ()) or ())]
+    return any(map(_has_buffer, filter(None, inner)))
 
 
 def _asked_by(modules: Collection[str]) -> str:
@@ -359,7 +366,7 @@ class _Position:
                 "generators whose state at the beginning of that epoch was not saved",
                 "make the Checkpointer before the loader is iterated or asked for its state",
             )
-        if iterator._num_yielded and _has_shuffle_buffer(pending):
+        if iterator._num_yielded and shuffles_in_a_buffer(loader.dataset):
             positions.lose(
                 "datasets fills the buffers of shuffle(buffer_size=) anew where a stream goes on: "
                 "its samples come in another order, and some are left out",
