@@ -7,7 +7,6 @@ scheduler of its own. What such a scheduler counts is in no base.
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.errors import StateError
 from everstep.keeper.strangers import is_held, is_ours, kind_of
+from everstep.state.holders import holders_of
 from everstep.state.image import State
 from everstep.state.optimizers import unwrapped
 from everstep.state.providers import StatefulProvider
@@ -29,7 +29,7 @@ _log = logging.getLogger("everstep")
 class Schedules:
     """The schedulers of the process, as far as they concern a state.
 
-    torch keeps no list of the schedulers of an optimizer, so the objects of the process are
+    torch keeps no list of the schedulers of an optimizer, so what refers to the optimizer is
     searched for them at the start. Almost all schedulers also mark the ``step`` of their optimizer
     when they are made (ReduceLROnPlateau does not). Where there is such a mark, the search is
     repeated at step marks 1, 2, 4, 8 and so on after the start, for those that are made later. A
@@ -144,16 +144,15 @@ class Schedules:
         own = self._state.optimizers.values()
         if not own:
             return []
-        parts = [scheduler for _, scheduler in self._parts()]
-        objects = gc.get_objects()
-        # (Not isinstance() of each: that is slower, and may run code of others.)
-        kinds = {kind for kind in set(map(type, objects)) if LRScheduler in kind.__mro__}
+        parts = {id(scheduler) for _, scheduler in self._parts()}
+        # What frameworks put around an optimizer, and a scheduler may hold instead of it.
+        around = holders_of(own, Optimizer, depth=2)
+        wrappers = [one for one in around if any(unwrapped(one) is o for o in own)]
         found = []
-        for one in (one for one in objects if type(one) in kinds) if kinds else ():
-            if not any(one is part for part in parts):
-                driven = vars(one).get("optimizer")
-                if isinstance(driven, Optimizer) and any(unwrapped(driven) is o for o in own):
-                    found.append(one)
+        for one in holders_of([*own, *wrappers], LRScheduler, depth=2):
+            driven = vars(one).get("optimizer")
+            if id(one) not in parts and isinstance(driven, Optimizer):
+                found += [one] if any(unwrapped(driven) is o for o in own) else []
         return found
 
 

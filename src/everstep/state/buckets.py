@@ -22,7 +22,6 @@ them, or the rehearsal is not possible, the recovery's notes say so, and it is n
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import warnings
@@ -35,6 +34,7 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
+from everstep.state.holders import holders_of
 from everstep.state.objects import Encoded, encode, join_path
 from everstep.state.providers import ModuleProvider, Provider, Unproven
 from everstep.state.restoring import RestorePlan, Saved
@@ -239,8 +239,7 @@ class Buckets(Unproven):
         inside: list[Any] = [m for outer in modules for m in outer.modules() if isinstance(m, kind)]
         around: list[Any] = []
         if names.keys() - {id(parameter) for one in inside for parameter in one.parameters()}:
-            # (DDP's metaclass takes microseconds to answer issubclass().)
-            around = [one for one in gc.get_objects() if kind in type(one).__mro__]
+            around = _ddps_around(modules, kind)
         for one in (*around, *inside):  # the latter are those that count
             first = next((names[id(p)] for p in one.module.parameters() if id(p) in names), None)
             if (
@@ -251,6 +250,20 @@ class Buckets(Unproven):
                 continue
             if not getattr(one, "_use_python_reducer", False):
                 self._known[first] = weakref.ref(one)
+
+
+def _ddps_around(modules: Sequence[nn.Module], kind: type) -> list[Any]:
+    """Return the DDPs that have one of the modules within, however deeply."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    while modules:
+        # A module has another one in the dict of its modules, which is in its own dict.
+        parents = holders_of(modules, nn.Module, depth=3)
+        new = [one for one in parents if id(one) not in seen]
+        seen.update(map(id, new))
+        found += [one for one in new if kind in type(one).__mro__]
+        modules = [one for one in new if kind not in type(one).__mro__]
+    return found
 
 
 def _rebuilds(ddp: nn.parallel.DistributedDataParallel) -> bool:

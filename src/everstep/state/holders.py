@@ -1,0 +1,42 @@
+"""Objects of a class that hold a given object, found through the garbage collector.
+
+``gc.get_objects()`` would find them, too, but refers for a moment to tuples that other threads are
+still filling: a ``tuple(generator)`` in such a thread then ends in a SystemError. Only what refers
+to the given objects is looked at here.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["holders_of"]
+
+
+def holders_of(values: Iterable[object], kind: type, *, depth: int) -> list[Any]:
+    """Return the objects of ``kind`` that refer to one of ``values``, directly or through dicts and
+    lists, such as the ``__dict__`` of an instance.
+
+    Args:
+        values: what is held.
+        kind: class of the holders, or one that they derive from.
+        depth: number of references between a holder and a value, at most.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    level = list(values)
+    while level and depth:
+        depth -= 1
+        further: list[object] = []
+        for one in gc.get_referrers(*level):
+            if one is level or id(one) in seen:
+                continue
+            seen.add(id(one))
+            # Not isinstance(): it asks __class__, which may run code of others.
+            if kind in type(one).__mro__:
+                found.append(one)
+            elif type(one) in (dict, list):
+                further.append(one)
+        level = further
+    return found
