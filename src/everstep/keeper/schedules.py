@@ -145,11 +145,13 @@ class Schedules:
         if not own:
             return []
         parts = {id(scheduler) for _, scheduler in self._parts()}
-        # What frameworks put around an optimizer, and a scheduler may hold instead of it.
-        around = holders_of(own, Optimizer, depth=2)
-        wrappers = [one for one in around if any(unwrapped(one) is o for o in own)]
+        holders = holders_of(own, Optimizer, LRScheduler, depth=2)
+        # Frameworks put an optimizer into another, which a scheduler may hold instead of it.
+        around = [one for one in holders if Optimizer in type(one).__mro__]
+        if wrappers := [one for one in around if any(unwrapped(one) is o for o in own)]:
+            holders += holders_of(wrappers, LRScheduler, depth=2)
         found = []
-        for one in holders_of([*own, *wrappers], LRScheduler, depth=2):
+        for one in {id(one): one for one in holders if LRScheduler in type(one).__mro__}.values():
             driven = vars(one).get("optimizer")
             if id(one) not in parts and isinstance(driven, Optimizer):
                 found += [one] if any(unwrapped(driven) is o for o in own) else []
