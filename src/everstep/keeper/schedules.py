@@ -58,10 +58,10 @@ class Schedules:
                 why = f"{key!r} drives an optimizer that is in no part of the state"
                 state.strangers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(
-                    "everstep: %s: it is not what the state's own go by, and nothing is called "
-                    "exact\n  hint: give the scheduler that drives the optimizer of the state, "
-                    "or the optimizer that it drives; a framework's train() may make new ones: "
-                    "make the Checkpointer behind that",
+                    "everstep: %s: its steps do not drive the optimizer of the state, and nothing "
+                    "is called exact\n  hint: give the scheduler that drives the optimizer of the "
+                    "state, or the optimizer that it drives; a framework's train() may make "
+                    "new ones: make the Checkpointer after that",
                     state.strangers[-1],
                 )
 
@@ -119,7 +119,7 @@ class Schedules:
                 f"{why}: what it counts is not saved, resume() loses it, and nothing that is saved "
                 "from now on is called exact",
                 hint='add it to the state, {"scheduler": scheduler}; a framework\'s train() may '
-                "make one of its own: make the Checkpointer behind that, of what is used then",
+                "make one of its own: make the Checkpointer after that, of what is used then",
             )
         )
         if self._lost is not None:
