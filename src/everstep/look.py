@@ -24,14 +24,14 @@ from everstep.format.writer import ChunkRing
 from everstep.given import is_int, named
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.looking import InMemory, look_in_memory
-from everstep.recover.audits import audit_in_words
-from everstep.recover.decide import Skipped
 from everstep.recover.folder import run_path
 from everstep.recover.present import GoneError, Present, Way
 from everstep.recover.put import put_into
 from everstep.recover.rebuild import Rebuilder, Rebuilt
 from everstep.recover.report import evidence
-from everstep.recover.scan import scan_run
+from everstep.run.audits import audit_in_words
+from everstep.run.decide import Skipped
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.processes import available_cores

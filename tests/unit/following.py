@@ -13,7 +13,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.writer import ChunkRing
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_base import load_offline
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.serving import Bench
 from tests.unit.world import TIMEOUT_S, forget

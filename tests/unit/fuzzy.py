@@ -20,9 +20,9 @@ from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist import Persister
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import scan_run
-from everstep.recover.segments import read_records
+from everstep.run.opened import OpenBase
+from everstep.run.scan import scan_run
+from everstep.run.segments import read_records
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.body import Body

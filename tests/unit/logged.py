@@ -31,8 +31,8 @@ from everstep.recover.logged import RunLog
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_base import load_offline
 from everstep.recover.rebuild import Rebuilder
-from everstep.recover.scan import scan_run
-from everstep.recover.segments import SegmentFound, read_segment, scan_log
+from everstep.run.scan import scan_run
+from everstep.run.segments import SegmentFound, read_segment, scan_log
 from everstep.seams import PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.tiers.slots import SlotStore

@@ -24,7 +24,7 @@ from everstep import checkpointer
 from everstep.compress import Compressor
 from everstep.compress.ddp import DDPCompression, compressed_mean
 from everstep.format.writer import ChunkRing
-from everstep.recover.segments import read_segment, scan_log
+from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.objects import decode

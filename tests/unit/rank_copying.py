@@ -17,8 +17,8 @@ from everstep.keeper.keepers import Keepers
 from everstep.keeper.place import ROOT
 from everstep.keeper.rank_mirror import FollowingMirror, LeadingMirror
 from everstep.recover.load import all_contents
-from everstep.recover.scan import scan_run
-from everstep.recover.verify import verify_base
+from everstep.run.scan import scan_run
+from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.contract import Tier

@@ -23,7 +23,7 @@ from everstep.recover.forward import Restored
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.redo_others import redo_of_others
 from everstep.recover.reshard import SavedRanks
-from everstep.recover.scan import BaseFound
+from everstep.run.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.dtensors import box_of, is_dtensor, local_of
 from everstep.state.image import State

@@ -27,7 +27,7 @@ from everstep.keeper.wire import Connection
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import HeldBase
 from everstep.recover.resume import open_timeline
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
 from everstep.seams.sockets import close_descriptors, connect_stream, listen_at
 from everstep.state.entries import Entry

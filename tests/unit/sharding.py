@@ -36,8 +36,8 @@ from everstep.format.records import (
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist import Persister
 from everstep.recover.load import LoadedBase, load_ranks
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import BaseFound
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.dtensors import local_of

@@ -22,7 +22,7 @@ from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
 from everstep.keeper.alike import options_to_say
 from everstep.options import validate_options
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import common
 from everstep.state.sharing import Sharing

@@ -23,9 +23,9 @@ from everstep.keeper.auditor import CPU_SHARE, Auditor
 from everstep.options import LogOptions
 from everstep.recover import audit_newest as newest_module
 from everstep.recover.audit_newest import audit_newest
-from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.resume import open_timeline
-from everstep.recover.scan import Inventory, scan_run
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.children import Ended
 from everstep.state.tensors import byte_view

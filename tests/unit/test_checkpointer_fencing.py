@@ -18,7 +18,7 @@ from everstep.format.names import CONDEMNED, DELETING, MANIFEST
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.retain import delete_base
 from everstep.recover.resume import open_timeline
-from everstep.recover.scan import newest_timeline, scan_base
+from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from tests.unit.world import (
     HookedFileSystem,

@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 
 import everstep
 import everstep.cli
-import everstep.recover.scan
-import everstep.recover.verify
+import everstep.run.scan
+import everstep.run.verify
 from everstep.cli import app, main
 from everstep.cli._common import EXIT_STATUS, ExitCode, in_words, plain, status_of, when
 from everstep.errors import (
@@ -176,7 +176,7 @@ def test_ls_and_inspect_call_no_damage_what_is_deleted_while_they_look(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a process at work: base and segments were there when the folder was listed."""
-    real = everstep.recover.scan.scan_run
+    real = everstep.run.scan.scan_run
 
     def scan(*args: Any) -> Any:
         found = real(*args)
@@ -184,7 +184,7 @@ def test_ls_and_inspect_call_no_damage_what_is_deleted_while_they_look(
             shutil.rmtree(base_of(run))
         return found
 
-    monkeypatch.setattr(everstep.recover.scan, "scan_run", scan)
+    monkeypatch.setattr(everstep.run.scan, "scan_run", scan)
     kept = shutil.copytree(base_of(run), run.parent / "kept")
     assert document("ls", run)["ok"]
     shutil.copytree(kept, base_of(run))
@@ -195,7 +195,7 @@ def test_ls_and_inspect_call_no_damage_what_is_deleted_while_they_look(
 def test_where_all_that_was_listed_is_gone_a_run_at_work_has_something_newer(
     run: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, kept = everstep.recover.scan.scan_run, run.parent / "kept"
+    real, kept = everstep.run.scan.scan_run, run.parent / "kept"
     shutil.rmtree(run / "timeline-00001" / "base")
     wanted, times = document(verb, run), 0
 
@@ -209,7 +209,7 @@ def test_where_all_that_was_listed_is_gone_a_run_at_work_has_something_newer(
             base_of(run).rename(kept)
         return found
 
-    monkeypatch.setattr(everstep.recover.scan, "scan_run", scan)
+    monkeypatch.setattr(everstep.run.scan, "scan_run", scan)
     assert document(verb, run) == wanted
 
 
@@ -245,7 +245,7 @@ def test_verify_calls_no_damage_a_base_that_goes_as_it_is_read(
     run: Path, manifest_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest goes first: where only the data are gone, nobody has deleted the base."""
-    real, base = everstep.recover.verify.verify_base, base_of(run)
+    real, base = everstep.run.verify.verify_base, base_of(run)
 
     def slow(*args: Any, **options: Any) -> Any:
         if (base / "manifest.json").exists() and str(base) in str(args):
@@ -254,7 +254,7 @@ def test_verify_calls_no_damage_a_base_that_goes_as_it_is_read(
             (base / "rank-00000.safetensors").unlink(missing_ok=True)
         return real(*args, **options)
 
-    monkeypatch.setattr(everstep.recover.verify, "verify_base", slow)
+    monkeypatch.setattr(everstep.run.verify, "verify_base", slow)
     found = document("verify", run, status=0 if manifest_too else 1)
     at = int(base.parent.parent.name.removeprefix("timeline-")), int(base.name)
     (mine,) = [one for one in found["bases"] if (one["timeline"], one["step"]) == at]
@@ -541,7 +541,7 @@ def test_a_base_whose_deletion_goes_on_while_it_is_read_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     condemn(run, 1, 2)
-    real = everstep.recover.verify.verify_base
+    real = everstep.run.verify.verify_base
 
     def slow(filesystem: Any, base: Any, *args: Any, **options: Any) -> Any:
         if base.id.step == 2:
@@ -550,7 +550,7 @@ def test_a_base_whose_deletion_goes_on_while_it_is_read_is_no_damage(
             shard_of(run, 1, 2).unlink()
         return real(filesystem, base, *args, **options)
 
-    monkeypatch.setattr(everstep.recover.verify, "verify_base", slow)
+    monkeypatch.setattr(everstep.run.verify, "verify_base", slow)
     found = document("verify", run)
     (base,) = (base for base in found["bases"] if base["step"] == 2)
     assert "deleted" in base["note"]
@@ -559,14 +559,14 @@ def test_a_base_whose_deletion_goes_on_while_it_is_read_is_no_damage(
 def test_a_base_that_is_deleted_while_it_is_read_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = everstep.recover.verify.verify_base
+    real = everstep.run.verify.verify_base
 
     def slow(filesystem: Any, base: Any, *args: Any, **options: Any) -> Any:
         if base.id.step == 2:
             shutil.rmtree(base.path)
         return real(filesystem, base, *args, **options)
 
-    monkeypatch.setattr(everstep.recover.verify, "verify_base", slow)
+    monkeypatch.setattr(everstep.run.verify, "verify_base", slow)
     found = document("verify", run)
     (base,) = (base for base in found["bases"] if base["step"] == 2)
     assert "deleted" in base["note"]
@@ -575,7 +575,7 @@ def test_a_base_that_is_deleted_while_it_is_read_is_no_damage(
 def test_a_base_that_vanishes_during_the_scan_is_no_error(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = everstep.recover.scan.scan_run, []
+    real, calls = everstep.run.scan.scan_run, []
 
     def scan(*args: Any) -> Any:
         calls.append(args)
@@ -583,7 +583,7 @@ def test_a_base_that_vanishes_during_the_scan_is_no_error(
             raise FileNotFoundError(2, "gone")
         return real(*args)
 
-    monkeypatch.setattr(everstep.recover.scan, "scan_run", scan)
+    monkeypatch.setattr(everstep.run.scan, "scan_run", scan)
     assert invoke("ls", run).exit_code == ExitCode.OK
     assert len(calls) == 2
 
@@ -1063,7 +1063,7 @@ def test_ctrl_c_is_quiet(run: Path, monkeypatch: pytest.MonkeyPatch, verb: list[
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(everstep.recover.scan, "scan_run", interrupted)
+    monkeypatch.setattr(everstep.run.scan, "scan_run", interrupted)
     result = invoke(*verb, run)
     assert result.exit_code == 130
     assert result.output == ""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import everstep.recover.segments
+import everstep.run.segments
 from everstep.recover.offline import OfflineState
 from everstep.state.objects import decode, encode
 from everstep.state.tensors import byte_view
@@ -273,7 +273,7 @@ def test_a_segment_that_is_deleted_while_it_is_read_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch, goes: str
 ) -> None:
     """Markers go first, then the rest: a process at work leaves none that lacks only its file."""
-    real = everstep.recover.segments.read_segment
+    real = everstep.run.segments.read_segment
     (first, *others) = document("verify", run)["segments"]
 
     def slow(filesystem: Any, segment: Any, *args: Any, **options: Any) -> Any:
@@ -287,7 +287,7 @@ def test_a_segment_that_is_deleted_while_it_is_read_is_no_damage(
                 flip(path / "rank-00000.safetensors", 4000)
         return real(filesystem, segment, *args, **options)
 
-    monkeypatch.setattr(everstep.recover.segments, "read_segment", slow)
+    monkeypatch.setattr(everstep.run.segments, "read_segment", slow)
     if goes == "its file alone":
         (spoilt, *_) = document("verify", run, status=1)["segments"]
         assert spoilt == {**first, "problem": "its file is missing"}

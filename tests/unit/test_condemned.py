@@ -28,8 +28,8 @@ from everstep.format.names import (
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain import Retention, delete_base, perform_deletion
 from everstep.recover.copies import RunWithCopies
-from everstep.recover.lift import lift_mark
-from everstep.recover.scan import scan_base, scan_run
+from everstep.run.lift import lift_mark
+from everstep.run.scan import scan_base, scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.slots import SlotStore

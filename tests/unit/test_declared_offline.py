@@ -22,7 +22,7 @@ from everstep.format.log import (
     record_digest,
     records_of_segment,
 )
-from everstep.recover.chain import Chain, LogIndex
+from everstep.run.chain import Chain, LogIndex
 from everstep.state.layout import ShardLayout
 from tests.unit import logged
 from tests.unit.logged import document, invoke, opened, rebuilder_of

@@ -21,7 +21,7 @@ from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase, all_contents, load_ranks
 from everstep.recover.offline_job_load import load_job
 from everstep.recover.ranks import verify_rank
-from everstep.recover.scan import BaseFound, scan_base
+from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.image import State

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from everstep.recover.opened import open_ranks
-from everstep.recover.scan import scan_run
+from everstep.run.opened import open_ranks
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.keepers import end_keepers
 from tests.unit.logged import document

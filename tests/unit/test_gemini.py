@@ -37,7 +37,7 @@ from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.replicator import Pace
 from everstep.options import Options, validate_options
 from everstep.recover.peer_copy import size_of
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock
 from everstep.seams.posix import PosixFileSystem
 from everstep.seams.progress import silent

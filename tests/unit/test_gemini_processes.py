@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from everstep.keeper.registry import list_keepers
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams.posix import PosixFileSystem
 from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer

@@ -17,7 +17,7 @@ import everstep
 from everstep.commit.lineage import BaseId, Branch, left_at, lost_behind, split_by_history
 from everstep.errors import RecoveryError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.logged import World, document, invoke, opened, segments_of, train
 from tests.unit.test_commit_lineage import _bases, _trees, branches

@@ -17,8 +17,8 @@ import pytest
 from everstep.cli.ps import ask_statuses
 from everstep.keeper.place import ROOT
 from everstep.keeper.registry import kill_keeper, list_keepers
-from everstep.recover.scan import scan_run
-from everstep.recover.segments import scan_log
+from everstep.run.scan import scan_run
+from everstep.run.segments import scan_log
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.urls import open_tier

@@ -31,7 +31,7 @@ from everstep.keeper.messages import OBJECT_PART_BYTES
 from everstep.keeper.registry import list_keepers
 from everstep.options import Budget
 from everstep.recover.load import all_contents
-from everstep.recover.verify import verify_base
+from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes import PidWatch, process_gone
 from everstep.seams.progress import silent

@@ -40,9 +40,9 @@ from everstep.format.names import (
 )
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord, manifest_of
 from everstep.keeper.ranks import RankDisk
-from everstep.recover.fence import Fence
 from everstep.recover.ranks import keep_manifest, offer_of, open_on_disk
-from everstep.recover.scan import newest_timeline, scan_run
+from everstep.run.fence import Fence
+from everstep.run.scan import newest_timeline, scan_run
 from everstep.testing import SimFileSystem
 from everstep.tiers.disk import ensure_dirs, temporary, write_durably
 

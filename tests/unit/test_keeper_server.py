@@ -25,7 +25,7 @@ from everstep.keeper.messages import PROTOCOL
 from everstep.keeper.seat import Seat
 from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.resume import open_timeline
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
 from everstep.seams.sockets import close_descriptors, connect_stream
 from tests.unit.serving import OBJECT, Bench, Hand, bench, contents_of, oracle

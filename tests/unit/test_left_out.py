@@ -16,7 +16,7 @@ from torch import nn
 import everstep
 from everstep import LogOptions, checkpointer
 from everstep.errors import EverstepError, MismatchError, RecoveryError
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import common
 from tests.unit.test_log_together import die

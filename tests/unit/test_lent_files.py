@@ -28,7 +28,7 @@ from everstep.recover.lent_files import (
 )
 from everstep.recover.peer_plan import on_disks, proven, with_proven
 from everstep.recover.peers import Told, plan_of
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everstep import Checkpointer
-from everstep.recover.tensors import as_complex
+from everstep.run.tensors import as_complex
 from tests.unit.world import freeze
 
 STEPS = 7

@@ -24,7 +24,7 @@ from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.recorder import Recorder
 from everstep.options import Budget, LogOptions
-from everstep.recover.chain import LogIndex, path_of
+from everstep.run.chain import LogIndex, path_of
 from tests.unit.lanes import HeldLane
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start

@@ -13,7 +13,7 @@ import pytest
 from everstep.errors import DamageError, FormatError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import heads_of, index_of_segment, record_digest, records_of_pack
-from everstep.recover.tensors import tensor_of
+from everstep.run.tensors import tensor_of
 from everstep.state.objects import decode, encode
 
 PATH = PurePath("segment")

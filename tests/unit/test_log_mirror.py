@@ -34,8 +34,8 @@ from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, CopyPlace
 from everstep.recover.logs import LogFound
-from everstep.recover.scan import Inventory
-from everstep.recover.segments import read_segment, scan_log
+from everstep.run.scan import Inventory
+from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, Seams, failpoints
 from everstep.state.ranks import RankInfo
 from everstep.testing.faultytier import FaultyTier, TierFault

@@ -18,12 +18,12 @@ from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.job import Job
-from everstep.recover.chain import Chain
 from everstep.recover.logs import LogFound
 from everstep.recover.peer_log import PeerLog, packed
 from everstep.recover.redo import checked
-from everstep.recover.scan import Inventory, scan_run
-from everstep.recover.segments import read_segment, scan_log
+from everstep.run.chain import Chain
+from everstep.run.scan import Inventory, scan_run
+from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
 from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import encode

@@ -23,8 +23,8 @@ from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.recover import log_post, ranklog, redo, together
 from everstep.recover.log_post import from_bytes, to_bytes
-from everstep.recover.segments import read_segment, scan_log
 from everstep.recover.updates import update_of
+from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem, ReadFile, Seams
 from everstep.state import common
 from everstep.state.image import State

@@ -15,13 +15,13 @@ import torch
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.recover import segment_reads
-from everstep.recover.chain import Chain
-from everstep.recover.log_reads import LogReads
 from everstep.recover.logs import LogFound
 from everstep.recover.redo import Redo
-from everstep.recover.segment_reads import ReadRoom, SegmentReads
-from everstep.recover.segments import SegmentFound
+from everstep.run import segment_reads
+from everstep.run.chain import Chain
+from everstep.run.log_reads import LogReads
+from everstep.run.segment_reads import ReadRoom, SegmentReads
+from everstep.run.segments import SegmentFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.filesystem import ReadFile
 from everstep.state.entries import Entry

@@ -13,7 +13,7 @@ from everstep.format.names import TEMPORARY_SUFFIX, marker_name, segment_dir, sh
 from everstep.keeper import log_writer
 from everstep.keeper.retain_log import delete_segments
 from everstep.options import LogOptions
-from everstep.recover.fence import Fence
+from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem
 from tests.unit.logged import segments_of
 from tests.unit.test_log_budget import Trained, assert_rebuilt, spans

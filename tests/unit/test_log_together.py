@@ -26,8 +26,8 @@ from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
 from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
-from everstep.recover.audits import audit_in_words
-from everstep.recover.scan import scan_run
+from everstep.run.audits import audit_in_words
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry

@@ -23,8 +23,8 @@ from everstep.format.writer import ChunkRing
 from everstep.recover import log_post
 from everstep.recover.redo import Redo, Step
 from everstep.recover.redo_others import redo_of_others
-from everstep.recover.scan import scan_run
 from everstep.recover.updates import update_of
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.image import State
 from everstep.state.ranks import RankInfo

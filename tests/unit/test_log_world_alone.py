@@ -14,8 +14,8 @@ from everstep.errors import NewerFormatError, RecoveryError
 from everstep.format.names import base_dir, shard_name
 from everstep.format.records import Manifest
 from everstep.recover import loading
-from everstep.recover.decide import begins_with_several
-from everstep.recover.scan import Inventory, scan_run
+from everstep.run.decide import begins_with_several
+from everstep.run.scan import Inventory, scan_run
 from everstep.seams import PosixFileSystem, Seams
 from tests.unit.fuzzy import left, lsns_on_disk
 from tests.unit.test_log_parts import alike, die, replicas, resume, trained, until

@@ -20,8 +20,8 @@ from everstep.keeper.recordable import Layouts
 from everstep.keeper.untold import Untold
 from everstep.recover.declared import DeclaredRedo
 from everstep.recover.redo import Redo, Step
-from everstep.recover.scan import BaseFound
 from everstep.recover.updates import update_of
+from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
 from everstep.state import share
 from everstep.state.common import common_of

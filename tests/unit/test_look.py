@@ -27,7 +27,7 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.contract import Traits
 from everstep.tiers.files import TierFileSystem
@@ -255,8 +255,8 @@ def test_a_damaged_log_ends_before_the_step(
 
 def test_a_damaged_entry_that_is_not_asked_for(run: Path) -> None:
     """What is read is verified; nothing else is read."""
-    from everstep.recover.opened import OpenBase
-    from everstep.recover.scan import scan_run
+    from everstep.run.opened import OpenBase
+    from everstep.run.scan import scan_run
 
     (base,) = [b for b in scan_run(PosixFileSystem(), run).bases if b.id == BaseId(1, 10)]
     found = OpenBase.open(PosixFileSystem(), base, rank=0)
@@ -624,7 +624,7 @@ def test_the_one_that_was_taken_over_is_told_so(without_log: Path) -> None:
 
 
 def test_who_has_opened_a_timeline_is_named(without_log: Path) -> None:
-    from everstep.recover.fence import Fence
+    from everstep.run.fence import Fence
 
     fence = Fence(PosixFileSystem(), without_log, 1)
     take_over(without_log, ["model"], strict=False)

@@ -30,9 +30,9 @@ from everstep.keeper import lossy_update
 from everstep.keeper.lossy_log import lossy_record
 from everstep.keeper.recordable import Layouts
 from everstep.options import LogOptions
-from everstep.recover.segments import read_segment
 from everstep.recover.updates import update_of
 from everstep.replay.packed import Packed, dense
+from everstep.run.segments import read_segment
 from everstep.seams import PosixFileSystem
 from everstep.state.log import GRADIENT, UPDATE_OBJECT
 from everstep.state.objects import decode, encode

@@ -20,7 +20,7 @@ from everstep.format.names import (
     parse_renamed_timeline,
     timeline_dir,
 )
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams.posix import PosixFileSystem
 from tests.unit import logged
 from tests.unit.logged import World, invoke

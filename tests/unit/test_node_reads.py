@@ -27,8 +27,8 @@ from everstep.recover.load import LoadedBase
 from everstep.recover.loading import loader
 from everstep.recover.node_reads import NodeReads, NodeStart, memory_name
 from everstep.recover.node_window import NodeWindow
-from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
+from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.filesystem import ReadFile
 from everstep.state.image import State

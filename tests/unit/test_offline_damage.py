@@ -20,8 +20,8 @@ from everstep.format.names import segment_dir
 from everstep.format.writer import ChunkRing
 from everstep.recover.logged import RunLog
 from everstep.recover.rebuild import Rebuilder
-from everstep.recover.scan import scan_run
-from everstep.recover.segments import _disorder, read_segment, scan_log, vetted
+from everstep.run.scan import scan_run
+from everstep.run.segments import _disorder, read_segment, scan_log, vetted
 from everstep.seams import PosixFileSystem
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards

@@ -36,9 +36,9 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log_writer import SegmentWriter
 from everstep.keeper.persist import Persister
 from everstep.recover.audit_newest import audit_newest
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import scan_run
-from everstep.recover.segments import read_segment, scan_log
+from everstep.run.opened import OpenBase
+from everstep.run.scan import scan_run
+from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX

@@ -21,8 +21,8 @@ from everstep.format.records import TimelineRecord
 from everstep.recover import offline_base
 from everstep.recover.audit import audit, pairs
 from everstep.recover.rebuild import changes, conditions
-from everstep.recover.tensors import as_it_lay
 from everstep.replay import exactness
+from everstep.run.tensors import as_it_lay
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import decode, encode

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import everstep.recover.segments
+import everstep.run.segments
 from everstep.cli._log import steps_in_words
-from everstep.recover.chain import path_of
+from everstep.run.chain import path_of
 from tests.unit.logged import (
     World,
     document,
@@ -119,7 +119,7 @@ def test_a_segment_that_is_deleted_while_they_look_is_no_damage(
 ) -> None:
     """By a process at work: the marker was read, and the data are gone, perhaps the folder too."""
     path = Path(segments_of(run)[1].path)
-    real = everstep.recover.segments._heads
+    real = everstep.run.segments._heads
 
     def heads(filesystem: Any, where: Any, marker: Any) -> Any:
         if Path(where) == path and path.exists():
@@ -128,7 +128,7 @@ def test_a_segment_that_is_deleted_while_they_look_is_no_damage(
                 path.mkdir()
         return real(filesystem, where, marker)
 
-    monkeypatch.setattr(everstep.recover.segments, "_heads", heads)
+    monkeypatch.setattr(everstep.run.segments, "_heads", heads)
     kept = shutil.copytree(path, run.parent / "kept")
     assert document("ls", run)["ok"]
     shutil.copytree(kept, path, dirs_exist_ok=True)

@@ -18,7 +18,7 @@ from everstep.format.writer import ChunkRing
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_job import JobState, name_of_rank
 from everstep.recover.offline_job_load import load_job
-from everstep.recover.scan import BaseFound, scan_base
+from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX, State

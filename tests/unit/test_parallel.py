@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everstep.keeper.registry import KeeperInfo, kill_keeper, list_keepers
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer, whole_lines

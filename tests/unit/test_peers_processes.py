@@ -17,7 +17,7 @@ import pytest
 
 from everstep.cli.ps import Status, ask_statuses
 from everstep.keeper.registry import kill_keeper, list_keepers
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer

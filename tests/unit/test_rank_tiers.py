@@ -31,7 +31,7 @@ from everstep.keeper.keepers import Keepers
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, newest_timeline_in
 from everstep.keeper.seat import Seat
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.files import TierFileSystem

@@ -15,7 +15,7 @@ import pytest
 
 from everstep.keeper.place import ROOT
 from everstep.keeper.registry import kill_keeper, list_keepers
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.urls import open_tier

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import FormatError
-from everstep.recover.ahead import Ahead
+from everstep.run.ahead import Ahead
 from tests.unit.world import TIMEOUT_S
 
 

@@ -26,7 +26,7 @@ from everstep.errors import (
 from everstep.format.digests import digest, digest_of_file
 from everstep.format.names import MANIFEST
 from everstep.format.records import Manifest, Marker
-from everstep.recover.scan import newest_timeline
+from everstep.run.scan import newest_timeline
 from everstep.seams import PosixFileSystem
 from everstep.state.objects import TensorRef, encode
 from tests.unit.world import base_folder, inventory_of, opened, verdict_of

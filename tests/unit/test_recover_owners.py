@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.errors import FencedError, RecoveryError
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing import SimFileSystem
 from tests.unit.world import forget

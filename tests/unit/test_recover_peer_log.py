@@ -19,7 +19,7 @@ from everstep.recover.peer_copy import PeerCopy
 from everstep.recover.peer_log import LentLog, PeerLog, packed, unpacked
 from everstep.recover.peer_log_plan import LogTold
 from everstep.recover.peers import Brought, fetch_from_peers, plan_of
-from everstep.recover.scan import Inventory
+from everstep.run.scan import Inventory
 from everstep.seams import SystemClock
 from tests.unit.peer_logs import heads_of_step, log_of, records_of_steps
 from tests.unit.peering import copy_of, piece, record_of

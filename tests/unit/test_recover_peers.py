@@ -29,7 +29,7 @@ from everstep.recover import peers
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import PeerCopy
 from everstep.recover.peers import Fetched, Told, _Exchange, fetch_from_peers, plan_of
-from everstep.recover.scan import Inventory
+from everstep.run.scan import Inventory
 from everstep.seams import ManualClock, SystemClock
 from tests.unit.peering import RUN, bytes_of, copy_of, piece, record_of
 from tests.unit.together import on_all

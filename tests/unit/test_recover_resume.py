@@ -23,8 +23,8 @@ from everstep.errors import (
 )
 from everstep.format.records import Manifest, Marker, _encode
 from everstep.format.writer import ChunkRing
-from everstep.recover.scan import scan_base
-from everstep.recover.verify import verify_base
+from everstep.run.scan import scan_base
+from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from tests.unit.world import (

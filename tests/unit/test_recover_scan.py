@@ -17,7 +17,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.recover.scan import KnownTimelines, scan_run
+from everstep.run.scan import KnownTimelines, scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.world import HookedFileSystem
 

@@ -24,12 +24,12 @@ from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
 from everstep.options import LogOptions
 from everstep.recover import redo
-from everstep.recover.ahead import Ahead
 from everstep.recover.redo import Redo
 from everstep.recover.report import Recovery
-from everstep.recover.segment_reads import SegmentReads
 from everstep.replay import blocked, engine
 from everstep.replay.blocked import Blocked
+from everstep.run.ahead import Ahead
+from everstep.run.segment_reads import SegmentReads
 from tests.unit.logged import World, opened, segments_of
 from tests.unit.world import TIMEOUT_S
 

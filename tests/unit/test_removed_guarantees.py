@@ -20,11 +20,11 @@ from everstep.capture.spots import Spots
 from everstep.format.log import LogRecord
 from everstep.keeper import consumed as consumed_module
 from everstep.keeper.recorder import Recorder
-from everstep.recover import chain as chain_module
 from everstep.recover import logs as logs_module
-from everstep.recover.chain import LogIndex
 from everstep.recover.logs import LogFound
 from everstep.recover.report import Recovery
+from everstep.run import chain as chain_module
+from everstep.run.chain import LogIndex
 from everstep.state.owners import Owner
 from tests.unit.logged import World, opened, record, rewrite_segment, segments_of, train
 from tests.unit.matrix import CASES, LOOPS

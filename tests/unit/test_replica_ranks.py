@@ -18,7 +18,7 @@ from everstep import LogOptions
 from everstep.errors import EverstepError
 from everstep.format.names import RUN_RECORD
 from everstep.keeper import keepers
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import log_parts as parts_of_logs
 from everstep.state.image import State

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.writer import ChunkRing
-from everstep.recover.scan import BaseFound
+from everstep.run.scan import BaseFound
 from everstep.state.dtensors import local_of
 from everstep.state.image import State
 from everstep.state.ranks import RankInfo

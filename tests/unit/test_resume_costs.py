@@ -17,10 +17,10 @@ from torch.optim import SGD, Adam, AdamW
 from everstep.keeper import job
 from everstep.keeper.starts import Starts
 from everstep.recover import redo, together
-from everstep.recover.ahead import Ahead
 from everstep.recover.peers import Brought
 from everstep.replay import engine
 from everstep.replay.blocked import Blocked
+from everstep.run.ahead import Ahead
 from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.providers import ModuleProvider

@@ -15,10 +15,10 @@ import everstep
 from everstep import LogOptions
 from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
 from everstep.keeper.place import CopyPlace
-from everstep.recover import segments
 from everstep.recover.resume import open_timeline
-from everstep.recover.scan import Inventory, scan_run
-from everstep.recover.segments import KnownSegments, SegmentFound, scan_logs
+from everstep.run import segments
+from everstep.run.scan import Inventory, scan_run
+from everstep.run.segments import KnownSegments, SegmentFound, scan_logs
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.rate import ObjectRate

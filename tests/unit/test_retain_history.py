@@ -21,8 +21,8 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
-from everstep.recover.chain import LogIndex, path_of
-from everstep.recover.scan import scan_run
+from everstep.run.chain import LogIndex, path_of
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.test_log_budget import Trained

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from everstep import Checkpointer
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.testing import SimFileSystem
 from everstep.testing.training import TinyTraining

@@ -13,7 +13,7 @@ from everstep.format.names import marker_name, segment_dir
 from everstep.keeper.retain_history import promises
 from everstep.keeper.segment_ages import SegmentAges, _ages
 from everstep.options import LogOptions
-from everstep.recover.scan import Inventory, scan_run
+from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.filesystem import DirEntry
 from tests.unit.test_log_budget import Trained

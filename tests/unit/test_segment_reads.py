@@ -21,12 +21,12 @@ from everstep.arena.reused import ReusedMemory
 from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.recover import segment_reads
-from everstep.recover.chain import Chain
 from everstep.recover.logs import LogFound
 from everstep.recover.redo import checked
-from everstep.recover.segment_reads import ReadRoom, SegmentReads
-from everstep.recover.segments import read_segment, vetted
+from everstep.run import segment_reads
+from everstep.run.chain import Chain
+from everstep.run.segment_reads import ReadRoom, SegmentReads
+from everstep.run.segments import read_segment, vetted
 from everstep.seams import PosixFileSystem
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards

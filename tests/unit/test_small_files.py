@@ -14,7 +14,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.recover import rank_copies
 from everstep.recover.rank_copies import Copies
-from everstep.recover.small_files import SmallFiles
+from everstep.run.small_files import SmallFiles
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
 

@@ -25,7 +25,7 @@ from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
 from everstep.keeper.static_files import StaticFiles
-from everstep.recover.opened import check_identity
+from everstep.run.opened import check_identity
 from everstep.seams import PosixFileSystem
 from tests.unit.test_cli import document, invoke
 from tests.unit.test_keeper_process import finish, keepers_gone, start

@@ -114,7 +114,7 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
         ("everstep.seams.posix", "from everstep import Checkpointer"),
         ("everstep.state.tree", "import everstep"),
         ("everstep.state.tree", "from ..commit import machine"),
-        ("everstep.commit.machine", "def f():\n    from everstep.recover.scan import scan"),
+        ("everstep.commit.machine", "def f():\n    from everstep.run.scan import scan"),
         ("everstep.commit.machine", "from everstep.keeper.local import Keeper"),
         ("everstep.keeper.local", "import everstep.bench.demo as d"),
         ("everstep.keeper.local", "from everstep.checkpointer import Checkpointer"),

@@ -33,8 +33,8 @@ from everstep.keeper.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.recover.copies import RunWithCopies
 from everstep.recover.folder import open_run_folder
 from everstep.recover.resume import open_timeline
-from everstep.recover.scan import scan_run
-from everstep.recover.verify import verify_base
+from everstep.run.scan import scan_run
+from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.testing.faultytier import FaultyTier, TierFault

@@ -18,8 +18,8 @@ import torch
 import everstep
 from everstep import checkpointer as checkpointer_module
 from everstep.recover.load import all_contents
-from everstep.recover.scan import BaseFound, Inventory, scan_run
-from everstep.recover.verify import Verdict, verify_base
+from everstep.run.scan import BaseFound, Inventory, scan_run
+from everstep.run.verify import Verdict, verify_base
 from everstep.seams import (
     Clock,
     DirEntry,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
     from everstep.recover.audit import Audit
     from everstep.recover.logged import RunLog
-    from everstep.recover.scan import Inventory
-    from everstep.recover.segments import SegmentFound
+    from everstep.run.scan import Inventory
+    from everstep.run.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
 
 __all__ = [
@@ -48,7 +48,7 @@ def check_segments(
         NewerFormatError: one was written by a newer everstep.
         DeadlineError: the storage hangs.
     """
-    from everstep.recover.segments import read_segment
+    from everstep.run.segments import read_segment
     from everstep.seams.progress import progress
 
     wanted = [one for one in log.segments if timeline in (None, one.timeline)]

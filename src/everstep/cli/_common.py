@@ -43,7 +43,7 @@ from everstep.errors import (
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
-    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.filesystem import FileSystem
 
 __all__ = [
@@ -298,7 +298,7 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
         ForeignDirectoryError: it holds something else.
         NewerFormatError: it was written by a newer everstep.
     """
-    from everstep.recover.scan import scan_run
+    from everstep.run.scan import scan_run
     from everstep.seams import PosixFileSystem
 
     if not run or ("://" in run and isinstance(filesystem, PosixFileSystem)):
@@ -345,7 +345,7 @@ def filesystem_of(run: str) -> FileSystem:
 
 
 def _open_copy(filesystem: FileSystem, run: str) -> Inventory:
-    from everstep.recover.scan import scan_run
+    from everstep.run.scan import scan_run
     from everstep.tiers.urls import UrlPath
 
     path = UrlPath(run.rstrip("/"))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
     from everstep.recover.logged import Reach, RunLog
-    from everstep.recover.scan import Inventory
-    from everstep.recover.segments import SegmentFound
+    from everstep.run.scan import Inventory
+    from everstep.run.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
 
 __all__ = [

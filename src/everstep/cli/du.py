@@ -24,7 +24,7 @@ from everstep.cli._common import (
 from everstep.cli.ls import STATUS_WORDS
 
 if TYPE_CHECKING:
-    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.filesystem import DirEntry, FileSystem
 
 __all__ = ["du"]

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
     from everstep.format.records import AuditRecord
-    from everstep.recover.scan import BaseFound, Inventory
-    from everstep.recover.segments import SegmentFound
+    from everstep.run.scan import BaseFound, Inventory
+    from everstep.run.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
     from everstep.state.entries import Entry
 
@@ -213,7 +213,7 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
 
 
 def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _Found:
-    from everstep.recover.opened import OpenBase
+    from everstep.run.opened import OpenBase
 
     if base.manifest is None:
         raise RecoveryError(
@@ -382,7 +382,7 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
 
 
 def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_tree: bool) -> None:
-    from everstep.recover.audits import audit_in_words
+    from everstep.run.audits import audit_in_words
 
     first = found.headers[0][1].identity
     for base, reason in found.skipped.items():

@@ -32,7 +32,7 @@ from everstep.errors import DamageError, FormatError, NewerFormatError
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.recover.logged import Reach
-    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.filesystem import FileSystem
 
 __all__ = [
@@ -106,8 +106,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         NewerFormatError: as ``resume()`` would.
     """
     from everstep.commit.lineage import BaseId, had_steps
-    from everstep.recover.decide import candidates
-    from everstep.recover.opened import OpenBase
+    from everstep.run.decide import candidates
+    from everstep.run.opened import OpenBase
 
     found = candidates(inventory)
     skipped: dict[BaseId, str] = {}
@@ -160,7 +160,7 @@ def file_problems(base: BaseFound) -> list[str]:
 
 def is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
     """Whether a process at work has deleted a base, or begun to, while it was looked at."""
-    from everstep.recover.scan import scan_base
+    from everstep.run.scan import scan_base
 
     try:
         return scan_base(filesystem, inventory.path, base).status == "condemned"
@@ -172,7 +172,7 @@ def is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
 
 def is_leaving(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
     """Whether a process at work has deleted a base, or gone on with it, while it was read."""
-    from everstep.recover.scan import scan_base
+    from everstep.run.scan import scan_base
 
     try:
         now = scan_base(filesystem, inventory.path, base.id)
@@ -307,7 +307,7 @@ def _created(base: BaseFound) -> float | None:
 
 def _notes(base: BaseFound, choice: Choice) -> list[str]:
     """What is wrong with a base, in sentences."""
-    from everstep.recover.audits import audit_in_words
+    from everstep.run.audits import audit_in_words
 
     told = base.status in ("condemned", "incomplete")  # the status says it all
     notes = [base.problem] if base.problem and not told else []

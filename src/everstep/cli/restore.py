@@ -32,7 +32,7 @@ from everstep.errors import OptionError, StorageError
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
     from everstep.recover.rebuild import Rebuilder, Rebuilt
-    from everstep.recover.scan import Inventory
+    from everstep.run.scan import Inventory
     from everstep.seams.filesystem import FileSystem
 
 __all__ = ["check_out", "given_up", "rebuilding", "restore", "write_run"]
@@ -210,8 +210,8 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.recover.folder import open_run_folder
     from everstep.recover.load import all_contents
     from everstep.recover.resume import open_timeline
-    from everstep.recover.scan import scan_base
-    from everstep.recover.verify import verify_base
+    from everstep.run.scan import scan_base
+    from everstep.run.verify import verify_base
     from everstep.seams import Seams
     from everstep.seams.progress import progress
     from everstep.tiers.slots import SlotStore

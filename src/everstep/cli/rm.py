@@ -29,7 +29,7 @@ from everstep.cli.verify import check_base
 from everstep.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
-    from everstep.recover.scan import BaseFound, Inventory
+    from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.filesystem import DirEntry, FileSystem
 
 __all__ = ["rm"]
@@ -183,7 +183,7 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
     """The newest base of the current history that verifies, read back now."""
-    from everstep.recover.decide import candidates
+    from everstep.run.decide import candidates
 
     return _first_good(filesystem, inventory, candidates(inventory).ordered)
 

@@ -40,9 +40,9 @@ from everstep.errors import EverstepError, NewerFormatError
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
     from everstep.recover.audit import Audit
-    from everstep.recover.scan import BaseFound, Inventory
-    from everstep.recover.segments import SegmentFound
-    from everstep.recover.verify import Damage
+    from everstep.run.scan import BaseFound, Inventory
+    from everstep.run.segments import SegmentFound
+    from everstep.run.verify import Damage
     from everstep.seams.filesystem import FileSystem
     from everstep.seams.progress import ProgressSink
 
@@ -109,7 +109,7 @@ def verify(
     from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
-    from everstep.recover.decide import candidates
+    from everstep.run.decide import candidates
     from everstep.seams.progress import progress
 
     filesystem = filesystem_of(run)
@@ -182,7 +182,7 @@ def check_base(
     """
     from everstep.format.names import marker_name
     from everstep.recover.load import all_contents
-    from everstep.recover.verify import Damage, verify_base
+    from everstep.run.verify import Damage, verify_base
 
     checked = Checked(base)
     if base.status == "condemned" and not base.is_usable:
@@ -231,7 +231,7 @@ def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
     from everstep.format.names import MANIFEST, marker_name, parse_marker
     from everstep.format.reader import read_record_bytes
     from everstep.format.records import Manifest, Marker
-    from everstep.recover.verify import Damage
+    from everstep.run.verify import Damage
 
     damages: list[Damage] = []
     names = {file.name for file in base.files if file.kind == "file"}
@@ -275,7 +275,7 @@ def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
 
 def _refuse_unusable(checked: Collection[Checked]) -> None:
     """A base that was asked for by name and cannot be used is a damage."""
-    from everstep.recover.verify import Damage
+    from everstep.run.verify import Damage
 
     for item in checked:
         if not item.read and not item.damages:
@@ -334,7 +334,7 @@ def _show(
     segments: list[SegmentFound],
     seconds: float,
 ) -> None:
-    from everstep.recover.audits import audit_in_words
+    from everstep.run.audits import audit_in_words
 
     columns = ("step", "timeline", "status", "entries", "size", "verdict")
     made = table(*columns, right=("step", "timeline", "entries", "size"))

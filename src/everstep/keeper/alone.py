@@ -12,15 +12,15 @@ from pathlib import PurePath
 from everstep.format.writer import ChunkRing
 from everstep.keeper.left_keepers import left_logs
 from everstep.recover.copies import RunWithCopies
-from everstep.recover.decide import refuse_unreachable
 from everstep.recover.held import Recalled
 from everstep.recover.loading import comparer, loader, needs_here
 from everstep.recover.peers import Fetched
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.resume import Resumed
-from everstep.recover.scan import scan_run
 from everstep.recover.together import Meeting, resume_together
+from everstep.run.decide import refuse_unreachable
+from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.state.image import State
 

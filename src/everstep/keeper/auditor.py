@@ -20,8 +20,8 @@ from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.logs import Logs
 from everstep.keeper.seat import Seat
-from everstep.recover.audits import audit_in_words
-from everstep.recover.scan import newest_timeline, scan_run
+from everstep.run.audits import audit_in_words
+from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
 from everstep.seams.children import Child, Ended
 from everstep.seams.conditions import Condition

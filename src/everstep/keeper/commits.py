@@ -58,9 +58,9 @@ from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.ranks import RankDisk
 from everstep.keeper.retain_history import promises
 from everstep.keeper.seat import Seat
-from everstep.recover.fence import Fence
 from everstep.recover.ranks import verify_rank
-from everstep.recover.scan import scan_base, scan_run
+from everstep.run.fence import Fence
+from everstep.run.scan import scan_base, scan_run
 from everstep.seams import Seams
 from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from everstep.recover.fence import timeline_bytes
+from everstep.run.fence import timeline_bytes
 from everstep.seams import FileSystem
 
 __all__ = ["Histories"]

@@ -41,7 +41,6 @@ from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
 from everstep.options import Options
-from everstep.recover.decide import refuse_unreachable
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled
 from everstep.recover.lent_files import opens_in
@@ -54,8 +53,9 @@ from everstep.recover.peers import Brought, Fetched, Lent, Meanwhile, fetch_from
 from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.resume import Resumed
-from everstep.recover.scan import scan_run
 from everstep.recover.together import Meeting, resume_together
+from everstep.run.decide import refuse_unreachable
+from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.group import Group, group_of_job, keeps_store_over_restarts

@@ -35,8 +35,8 @@ from everstep.keeper.starting import StartingKeeper
 from everstep.keeper.summed import summed
 from everstep.keeper.waiting import unless_gone
 from everstep.options import Options
-from everstep.recover.fence import Fence
 from everstep.recover.held import Recalled
+from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.seams.peers import HeldPort, PeerMailbox
 from everstep.seams.processes import available_cores

@@ -39,7 +39,7 @@ from everstep.keeper.retain import Retention
 from everstep.keeper.save import Save, done, failed
 from everstep.keeper.seat import Seat
 from everstep.keeper.waiting import Patience, storage_hangs
-from everstep.recover.fence import Fence
+from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint

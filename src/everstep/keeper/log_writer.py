@@ -17,7 +17,7 @@ from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
 from everstep.keeper.log_batch import SegmentTimes
 from everstep.keeper.log_room import LogRoom
-from everstep.recover.fence import Fence
+from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.moving import MovingFileSystem

@@ -40,7 +40,7 @@ from everstep.format.reader import read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, RunRecord
 from everstep.keeper.place import CopyPlace
 from everstep.keeper.retain_copies import CopyRetention
-from everstep.recover.scan import BaseFound, Inventory, KnownTimelines, scan_run
+from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_run
 from everstep.seams.clock import Clock
 from everstep.seams.conditions import Condition
 from everstep.seams.filesystem import FileSystem, ReadFile

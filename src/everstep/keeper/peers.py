@@ -21,7 +21,7 @@ from everstep.keeper.peer_store import PeerStore
 from everstep.keeper.seat import Seat
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import files_over
-from everstep.recover.scan import scan_base
+from everstep.run.scan import scan_base
 from everstep.seams import Clock, FileSystem, ReadFile
 from everstep.tiers.options import PeerOptions
 

@@ -28,8 +28,8 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, Written, write_shard
 from everstep.keeper.static_files import StaticFiles
-from everstep.recover.fence import Fence
-from everstep.recover.scan import newest_timeline, scan_base
+from everstep.run.fence import Fence
+from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink

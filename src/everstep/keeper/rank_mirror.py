@@ -28,7 +28,7 @@ from everstep.format.records import Manifest
 from everstep.keeper.mirror import Mirror
 from everstep.keeper.place import ROOT
 from everstep.keeper.retain_copies import CopyRetention
-from everstep.recover.scan import BaseFound, Inventory
+from everstep.run.scan import BaseFound, Inventory
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import ReadFile
 

@@ -12,8 +12,8 @@ from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import plan_retention
 from everstep.errors import DamageError, StorageError
 from everstep.format.writer import ChunkRing
-from everstep.recover.scan import BaseFound
-from everstep.recover.verify import verify_base
+from everstep.run.scan import BaseFound
+from everstep.run.verify import verify_base
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import silent
 

@@ -19,8 +19,8 @@ from everstep.keeper.capture import shard_offsets
 from everstep.keeper.log import LoggedStep
 from everstep.recover.offline import OfflineState
 from everstep.recover.rebuild import conditions
-from everstep.recover.shape import shape_of_base
-from everstep.recover.tensors import as_complex
+from everstep.run.shape import shape_of_base
+from everstep.run.tensors import as_complex
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.objects import decode

@@ -46,9 +46,9 @@ from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
 from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
-from everstep.recover.fence import Fence
-from everstep.recover.lift import lift_mark
-from everstep.recover.scan import (
+from everstep.run.fence import Fence
+from everstep.run.lift import lift_mark
+from everstep.run.scan import (
     BaseFound,
     Inventory,
     KnownTimelines,
@@ -56,7 +56,7 @@ from everstep.recover.scan import (
     newest_timeline,
     scan_run,
 )
-from everstep.recover.segments import KnownSegments
+from everstep.run.segments import KnownSegments
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem

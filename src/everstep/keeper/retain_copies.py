@@ -16,8 +16,8 @@ from everstep.format.names import CONDEMNED, MANIFEST, parse_marker
 from everstep.format.writer import ChunkRing
 from everstep.keeper.place import ROOT, CopyPlace
 from everstep.keeper.readback import ReadBack
-from everstep.recover.lift import lift_mark_in
-from everstep.recover.scan import BaseFound, Inventory
+from everstep.run.lift import lift_mark_in
+from everstep.run.scan import BaseFound, Inventory
 
 __all__ = ["CopyRetention"]
 

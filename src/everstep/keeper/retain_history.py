@@ -16,9 +16,9 @@ from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.segment_ages import SegmentAges
 from everstep.options import History
-from everstep.recover.chain import LogIndex, chains, common_heads, path_of
-from everstep.recover.scan import Inventory
-from everstep.recover.segments import KnownSegments, SegmentFound, scan_logs, vetted
+from everstep.run.chain import LogIndex, chains, common_heads, path_of
+from everstep.run.scan import Inventory
+from everstep.run.segments import KnownSegments, SegmentFound, scan_logs, vetted
 from everstep.seams import Seams
 from everstep.seams.filesystem import FileSystem
 

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from pathlib import PurePath
 
 from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
-from everstep.recover.scan import Inventory
+from everstep.run.scan import Inventory
 from everstep.seams.clock import Clock
 from everstep.seams.filesystem import FileSystem
 

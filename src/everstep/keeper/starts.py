@@ -20,7 +20,7 @@ from everstep.keeper.seat import Seat
 from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
 from everstep.recover.resume import OfSeveralError, Resumed, open_timeline, resume
-from everstep.recover.scan import KnownTimelines
+from everstep.run.scan import KnownTimelines
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.image import State

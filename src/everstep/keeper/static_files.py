@@ -19,8 +19,8 @@ from everstep.format.plan import ShardPlan
 from everstep.format.reader import read_body, read_header
 from everstep.format.records import FileRecord
 from everstep.format.writer import ChunkRing, Written, digest_shard
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import scan_run
+from everstep.run.opened import OpenBase
+from everstep.run.scan import scan_run
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import Body

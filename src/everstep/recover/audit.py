@@ -23,12 +23,12 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
-from everstep.recover.chain import Chain, path_of
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_job import JobState, name_of_rank
-from everstep.recover.opened import open_ranks
 from everstep.recover.rebuild import Played, Rebuilder
-from everstep.recover.scan import BaseFound
+from everstep.run.chain import Chain, path_of
+from everstep.run.opened import open_ranks
+from everstep.run.scan import BaseFound
 from everstep.state.entries import Entry
 
 __all__ = ["Audit", "Pair", "audit", "pairs"]
@@ -106,7 +106,7 @@ def audit(
     """Replays the log from one base to the next, and compares the digest of every entry.
 
     The later base's digests are those that its header vouches for; whether its bytes are what
-    the digests say is for :func:`everstep.recover.verify.verify_base`.
+    the digests say is for :func:`everstep.run.verify.verify_base`.
 
     Raises:
         NewerFormatError, UnavailableError, DeadlineError: nothing can be said at all.

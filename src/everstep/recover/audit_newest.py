@@ -11,11 +11,11 @@ from everstep.format.digests import digest
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.audit import Audit, Pair, audit, pairs
-from everstep.recover.audits import NAMES_MAX
 from everstep.recover.logged import RunLog
 from everstep.recover.rebuild import Rebuilder, conditions
-from everstep.recover.scan import newest_timeline, scan_base, scan_run
-from everstep.recover.segments import SegmentFound
+from everstep.run.audits import NAMES_MAX
+from everstep.run.scan import newest_timeline, scan_base, scan_run
+from everstep.run.segments import SegmentFound
 from everstep.seams import Clock
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.fingerprint import fingerprint

@@ -33,7 +33,7 @@ from everstep.format.names import (
 )
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.recover.lift import lift_mark_in
+from everstep.run.lift import lift_mark_in
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk import temporary

@@ -7,8 +7,8 @@ import torch
 from everstep.capture.probe import Probe
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
-from everstep.recover.tensors import tensor_of, write_into
 from everstep.replay.exactness import Exactness
+from everstep.run.tensors import tensor_of, write_into
 from everstep.state.image import State
 from everstep.state.layout import Placed
 from everstep.state.log import SAMPLE, SPOT

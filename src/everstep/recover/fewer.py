@@ -13,7 +13,7 @@ from pathlib import PurePath
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError
 from everstep.recover.load import parts_of
-from everstep.recover.scan import BaseFound
+from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem
 from everstep.state.survey import is_reserved
 

@@ -20,7 +20,7 @@ from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.format.writer import CHUNK_BYTES
 from everstep.recover.rank_copies import CopyOfRun
-from everstep.recover.segments import SegmentFound
+from everstep.run.segments import SegmentFound
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.threads import IoThreads

@@ -24,15 +24,15 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.ahead import Ahead
-from everstep.recover.chain import Chain
-from everstep.recover.decide import Skipped
 from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase, load_base, load_ranks
 from everstep.recover.logs import LogFound
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import BaseFound, Inventory
 from everstep.recover.unknown import UnknownClassError
+from everstep.run.ahead import Ahead
+from everstep.run.chain import Chain
+from everstep.run.decide import Skipped
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound, Inventory
 from everstep.seams import Seams
 from everstep.seams.messages import say
 from everstep.seams.progress import progress

@@ -12,8 +12,8 @@ from everstep.compress.lossy import restored_values
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError
-from everstep.recover.tensors import as_it_lay
 from everstep.replay.packed import Gradient, Packed
+from everstep.run.tensors import as_it_lay
 from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
 
 __all__ = ["gradient_of", "gradients_of"]

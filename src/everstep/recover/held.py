@@ -11,10 +11,10 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
-from everstep.recover.fence import timeline_bytes
-from everstep.recover.opened import OpenBase, check_identity
 from everstep.recover.peer_copy import PeerCopy, files_over
 from everstep.recover.peer_log import PeerLog
+from everstep.run.fence import timeline_bytes
+from everstep.run.opened import OpenBase, check_identity
 from everstep.seams import FileSystem, ReadFile
 
 __all__ = ["HeldBase", "Recalled"]

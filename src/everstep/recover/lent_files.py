@@ -14,9 +14,9 @@ from everstep.commit.messages import plain_base, to_base
 from everstep.errors import EverstepError
 from everstep.format.names import base_dir
 from everstep.format.records import Marker
-from everstep.recover.opened import OpenBase
 from everstep.recover.peer_copy import size_of
-from everstep.recover.scan import BaseFound
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed

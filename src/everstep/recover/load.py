@@ -20,15 +20,15 @@ from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.opened import OpenBase, open_ranks
 from everstep.recover.pieces import Fill, PieceReads, fills, fills_by_file
 from everstep.recover.reshard import SavedRanks, View, read_object
-from everstep.recover.scan import BaseFound
-from everstep.recover.shape import shape_of_base
 from everstep.recover.targets import Looks, Targets, relaid
 from everstep.recover.ties import sharing_memory, tied_otherwise, untied
 from everstep.recover.versions import unclear
 from everstep.recover.whole_ranks import MakeWhole
+from everstep.run.opened import OpenBase, open_ranks
+from everstep.run.scan import BaseFound
+from everstep.run.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink

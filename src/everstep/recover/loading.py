@@ -16,11 +16,11 @@ from everstep.recover.held import HeldBase
 from everstep.recover.load import LoadedBase, compare_ranks, load_ranks
 from everstep.recover.node_reads import NodeReads
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.opened import OpenBase
 from everstep.recover.reshard import HoleError, SavedRanks, needs_of
-from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
 from everstep.recover.whole_ranks import made_whole
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.image import State
 from everstep.state.left_out import LeftOut

@@ -14,17 +14,17 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.recover.chain import Chain, LogIndex, common_heads, path_of
 from everstep.recover.load import contents
 from everstep.recover.logs import LogFound
 from everstep.recover.offline_job import JobStep
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.opened import OpenBase, open_ranks
 from everstep.recover.reach import present_first
 from everstep.recover.reshard import SavedRanks
-from everstep.recover.scan import BaseFound, Inventory
-from everstep.recover.segments import SegmentFound, scan_logs, vetted
-from everstep.recover.shape import shape_of_base
+from everstep.run.chain import Chain, LogIndex, common_heads, path_of
+from everstep.run.opened import OpenBase, open_ranks
+from everstep.run.scan import BaseFound, Inventory
+from everstep.run.segments import SegmentFound, scan_logs, vetted
+from everstep.run.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
 from everstep.state.shapes import shape_of_all
 

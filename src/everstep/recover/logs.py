@@ -15,14 +15,14 @@ from everstep.commit.logs import needed_by
 from everstep.errors import DamageError, EverstepError, FormatError, StorageError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.recover.chain import Chain, LogIndex
 from everstep.recover.copies import has_copy
-from everstep.recover.decide import Skipped
-from everstep.recover.elsewhere import Key, key_of, whole_record
-from everstep.recover.log_reads import LogReads
 from everstep.recover.rank_copies import own_words
-from everstep.recover.scan import Inventory
-from everstep.recover.segments import SegmentFound, scan_log, vetted
+from everstep.run.chain import Chain, LogIndex
+from everstep.run.decide import Skipped
+from everstep.run.elsewhere import Key, key_of, whole_record
+from everstep.run.log_reads import LogReads
+from everstep.run.scan import Inventory
+from everstep.run.segments import SegmentFound, scan_log, vetted
 from everstep.seams.filesystem import FileSystem
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.objects import decode

@@ -19,9 +19,9 @@ from everstep.format.digests import digest
 from everstep.format.records import Manifest
 from everstep.recover.held import HeldBase
 from everstep.recover.node_window import CELL_BYTES, RANKS_MAX, NodeWindow
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import BaseFound
 from everstep.recover.sources import Place
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound
 from everstep.seams.claims import namespaces
 from everstep.seams.clock import Clock
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, ReadFile

@@ -28,12 +28,12 @@ from everstep.recover.marks import Held, no_longer_held
 from everstep.recover.owned import owned_entries, parameter_names
 from everstep.recover.parts import own_part
 from everstep.recover.redo import compare, tensor_of
-from everstep.recover.tensors import as_it_lay
 from everstep.recover.updates import update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.own import makes_state_when_built
 from everstep.replay.updates import Update
+from everstep.run.tensors import as_it_lay
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed

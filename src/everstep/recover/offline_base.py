@@ -15,10 +15,10 @@ from everstep.format.writer import ChunkRing
 from everstep.recover.conditions import conditions
 from everstep.recover.load import contents, own_contents
 from everstep.recover.offline import OfflineState
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import BaseFound
-from everstep.recover.shape import shape_of_base
 from everstep.recover.whole import make_offline_whole
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound
+from everstep.run.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent

@@ -14,14 +14,14 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_job import JobState, Key, Resting, key_of
-from everstep.recover.opened import OpenBase, open_ranks
 from everstep.recover.owned import owned_entries, parameter_names
 from everstep.recover.partitioned import is_partitioned, whole_object
 from everstep.recover.pieces import Fill, PieceReads, fills_by_file
 from everstep.recover.reshard import Piece, SavedRanks, View
-from everstep.recover.scan import BaseFound
-from everstep.recover.shape import shape_of_base
 from everstep.recover.whole_ranks import made_whole
+from everstep.run.opened import OpenBase, open_ranks
+from everstep.run.scan import BaseFound
+from everstep.run.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink

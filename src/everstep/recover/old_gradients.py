@@ -18,11 +18,11 @@ from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradients_of
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.tensors import tensor_of
 from everstep.recover.updates import class_for, update_of
 from everstep.replay.exactness import is_elementwise, kind_name, variant_of
 from everstep.replay.packed import Gradient, dense
 from everstep.replay.updates import Update
+from everstep.run.tensors import tensor_of
 from everstep.state.dtensors import box_of, local_of
 from everstep.state.image import State
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.recover.opened import OpenBase
 from everstep.recover.reshard import SavedRanks
-from everstep.recover.shape import shape_of_base
+from everstep.run.opened import OpenBase
+from everstep.run.shape import shape_of_base
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.optimizers import OptimizerProvider

@@ -17,10 +17,10 @@ from everstep.commit.logs import LogRun, runs_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.decide import Skipped
 from everstep.recover.logs import LogFound
 from everstep.recover.peer_log import PeerLog, unpacked
-from everstep.recover.scan import Inventory
+from everstep.run.decide import Skipped
+from everstep.run.scan import Inventory
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["InMemory", "OldLogs"]

@@ -21,12 +21,12 @@ from everstep.format.header import ShardHeader
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord
 from everstep.recover.old_layout import OldLayout
-from everstep.recover.opened import OpenBase
 from everstep.recover.pieces import fills
 from everstep.recover.redo import put_back
 from everstep.recover.reshard import SavedRanks, View
 from everstep.recover.targets import part_of, wanted_box
-from everstep.recover.tensors import tensor_of
+from everstep.run.opened import OpenBase
+from everstep.run.tensors import tensor_of
 from everstep.state.dtensors import like, local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State

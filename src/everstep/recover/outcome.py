@@ -12,16 +12,16 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.offers import Choice, Source
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
-from everstep.recover.audits import audit_in_words, audit_of
-from everstep.recover.decide import Skipped
 from everstep.recover.inexact import why_not_exact
 from everstep.recover.load import LoadedBase
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.others import Meeting
 from everstep.recover.ranklog import Redone
 from everstep.recover.resume import Resumed, not_finite
-from everstep.recover.scan import Inventory
 from everstep.recover.sources import Place, RankBack, RankRead, name_of
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.decide import Skipped
+from everstep.run.scan import Inventory
 from everstep.seams.fingerprint import fingerprint, fingerprint_of_all, process_name
 from everstep.state.image import State
 

@@ -9,9 +9,9 @@ from typing import Any
 from everstep.errors import FormatError
 from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradient_of
-from everstep.recover.tensors import tensor_of
 from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
+from everstep.run.tensors import tensor_of
 from everstep.state.log import PART_OBJECT
 from everstep.state.log_parts import digest_of_names
 from everstep.state.objects import decode

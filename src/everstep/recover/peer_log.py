@@ -18,7 +18,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord, pack_index, records_of_pack
 from everstep.format.records import TimelineRecord
-from everstep.recover.scan import Inventory
+from everstep.run.scan import Inventory
 
 __all__ = [
     "LentLog",

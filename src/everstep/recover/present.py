@@ -25,16 +25,16 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker
-from everstep.recover.audits import audit_in_words, audit_of
-from everstep.recover.chain import Chain
-from everstep.recover.decide import Candidates, Skipped
 from everstep.recover.fewer import lacking_parts
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.logged import RunLog
 from everstep.recover.peer_copy import files_over
 from everstep.recover.reach import Reachable, nothing_restorable, reachable
 from everstep.recover.rebuild import Rebuilder, Rebuilt
-from everstep.recover.scan import BaseFound, Inventory, scan_base, scan_run
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.chain import Chain
+from everstep.run.decide import Candidates, Skipped
+from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 

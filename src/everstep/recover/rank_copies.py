@@ -19,10 +19,10 @@ from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError,
 from everstep.format.names import MANIFEST, RUN_RECORD, TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.recover.lift import lift_mark_in
 from everstep.recover.ranks import base_offer_of
-from everstep.recover.scan import Inventory, scan_run
-from everstep.recover.small_files import SmallFiles
+from everstep.run.lift import lift_mark_in
+from everstep.run.scan import Inventory, scan_run
+from everstep.run.small_files import SmallFiles
 from everstep.seams.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem

@@ -26,8 +26,6 @@ from everstep.errors import (
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.chain import Chain, path_of
-from everstep.recover.decide import Skipped
 from everstep.recover.forward import Loader, Restored, redoable, replay
 from everstep.recover.load import LoadedBase
 from everstep.recover.loading import layout_in
@@ -36,10 +34,12 @@ from everstep.recover.logs import LogFound
 from everstep.recover.old_logs import InMemory, OldLogs
 from everstep.recover.peer_log import LentLog
 from everstep.recover.resume import Resumed
-from everstep.recover.scan import BaseFound, Inventory
-from everstep.recover.segments import SegmentFound
 from everstep.recover.sources import Place, RankRead
 from everstep.recover.unknown import UnknownClassError
+from everstep.run.chain import Chain, path_of
+from everstep.run.decide import Skipped
+from everstep.run.scan import BaseFound, Inventory
+from everstep.run.segments import SegmentFound
 from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
 from everstep.state.log_parts import others_of

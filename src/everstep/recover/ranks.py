@@ -28,9 +28,9 @@ from everstep.format.names import (
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.lift import lift_mark
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import BaseFound, Inventory, scan_base
+from everstep.run.lift import lift_mark
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound, Inventory, scan_base
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs

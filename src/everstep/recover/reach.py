@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from everstep.commit.lineage import BaseId, had_steps
 from everstep.commit.nothing import way_back
 from everstep.errors import RecoveryError
-from everstep.recover.chain import Chain, LogIndex, chains, path_of
-from everstep.recover.decide import Candidates, Skipped, candidates, first_unreachable
-from everstep.recover.scan import BaseFound, Inventory
+from everstep.run.chain import Chain, LogIndex, chains, path_of
+from everstep.run.decide import Candidates, Skipped, candidates, first_unreachable
+from everstep.run.scan import BaseFound, Inventory
 
 __all__ = ["Reachable", "nothing_restorable", "present_first", "reachable"]
 

@@ -31,17 +31,17 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.ahead import Ahead
-from everstep.recover.audits import audit_in_words, audit_of
-from everstep.recover.chain import Chain
 from everstep.recover.conditions import conditions
-from everstep.recover.decide import Skipped
 from everstep.recover.logged import RunLog, spans
 from everstep.recover.offline import OfflineState
 from everstep.recover.offline_base import load_offline
 from everstep.recover.offline_job import JobState
 from everstep.recover.offline_job_load import load_job
-from everstep.recover.scan import BaseFound
+from everstep.run.ahead import Ahead
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.chain import Chain
+from everstep.run.decide import Skipped
+from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import progress
 

@@ -22,13 +22,13 @@ from everstep.recover.conditions import uneven_denormals
 from everstep.recover.declared import DeclaredRedo
 from everstep.recover.marks import logs_less
 from everstep.recover.sharded import as_live, replayer_of
-from everstep.recover.tensors import tensor_of, write_into
 from everstep.recover.unknown import UnknownClassError
 from everstep.recover.updates import class_for, update_of
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
 from everstep.replay.own import default_dtype
 from everstep.replay.updates import Update
+from everstep.run.tensors import tensor_of, write_into
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes import available_cores

@@ -15,7 +15,6 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
 from everstep.format.log import NOT_EXACT, LogRecord
 from everstep.format.records import TimelineRecord
-from everstep.recover.decide import Skipped
 from everstep.recover.forward import Restored
 from everstep.recover.marks import logs_less
 from everstep.recover.old_gradients import OldGradients
@@ -23,6 +22,7 @@ from everstep.recover.old_layout import OldLayout
 from everstep.recover.old_marks import OldSamples, live_tensors, restore_marks
 from everstep.recover.redo import Redo, Step, other_conditions, other_than_trained
 from everstep.replay.updates import Update
+from everstep.run.decide import Skipped
 from everstep.seams.progress import progress
 from everstep.state.image import State
 from everstep.state.log_parts import updated_elsewhere

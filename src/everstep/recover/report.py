@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.recover.audits import audit_in_words
-from everstep.recover.decide import Skipped
 from everstep.recover.resume import Resumed
 from everstep.recover.sources import RankBack, RankRead
+from everstep.run.audits import audit_in_words
+from everstep.run.decide import Skipped
 
 __all__ = ["Recovery", "describe", "evidence"]
 

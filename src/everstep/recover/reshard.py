@@ -18,7 +18,7 @@ from everstep.errors import DamageError, FormatError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
-from everstep.recover.opened import OpenBase
+from everstep.run.opened import OpenBase
 from everstep.seams.filesystem import ReadFile
 from everstep.state.buckets import BUCKETS_SECTION
 from everstep.state.entries import Entry

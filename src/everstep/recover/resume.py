@@ -30,20 +30,20 @@ from everstep.format.names import (
 )
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.audits import audit_in_words, audit_of
 from everstep.recover.copies import has_copy, looks_at_a_time
-from everstep.recover.decide import Skipped, begins_with_several, candidates
 from everstep.recover.fewer import lacking_parts, refuse_to_lose
 from everstep.recover.forward import Loader, Restored, bring_forward, redoable
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.inexact import why_not_exact
-from everstep.recover.lift import lift_mark
 from everstep.recover.load import LoadedBase
 from everstep.recover.logs import LogFound
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.recover.reach import nothing_restorable, reachable
-from everstep.recover.scan import BaseFound, Inventory, KnownTimelines, scan_base, scan_run
 from everstep.recover.sources import RankBack, RankRead
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.decide import Skipped, begins_with_several, candidates
+from everstep.run.lift import lift_mark
+from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_base, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint, process_name

@@ -11,7 +11,7 @@ import torch
 from everstep.errors import FormatError
 from everstep.recover.nonfinite import are_finite, optimized
 from everstep.recover.reshard import View
-from everstep.recover.tensors import as_it_lay, write_into
+from everstep.run.tensors import as_it_lay, write_into
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.dtensors import box_of, is_dtensor, like, local_of
 from everstep.state.entries import Entry

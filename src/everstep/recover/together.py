@@ -39,7 +39,6 @@ from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.recover.decide import Skipped, candidates
 from everstep.recover.fewer import lacking_parts, refuse_to_lose
 from everstep.recover.files_ahead import Apart, CopiesAhead
 from everstep.recover.forward import OTHER_STATE
@@ -56,9 +55,10 @@ from everstep.recover.rank_copies import Copies
 from everstep.recover.ranklog import RankLog
 from everstep.recover.ranks import offer_of, open_on_disk
 from everstep.recover.resume import Resumed
-from everstep.recover.scan import BaseFound, KnownTimelines, scan_run
 from everstep.recover.sources import Place, Places
 from everstep.recover.told import unproven_in
+from everstep.run.decide import Skipped, candidates
+from everstep.run.scan import BaseFound, KnownTimelines, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State

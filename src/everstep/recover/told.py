@@ -12,7 +12,7 @@ from everstep.recover.held import HeldBase
 from everstep.recover.lent_files import Covers
 from everstep.recover.peer_copy import PeerCopy, files_over, size_of
 from everstep.recover.peer_log import LentLog
-from everstep.recover.scan import Inventory
+from everstep.run.scan import Inventory
 
 __all__ = ["Brought", "Fetched", "Lent", "Told", "unproven_in"]
 

@@ -11,9 +11,9 @@ from everstep.errors import FormatError
 from everstep.format.log import LogRecord
 from everstep.recover.gradients import gradients_of
 from everstep.recover.parts import gradients_of_others
-from everstep.recover.tensors import tensor_of
 from everstep.replay.exactness import kind_name, replay_kind
 from everstep.replay.updates import Update
+from everstep.run.tensors import tensor_of
 from everstep.state.log import HYPER, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.objects import decode
 from everstep.state.tensors import torch_dtype

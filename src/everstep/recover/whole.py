@@ -16,11 +16,11 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.recover.load import LoadedBase, own_contents
 from everstep.recover.offline import OfflineState
-from everstep.recover.opened import OpenBase
 from everstep.recover.owned import parameter_names
 from everstep.recover.redo import Redo, Step, other_conditions
-from everstep.recover.redo_file import RedoRecords, read_redo_file
 from everstep.recover.updates import update_of
+from everstep.run.opened import OpenBase
+from everstep.run.redo_file import RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink
 from everstep.state.image import State
 from everstep.state.log import GRADIENT

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.opened import OpenBase
 from everstep.recover.pieces import Fill
+from everstep.run.opened import OpenBase
 from everstep.seams.processes import available_cores
 from everstep.seams.progress import ProgressSink
 

@@ -54,7 +54,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.ranks import RankDisk
 from everstep.recover.ranks import offer_of, open_on_disk
-from everstep.recover.scan import scan_run
+from everstep.run.scan import scan_run
 from everstep.testing.faults import SimulatedCrash
 from everstep.testing.simhost import ProcessDisk
 from everstep.testing.simtruth import RUN, Contents

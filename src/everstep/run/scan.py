@@ -144,7 +144,7 @@ class Inventory:
         abandoned: numbers of timeline directories without a record: taken, but never opened.
         unreachable: by timeline, parts of it that are there and cannot be read: path, and why. A
             symbolic link is one, as none is followed within a run. What they hold may be newer than
-            all that can be read (:func:`everstep.recover.decide.first_unreachable`).
+            all that can be read (:func:`everstep.run.decide.first_unreachable`).
         logged: timelines without bases, but with a log: they were trained on.
         names: what there is in the directory of each timeline.
         problems: ``(path, what is wrong)`` of records other than those of bases.

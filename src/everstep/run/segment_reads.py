@@ -18,7 +18,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord, RecordIndex, gathered, index_of_segment
 from everstep.format.reader import read_result
 from everstep.format.writer import ChunkRing
-from everstep.recover.segments import SegmentFound, open_segment, read_index
+from everstep.run.segments import SegmentFound, open_segment, read_index
 from everstep.seams.conditions import all_over
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
 from everstep.seams.machine import memory_available_bytes

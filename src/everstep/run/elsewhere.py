@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.recover.segment_reads import ReadRoom, SegmentReads
-from everstep.recover.segments import SegmentFound
+from everstep.run.segment_reads import ReadRoom, SegmentReads
+from everstep.run.segments import SegmentFound
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["Key", "key_of", "whole_record"]

@@ -10,8 +10,8 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.writer import ChunkRing
-from everstep.recover.opened import OpenBase
-from everstep.recover.scan import BaseFound
+from everstep.run.opened import OpenBase
+from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
 

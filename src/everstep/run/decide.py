@@ -8,7 +8,7 @@ from pathlib import PurePath
 from everstep.commit.lineage import BaseId, split_by_history
 from everstep.errors import RecoveryError
 from everstep.format.names import timeline_dir
-from everstep.recover.scan import BaseFound, Inventory
+from everstep.run.scan import BaseFound, Inventory
 
 __all__ = [
     "Candidates",

@@ -9,7 +9,7 @@ from everstep.errors import EverstepError, FencedError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.recover.scan import newest_timeline
+from everstep.run.scan import newest_timeline
 from everstep.seams import FileSystem
 
 __all__ = ["Fence", "timeline_bytes"]

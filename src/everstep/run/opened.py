@@ -12,8 +12,8 @@ from everstep.format.header import ShardHeader
 from everstep.format.log import RecordHead
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
-from everstep.recover.redo_file import check_redo_file, is_redo_file
-from everstep.recover.scan import BaseFound
+from everstep.run.redo_file import check_redo_file, is_redo_file
+from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed, ShardLayout, at_lsn

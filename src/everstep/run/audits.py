@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.commit.lineage import BaseId, history
 from everstep.format.records import AuditRecord
-from everstep.recover.scan import Inventory
+from everstep.run.scan import Inventory
 
 __all__ = ["NAMES_MAX", "audit_in_words", "audit_of"]
 

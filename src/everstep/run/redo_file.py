@@ -17,7 +17,7 @@ from everstep.format.header import ShardHeader
 from everstep.format.log import LOG_OBJECT, LogRecord, RecordHead
 from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing
-from everstep.recover.segments import read_heads, read_records
+from everstep.run.segments import read_heads, read_records
 from everstep.seams.filesystem import ReadFile
 from everstep.seams.progress import ProgressSink
 

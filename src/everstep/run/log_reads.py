@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.segment_reads import ReadRoom, SegmentReads
-from everstep.recover.segments import SegmentFound
+from everstep.run.segment_reads import ReadRoom, SegmentReads
+from everstep.run.segments import SegmentFound
 from everstep.seams.filesystem import FileSystem
 
 __all__ = ["LogReads"]
