@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from everstep.seams.processes import PidWatch
 from tests.leftovers import MARK, processes_marked
 

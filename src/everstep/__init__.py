@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from everstep import options as options
     from everstep.checkpointer import Checkpointer
     from everstep.errors import EverstepError
-    from everstep.keeper.save import Save
     from everstep.keeper.stats import Stats
+    from everstep.link.save import Save
     from everstep.look import load, peek
     from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.recover.report import Recovery

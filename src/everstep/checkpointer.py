@@ -46,11 +46,11 @@ from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.parts import assemble
 from everstep.keeper.preemption import Preempting, asks_ranks
 from everstep.keeper.recoverable import Recoverable
-from everstep.keeper.save import Save
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.starts import Starts
 from everstep.keeper.stats import Stats, stats_of
 from everstep.keeper.watched import Watched
+from everstep.link.save import Save
 from everstep.options import (
     Budget,
     Every,

@@ -20,7 +20,7 @@ from everstep.capture.audit import SpotCheck
 from everstep.capture.cuda import CudaLane, CudaTransfer
 from everstep.capture.devices import DeviceLane
 from everstep.errors import AuditError, StateError
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from everstep.seams.processes import process_gone
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
 from tests.unit.test_keeper_process import finish

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everstep import Checkpointer
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from tests.unit.world import TIMEOUT_S
 
 __all__ = ["train"]

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.keeper.registry import KeeperInfo, Registration, find_keeper
-from everstep.keeper.spawn import SpawnOptions, begin, connect
-from everstep.keeper.wire import Connection, accept
+from everstep.link.registry import KeeperInfo, Registration, find_keeper
+from everstep.link.spawn import SpawnOptions, begin, connect
+from everstep.link.wire import Connection, accept
 from everstep.seams.processes import PidWatch, portable_environment
 
 __all__ = ["PROGRAM", "STATUS", "TIMEOUT_S", "end", "info_of", "planned", "running", "started"]

@@ -23,7 +23,7 @@ from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_fuzzy import spots_at_mark
 from everstep.keeper.multistep_plan import units_of
 from everstep.keeper.persist import Persister
-from everstep.keeper.recordable import Layouts, digest_of
+from everstep.link.recordable import Layouts, digest_of
 from everstep.recover.whole_ranks import MakeWhole, made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem

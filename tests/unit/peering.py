@@ -24,7 +24,7 @@ from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
 from everstep.keeper.peer_store import PeerStore
 from everstep.keeper.replicator import Pace, Replicator
-from everstep.keeper.seat import Seat
+from everstep.link.seat import Seat
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock

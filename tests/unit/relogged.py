@@ -18,7 +18,7 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.consumed import Consumed, Consumption
 from everstep.keeper.log_part import LogPart
-from everstep.keeper.recordable import Layouts, digest_of
+from everstep.link.recordable import Layouts, digest_of
 from everstep.recover.forward import Restored
 from everstep.recover.old_layout import OldLayout
 from everstep.recover.redo_others import redo_of_others

@@ -18,12 +18,12 @@ from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
-from everstep.keeper.capture import shard_offsets
 from everstep.keeper.held import base_from_wire
-from everstep.keeper.messages import PROTOCOL, identity_to_wire, layout_to_wire
-from everstep.keeper.registry import keeper_files, keeper_key
 from everstep.keeper.server import Server
-from everstep.keeper.wire import Connection
+from everstep.link.capture import shard_offsets
+from everstep.link.messages import PROTOCOL, identity_to_wire, layout_to_wire
+from everstep.link.registry import keeper_files, keeper_key
+from everstep.link.wire import Connection
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import HeldBase
 from everstep.recover.resume import open_timeline

@@ -19,7 +19,7 @@ from everstep.errors import AuditError
 from everstep.format.names import AUDIT_RECORD
 from everstep.format.records import AuditRecord
 from everstep.keeper import untold
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.children import Child
 from everstep.seams.processes import process_gone

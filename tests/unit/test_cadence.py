@@ -26,10 +26,10 @@ from everstep.keeper.cadence import (
     Cadence,
 )
 from everstep.keeper.disklog import DiskLog
-from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.recorder_stats import RecorderStats
-from everstep.keeper.save import Save
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.save import Save
 from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
 from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log

@@ -28,8 +28,8 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.reader import read_header
 from everstep.format.writer import ChunkRing, digest_shard, write_shard
-from everstep.keeper.capture import Capture, Incoming, shard_offsets
-from everstep.keeper.save import Save
+from everstep.link.capture import Capture, Incoming, shard_offsets
+from everstep.link.save import Save
 from everstep.seams import PosixFileSystem
 from everstep.seams.filesystem import WriteFile
 from everstep.seams.progress import silent

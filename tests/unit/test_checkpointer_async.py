@@ -12,7 +12,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError, StorageError
-from everstep.keeper.save import Save, telling
+from everstep.link.save import Save, telling
 from everstep.seams import Seams
 from tests.unit.world import (
     TIMEOUT_S,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from everstep.bench.workloads.training import Training
-from everstep.keeper.registry import keeper_files
-from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.link.registry import keeper_files
+from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.seams import failpoints
 from tests.keepers import end_keepers
 from tests.leftovers import (

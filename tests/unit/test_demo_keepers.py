@@ -18,8 +18,8 @@ from everstep.bench.demo import keepers, workspace
 from everstep.bench.demo.keepers import end_keeper, held_step
 from everstep.bench.demo.workspace import private_keepers
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.keeper.registry import find_keeper, keeper_files, kill_keeper
-from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.link.registry import find_keeper, keeper_files, kill_keeper
+from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.recover.folder import open_run_folder
 from everstep.seams.locks import lock_file
 from everstep.seams.posix import PosixFileSystem

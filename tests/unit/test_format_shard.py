@@ -30,7 +30,7 @@ from everstep.format.plan import plan_files
 from everstep.format.reader import read_body, read_header, read_record_bytes
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, digest_shard, write_shard
-from everstep.keeper.capture import ArenaBody, Incoming
+from everstep.link.capture import ArenaBody, Incoming
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.entries import DTYPE_BYTES, Entry

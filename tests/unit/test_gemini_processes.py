@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from everstep.run.scan import scan_run
 from everstep.seams.posix import PosixFileSystem
 from tests.keepers import end_keepers

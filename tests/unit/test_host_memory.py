@@ -20,9 +20,9 @@ from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log_batch import Batch
-from everstep.keeper.pool import CapturePool
-from everstep.keeper.record_memory import RECORD_BYTES, memory_bytes
 from everstep.keeper.rooms import Into, LogRooms
+from everstep.link.pool import CapturePool
+from everstep.link.record_memory import RECORD_BYTES, memory_bytes
 from everstep.options import Budget, KeeperOptions
 from tests.unit.world import Gate, HookedFileSystem, acquiring, opened, raising
 

@@ -16,7 +16,7 @@ import pytest
 
 from everstep.cli.ps import ask_statuses
 from everstep.keeper.place import ROOT
-from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.link.registry import kill_keeper, list_keepers
 from everstep.run.scan import scan_run
 from everstep.run.segments import scan_log
 from everstep.seams import PosixFileSystem

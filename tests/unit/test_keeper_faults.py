@@ -27,8 +27,8 @@ import everstep
 from everstep.errors import DeadlineError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.local import CHUNKS, WRITERS
-from everstep.keeper.messages import OBJECT_PART_BYTES
-from everstep.keeper.registry import list_keepers
+from everstep.link.messages import OBJECT_PART_BYTES
+from everstep.link.registry import list_keepers
 from everstep.options import Budget
 from everstep.recover.load import all_contents
 from everstep.run.verify import verify_base
@@ -181,7 +181,7 @@ def arenas() -> dict[int, int]:
 FORKED = """
 import atexit, gc
 from pathlib import Path
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 
 ckpt = everstep.Checkpointer(run, state, every=None)
 ckpt.resume()
@@ -571,7 +571,7 @@ def audit(event, arguments):
         opened.append(str(arguments[0]))
 sys.addaudithook(audit)
 from pathlib import Path
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 
 model = torch.nn.Linear(2500, 2500)  # with moments 75 MB
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

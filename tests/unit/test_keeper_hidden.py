@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from everstep.errors import KeeperError
-from everstep.keeper import registry
-from everstep.keeper.registry import (
+from everstep.link import registry
+from everstep.link.registry import (
     Registration,
     find_keeper,
     keeper_files,
     list_keepers,
     read_tail,
 )
-from everstep.keeper.spawn import SpawnOptions, connect
-from everstep.keeper.wire import error_from_wire
+from everstep.link.spawn import SpawnOptions, connect
+from everstep.link.wire import error_from_wire
 from everstep.seams import ManualClock
 from everstep.seams.locks import file_identity
 from everstep.seams.sockets import listen_at

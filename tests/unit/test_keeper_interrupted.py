@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from everstep.errors import DeadlineError, KeeperError
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save
-from everstep.keeper.wire import Connection, connected_pair
+from everstep.link.channel import BackgroundChannel
+from everstep.link.save import Save
+from everstep.link.wire import Connection, connected_pair
 from everstep.seams import SystemClock
 from tests.unit import following
 from tests.unit.interrupts import interrupted_at

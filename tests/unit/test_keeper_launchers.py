@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from tests.trainers import finish_trainer, start_trainer
 from tests.unit.test_keeper_process import PRELUDE, finish
 from tests.unit.world import TIMEOUT_S

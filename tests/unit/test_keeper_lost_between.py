@@ -17,8 +17,8 @@ import pytest
 
 from everstep.errors import KeeperError
 from everstep.keeper.lifetime import finish_at_exit
-from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.remote import RemoteKeeper
+from everstep.link.pool import CapturePool, Room
 from tests.unit.following import until
 from tests.unit.test_keeper_lost_waiting import kill_keeper, lost_of
 from tests.unit.test_log import World, opened, run_steps

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from everstep.errors import EverstepError, KeeperError
-from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.registry import list_keepers
+from everstep.link.pool import CapturePool, Room
+from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes import process_gone
 from tests.unit.following import until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import KeeperError
-from everstep.keeper.wire import error_to_wire
+from everstep.link.wire import error_to_wire
 from everstep.seams import ManualClock
 from tests.unit.serving import Bench, Hand, bench, contents_of, oracle
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, OutOfSpaceError, StateError
-from everstep.keeper.pool import CapturePool, Room
+from everstep.link.pool import CapturePool, Room
 
 TIMEOUT_S = 10.0
 

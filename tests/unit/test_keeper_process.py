@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from everstep.seams import failpoints
 from everstep.seams.processes import process_gone
 from tests.trainers import Popen, Trainer, finish_trainer, start_trainer

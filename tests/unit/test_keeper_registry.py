@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.keeper import registry
-from everstep.keeper.registry import (
+from everstep.link import registry
+from everstep.link.registry import (
     KeeperInfo,
     Registration,
     find_keeper,
@@ -29,7 +29,7 @@ from everstep.keeper.registry import (
     list_keepers,
     read_tail,
 )
-from everstep.keeper.spawn import SpawnOptions
+from everstep.link.spawn import SpawnOptions
 from everstep.seams import locks, processes
 from everstep.seams.locks import lock_file
 from everstep.seams.processes import PidWatch, has_open, open_pidfd, process_gone
@@ -259,7 +259,7 @@ def test_a_keeper_that_ends_while_it_is_looked_at_is_none(
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
     with registered():
-        monkeypatch.setattr("everstep.keeper.registry._read", gone)
+        monkeypatch.setattr("everstep.link.registry._read", gone)
         assert find_keeper(KEY) is None
         assert list_keepers() == []
 
@@ -436,7 +436,7 @@ def test_logs_of_dead_keepers_are_kept_for_a_day(folder: Path) -> None:
 def test_a_keeper_that_ends_takes_its_log_along(others: bool, folder: Path) -> None:
     code = f"""
 import sys
-from everstep.keeper.registry import *
+from everstep.link.registry import *
 info = KeeperInfo.decode({INFO.encode()!r})
 registration = Registration.acquire(info.key, info)
 print("printed", flush=True)

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
-from everstep.keeper.capture import Incoming
-from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.seat import Seat
-from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
+from everstep.link.capture import Incoming
+from everstep.link.messages import PROTOCOL
+from everstep.link.seat import Seat
+from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.resume import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.errors import DeadlineError, EverstepError
 from everstep.keeper.silence import Silence
-from everstep.keeper.waiting import Moves
+from everstep.link.waiting import Moves
 from everstep.seams.clock import ManualClock
 from tests.unit.following import until
 from tests.unit.test_keeper_faults import keeper_of, stopped

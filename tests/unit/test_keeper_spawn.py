@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.keeper import spawn
-from everstep.keeper.registry import Registration, find_keeper, keeper_files, list_keepers
-from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.link import spawn
+from everstep.link.registry import Registration, find_keeper, keeper_files, list_keepers
+from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.seams import processes
 from everstep.seams.locks import lock_file
 from everstep.seams.processes import PidWatch, available_cores, process_gone
@@ -162,7 +162,7 @@ def trainer(body: str, *arguments: str, **options: Any) -> subprocess.Popen[str]
     import os, signal, sys
     sys.path.insert(0, sys.argv[1])
     from tests.unit.fakekeeper import PROGRAM
-    from everstep.keeper.spawn import *
+    from everstep.link.spawn import *
     options = SpawnOptions("/runs/a", "id-a", 0)
     """
     return subprocess.Popen(

@@ -21,9 +21,9 @@ from everstep.errors import (
 from everstep.keeper import keepers as keepers_module
 from everstep.keeper.attach import attach
 from everstep.keeper.keepers import Keepers
-from everstep.keeper.registry import keeper_files
-from everstep.keeper.spawn import SpawnOptions
-from everstep.keeper.wire import error_from_wire, error_to_wire
+from everstep.link.registry import keeper_files
+from everstep.link.spawn import SpawnOptions
+from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
 from everstep.recover.held import Recalled
 from everstep.seams import Seams, SystemClock

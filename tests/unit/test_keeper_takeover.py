@@ -25,7 +25,7 @@ from everstep.errors import (
 )
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.wire import error_to_wire
+from everstep.link.wire import error_to_wire
 from everstep.recover.resume import open_timeline
 from everstep.seams import Seams
 from tests.unit.serving import Bench, die, serving

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
-from everstep.keeper import wire
-from everstep.keeper.wire import (
+from everstep.link import wire
+from everstep.link.wire import (
     MESSAGE_BYTES_MAX,
     Connection,
     connected_pair,
@@ -579,7 +579,7 @@ def test_other_users_are_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 FORKING = """
 import os
 from everstep.errors import KeeperError
-from everstep.keeper.wire import connected_pair
+from everstep.link.wire import connected_pair
 
 one, other = connected_pair()
 ready_out, ready_in = os.pipe()
@@ -688,7 +688,7 @@ def test_nothing_of_it_needs_torch() -> None:
     """A keeper and the command line start in a fraction of the time that torch takes."""
     code = """
 import sys
-import everstep.keeper.registry, everstep.keeper.spawn, everstep.keeper.wire
+import everstep.link.registry, everstep.link.spawn, everstep.link.wire
 import everstep.seams.locks, everstep.seams.processes, everstep.seams.runtime
 import everstep.seams.sockets
 import everstep.cli, everstep.cli.ps, everstep.cli.stop

@@ -11,7 +11,7 @@ from torch import nn
 
 from everstep.arena.memory import Arena
 from everstep.errors import OutOfSpaceError
-from everstep.keeper.pool import CapturePool, Room
+from everstep.link.pool import CapturePool, Room
 from everstep.options import Budget, LogOptions
 from tests.unit.world import TIMEOUT_S, opened
 

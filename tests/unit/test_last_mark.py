@@ -20,7 +20,7 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.format.names import base_dir, shard_name
-from everstep.keeper.channel import BackgroundChannel
+from everstep.link.channel import BackgroundChannel
 from everstep.recover.report import Recovery
 from everstep.seams import ManualClock, Seams, SystemClock
 from tests.keepers import end_keepers

@@ -11,9 +11,10 @@ import pytest
 
 import everstep
 from everstep import KeeperOptions
-from everstep.keeper import left_keepers, registry
-from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.registry import KeeperInfo
+from everstep.keeper import left_keepers
+from everstep.link import registry
+from everstep.link.messages import PROTOCOL
+from everstep.link.registry import KeeperInfo
 from everstep.recover.old_logs import InMemory
 from everstep.seams import Seams
 from everstep.seams.sockets import close_descriptors

@@ -13,7 +13,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
-from everstep.keeper.pool import CapturePool
+from everstep.link.pool import CapturePool
 from everstep.options import LogOptions
 from everstep.seams.failpoints import arm
 from tests.unit.serving import Bench, die, serving

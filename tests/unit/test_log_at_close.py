@@ -19,7 +19,7 @@ from everstep.errors import (
 )
 from everstep.format.names import base_dir, shard_name
 from everstep.keeper import starts
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 from everstep.recover.report import Recovery
 from everstep.recover.resume import resume
 from tests.keepers import end_keepers

@@ -81,7 +81,7 @@ def check(run: Path, states: dict[int, Any], without: set[int], world: World) ->
 
 PLACES = {
     "looking at gradients": "everstep.keeper.consumed:Consumption.look",
-    "taking pages": "everstep.keeper.pool:CapturePool.populate",
+    "taking pages": "everstep.link.pool:CapturePool.populate",
     "copying an update": "everstep.capture.devices:DeviceLane.submit",
     "in the lane": "everstep.capture.lane:run_batch",
     "waiting for copies": "everstep.capture.lane:CpuTransfer.gate",

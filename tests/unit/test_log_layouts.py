@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.keeper.log_layouts import LogLayouts, take_layout
 from everstep.keeper.multistep_gradients import GradientPlaces
-from everstep.keeper.recordable import Layouts, record_layout
 from everstep.keeper.remote import RemoteKeeper
+from everstep.link.log_layouts import LogLayouts, take_layout
+from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
 from everstep.state import recent
 from everstep.state.entries import Entry

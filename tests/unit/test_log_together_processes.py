@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.link.registry import kill_keeper, list_keepers
 from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.test_together_processes import STEPS, WORLD, Job, check

@@ -15,9 +15,9 @@ import torch
 from everstep.capture.probe import Probe
 from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.recordable import Layouts
 from everstep.keeper.untold import Untold
+from everstep.link.channel import BackgroundChannel
+from everstep.link.recordable import Layouts
 from everstep.recover.declared import DeclaredRedo
 from everstep.recover.redo import Redo, Step
 from everstep.recover.updates import update_of

@@ -15,7 +15,7 @@ import torch
 
 import everstep
 from everstep.keeper import looking
-from everstep.keeper.registry import find_keeper, list_keepers
+from everstep.link.registry import find_keeper, list_keepers
 from everstep.seams.processes import PidWatch
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer, whole_lines

@@ -28,7 +28,7 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper import lossy_update
 from everstep.keeper.lossy_log import lossy_record
-from everstep.keeper.recordable import Layouts
+from everstep.link.recordable import Layouts
 from everstep.options import LogOptions
 from everstep.recover.updates import update_of
 from everstep.replay.packed import Packed, dense

@@ -12,7 +12,7 @@ import pytest
 import everstep
 from everstep.arena.memory import Arena
 from everstep.errors import KeeperError
-from everstep.keeper.pool import CapturePool
+from everstep.link.pool import CapturePool
 from tests.unit.following import opened, run_steps, steps_on_disk, until
 from tests.unit.serving import serving
 from tests.unit.test_multistep import over, restored

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from everstep.format.log import RecordHead
-from everstep.keeper.recordable import Layouts
+from everstep.link.recordable import Layouts
 from everstep.recover import redo
 from everstep.recover.offline_job import Resting
 from everstep.seams import Seams

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.keeper.capture import Capture
 from everstep.keeper.remote import RemoteKeeper
+from everstep.link.capture import Capture
 from everstep.options import KeeperOptions
 from everstep.seams import memory
 from everstep.seams.sockets import UnixStream

@@ -23,7 +23,7 @@ from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_fuzzy import redo_bytes
 from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces
 from everstep.keeper.multistep_plan import PartsPlan
-from everstep.keeper.recordable import Layouts
+from everstep.link.recordable import Layouts
 from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
 from everstep.state.image import State
@@ -136,14 +136,14 @@ def test_the_first_window_plans_nothing(
     noted(PartsPlan, "_plan")
     noted(SpotCheck, "some")
     noted(Choice, "cut")
-    monkeypatch.setattr("everstep.keeper.recordable.plan_shards", plan_shards)
+    monkeypatch.setattr("everstep.link.recordable.plan_shards", plan_shards)
     noted_layouts: list[int] = []
 
     def counted(entries: Any, **options: Any) -> tuple[ShardLayout, ...]:
         noted_layouts.append(len(entries))
         return plan_shards(entries, **options)
 
-    monkeypatch.setattr("everstep.keeper.recordable.plan_shards", counted)
+    monkeypatch.setattr("everstep.link.recordable.plan_shards", counted)
     world = World()
     with opened(served.run, world, method=over(3, overlap=overlap), every=None) as ckpt:
         ckpt.resume()

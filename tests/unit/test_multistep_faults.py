@@ -101,7 +101,7 @@ def start(bench: Bench, world: Any, method: Method, **options: Any) -> everstep.
     return ckpt
 
 
-def begin(ckpt: everstep.Checkpointer) -> everstep.keeper.save.Save:
+def begin(ckpt: everstep.Checkpointer) -> everstep.link.save.Save:
     """A base is due now."""
     return ckpt._take(None, show=False)
 

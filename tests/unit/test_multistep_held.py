@@ -16,7 +16,7 @@ from torch import nn
 import everstep
 from everstep.capture.lane import CpuLane
 from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces, HeldGradients
-from everstep.keeper.recordable import Layouts
+from everstep.link.recordable import Layouts
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
 from tests.unit.elsewhere import elsewhere

@@ -16,8 +16,8 @@ import typer
 
 from everstep.cli import app
 from everstep.errors import KeeperError
-from everstep.keeper.registry import find_keeper, keeper_files
-from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.link.registry import find_keeper, keeper_files
+from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.options import ANNOUNCING
 from everstep.seams.processes import process_gone
 from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
@@ -116,7 +116,7 @@ def test_a_mount_point_is_no_runtime_folder_but_what_is_made_in_it_is(
 def test_a_signal_to_every_process_of_the_job(run_folder: Path) -> None:
     """The keeper gets it, too, and ends; the last base is made durable by another one."""
     body = """
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 ckpt = everstep.Checkpointer(
     run, state, every=None, preempt=True, keeper=everstep.KeeperOptions(linger_s=3))
 ckpt.resume()

@@ -13,7 +13,7 @@ import torch
 
 import everstep
 from everstep.errors import EverstepError, UnsupportedStateError
-from everstep.keeper import recordable
+from everstep.link import recordable
 from everstep.replay import exactness
 from tests.unit.logged import opened
 from tests.unit.serving import Bench, die, serving

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import KeeperInfo, kill_keeper, list_keepers
+from everstep.link.registry import KeeperInfo, kill_keeper, list_keepers
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.keepers import end_keepers

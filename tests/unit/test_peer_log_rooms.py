@@ -12,9 +12,9 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.keeper.duties import Duties
 from everstep.keeper.peering import let_go_early, peer_announcement, peer_log_bytes
-from everstep.keeper.pool import Room
-from everstep.keeper.record_memory import RECORD_BYTES
 from everstep.keeper.rooms import Into, LogRooms
+from everstep.link.pool import Room
+from everstep.link.record_memory import RECORD_BYTES
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import PeerOptions
 

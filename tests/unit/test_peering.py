@@ -18,7 +18,7 @@ from everstep.keeper.peering import (
     peer_bytes,
     refuse_one_base,
 )
-from everstep.keeper.seat import Seat
+from everstep.link.seat import Seat
 from everstep.seams.machine import machine_name
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from everstep.cli.ps import Status, ask_statuses
-from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.link.registry import kill_keeper, list_keepers
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.keepers import end_keepers
@@ -90,7 +90,7 @@ for step in range(recovery.step + 1, 8):
         time.sleep(0.01)
     say(step=step, digest=digest(), held=ckpt.stats().peer_log_step)
     if f"{rank} {step}" == os.environ.get("VANISHES"):
-        from everstep.keeper.registry import kill_keeper, list_keepers
+        from everstep.link.registry import kill_keeper, list_keepers
         for info in list_keepers():
             if info.run == run:
                 kill_keeper(info)

@@ -26,11 +26,11 @@ from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
 from everstep.keeper import commits as commits_module
 from everstep.keeper import copies as copies_module
-from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, newest_timeline_in
-from everstep.keeper.seat import Seat
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.seat import Seat
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing.faultytier import FaultyTier, TierFault

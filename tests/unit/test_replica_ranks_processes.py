@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.registry import kill_keeper, list_keepers
+from everstep.link.registry import kill_keeper, list_keepers
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer
 from tests.unit import test_log_together_processes, test_together_processes

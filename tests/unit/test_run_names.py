@@ -14,8 +14,8 @@ from everstep import KeeperOptions
 from everstep.errors import KeeperError, StorageError
 from everstep.keeper import attach as attach_module
 from everstep.keeper.attach import attach, is_there
-from everstep.keeper.registry import keeper_files, keepers_left_by_a_move, keepers_of, list_keepers
-from everstep.keeper.spawn import SpawnOptions
+from everstep.link.registry import keeper_files, keepers_left_by_a_move, keepers_of, list_keepers
+from everstep.link.spawn import SpawnOptions
 from everstep.recover.folder import run_path
 from everstep.seams import ManualClock
 from tests.unit.fakekeeper import running

@@ -28,10 +28,10 @@ from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import LogStore
 from everstep.keeper.logs import Logs
 from everstep.keeper.mirrors import Mirrors
-from everstep.keeper.pool import CapturePool
 from everstep.keeper.promised import PromisedSteps
 from everstep.keeper.replies import Replies
-from everstep.keeper.save import Save, done
+from everstep.link.pool import CapturePool
+from everstep.link.save import Save, done
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.moving import Standstill, is_over

@@ -21,9 +21,9 @@ from everstep.capture.scheduled import Dispatch
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
-from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.pool import CapturePool
-from everstep.keeper.waiting import Moves
+from everstep.link.channel import BackgroundChannel
+from everstep.link.pool import CapturePool
+from everstep.link.waiting import Moves
 from everstep.seams import ManualClock, SystemClock, running
 from everstep.seams.conditions import Condition, Outcome, all_over, is_over
 from everstep.seams.running import Allowance, RunningTime
@@ -295,7 +295,7 @@ def test_training_is_told_of_a_disk_that_hangs_though_it_does_not_look(run_folde
 
 CHILD = """
 import sys, threading
-from everstep.keeper.channel import BackgroundChannel
+from everstep.link.channel import BackgroundChannel
 from everstep.seams import SystemClock
 from everstep.seams.conditions import Outcome, is_over
 

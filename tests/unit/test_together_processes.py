@@ -30,7 +30,7 @@ import hashlib, json, os, signal, sys, time, warnings
 from concurrent import futures
 import torch, torch.distributed as dist
 import everstep
-from everstep.keeper.registry import list_keepers
+from everstep.link.registry import list_keepers
 
 run, options = sys.argv[1], json.loads(sys.argv[2])
 options = {"every": 2, "on_failure": "warn", "progress_timeout_s": 30.0, **options}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.errors import DeadlineError
-from everstep.keeper.waiting import Patience
+from everstep.link.waiting import Patience
 from everstep.seams.clock import ManualClock
 
 

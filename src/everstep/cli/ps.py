@@ -23,7 +23,7 @@ from everstep.cli._common import (
 from everstep.errors import KeeperError, KeeperTimeoutError, UnavailableError
 
 if TYPE_CHECKING:
-    from everstep.keeper.registry import KeeperInfo
+    from everstep.link.registry import KeeperInfo
 
 __all__ = [
     "Status",
@@ -164,7 +164,7 @@ def keeper_trouble() -> Iterator[None]:
 
 def living_keepers() -> list[KeeperInfo]:
     """The living keepers, by run and rank."""
-    from everstep.keeper.registry import list_keepers
+    from everstep.link.registry import list_keepers
 
     return list_keepers()
 
@@ -179,7 +179,7 @@ def ask_statuses(keepers: Sequence[KeeperInfo]) -> list[Status | None]:
 
 def ask_status(info: KeeperInfo) -> Status | None:
     """What a keeper says; None if it does not answer in time, or not in words that we know."""
-    from everstep.keeper.spawn import connect
+    from everstep.link.spawn import connect
     from everstep.seams.sockets import close_descriptors
 
     deadline_s = time.monotonic() + _ANSWER_S

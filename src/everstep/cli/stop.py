@@ -27,8 +27,8 @@ from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, livin
 from everstep.errors import KeeperError, KeeperTimeoutError, OptionError
 
 if TYPE_CHECKING:
-    from everstep.keeper.registry import KeeperInfo
-    from everstep.keeper.wire import Connection
+    from everstep.link.registry import KeeperInfo
+    from everstep.link.wire import Connection
     from everstep.seams.processes import PidWatch
 
 __all__ = ["stop"]
@@ -190,7 +190,7 @@ def _has_log(status: Status | None) -> str | None:
 
 
 def _tell(one: _Stopping) -> None:
-    from everstep.keeper.spawn import connect
+    from everstep.link.spawn import connect
 
     try:
         one.connection = connect(
@@ -202,7 +202,7 @@ def _tell(one: _Stopping) -> None:
 
 
 def _kill(one: _Stopping) -> None:
-    from everstep.keeper.registry import kill_keeper
+    from everstep.link.registry import kill_keeper
 
     try:
         one.killed = kill_keeper(one.info)
@@ -240,7 +240,7 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
 
 def _is_gone(one: _Stopping) -> bool:
     """Whether nobody holds the keeper's lock any more; that is its end, and not its number."""
-    from everstep.keeper.registry import find_keeper
+    from everstep.link.registry import find_keeper
 
     if find_keeper(one.info.key) == one.info:
         return False
@@ -250,7 +250,7 @@ def _is_gone(one: _Stopping) -> bool:
 
 def _refusal(one: _Stopping) -> str | None:
     """Why it does not want to end, if it has said so."""
-    from everstep.keeper.wire import error_from_wire
+    from everstep.link.wire import error_from_wire
     from everstep.seams.sockets import close_descriptors
 
     if one.connection is None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from everstep.keeper.spawn import begin
+from everstep.link.spawn import begin
 
 __all__ = ["main"]
 
@@ -20,9 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     """Serves one run and rank until nobody needs it any more; returns the exit status."""
     options = begin(arguments)
 
-    from everstep.keeper.messages import PROTOCOL
-    from everstep.keeper.registry import KeeperInfo, Registration
     from everstep.keeper.server import Server
+    from everstep.link.messages import PROTOCOL
+    from everstep.link.registry import KeeperInfo, Registration
     from everstep.options import ANNOUNCING
     from everstep.seams.clock import SystemClock
     from everstep.version import __version__

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from everstep.errors import EverstepError, StateError
-from everstep.keeper.samples import Samples
-from everstep.keeper.save import Save, done, failed
+from everstep.link.samples import Samples
+from everstep.link.save import Save, done, failed
 
 __all__ = ["Asked", "ask_to_wire"]
 

@@ -16,12 +16,12 @@ from everstep.errors import (
     OutOfSpaceError,
     UnavailableError,
 )
-from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.registry import KeeperInfo, find_keeper, keeper_files, keepers_of
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.spawn import SpawnOptions, connect, spawn_keeper
-from everstep.keeper.wire import Connection, error_from_wire
+from everstep.link.channel import BackgroundChannel
+from everstep.link.messages import PROTOCOL
+from everstep.link.registry import KeeperInfo, find_keeper, keeper_files, keepers_of
+from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.link.wire import Connection, error_from_wire
 from everstep.options import KeeperOptions
 from everstep.seams import Clock
 from everstep.seams.locks import file_identity

@@ -6,8 +6,8 @@ from typing import Any
 
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError
-from everstep.keeper.capture import Capture
-from everstep.keeper.wire import Connection
+from everstep.link.capture import Capture
+from everstep.link.wire import Connection
 from everstep.seams.processes import PidWatch
 from everstep.state.layout import ShardLayout
 

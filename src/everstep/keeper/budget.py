@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
 from everstep.errors import OutOfSpaceError
-from everstep.keeper.record_memory import RECORD_BYTES
+from everstep.link.record_memory import RECORD_BYTES
 from everstep.options import History, Options
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
 from everstep.state.dtensors import local_of

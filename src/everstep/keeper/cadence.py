@@ -23,9 +23,9 @@ from everstep.keeper.budget import DAY_S, DayMeter, Forecast, budget_in_words, i
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.recorder import Recorder
-from everstep.keeper.save import Save
 from everstep.keeper.saver import Saver
 from everstep.keeper.wish import SLACK, Wish, interval_of
+from everstep.link.save import Save
 from everstep.options import Every, Options
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log

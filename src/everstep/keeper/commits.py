@@ -57,7 +57,7 @@ from everstep.keeper.commit_errors import damaged_behind_commit, why_not_durable
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.ranks import RankDisk
 from everstep.keeper.retain_history import promises
-from everstep.keeper.seat import Seat
+from everstep.link.seat import Seat
 from everstep.recover.ranks import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run

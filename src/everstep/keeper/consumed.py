@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from everstep.capture.batches import Batch, plan_batches
 from everstep.compress.lossy import Lossy, lossy_copies
 from everstep.errors import UnsupportedStateError
-from everstep.keeper.recordable import (
+from everstep.link.recordable import (
     Grouping,
     Layouts,
     compressors_of,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from everstep.errors import DeadlineError
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.log_batch import ENDED
-from everstep.keeper.recordable import LogKeeper
-from everstep.keeper.save import Save
+from everstep.link.channel import BackgroundChannel
+from everstep.link.recordable import LogKeeper
+from everstep.link.save import Save
 from everstep.options import Options
 from everstep.seams.conditions import Condition, is_over
 from everstep.seams.moving import Standstill

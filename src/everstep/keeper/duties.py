@@ -22,24 +22,24 @@ from everstep.errors import EverstepError, KeeperError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.attached import Attached
-from everstep.keeper.capture import Capture, Incoming
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.logs import Logs
 from everstep.keeper.looks import Look
-from everstep.keeper.messages import (
+from everstep.keeper.peers import Peers
+from everstep.keeper.rebuilds import Rebuilds
+from everstep.keeper.replicas import Replicas
+from everstep.link.capture import Capture, Incoming
+from everstep.link.channel import BackgroundChannel
+from everstep.link.messages import (
     identity_from_wire,
     identity_to_wire,
     layout_from_wire,
     parts_of,
 )
-from everstep.keeper.peers import Peers
-from everstep.keeper.rebuilds import Rebuilds
-from everstep.keeper.replicas import Replicas
-from everstep.keeper.save import Save
-from everstep.keeper.seat import Seat, no_mailbox
-from everstep.keeper.wire import error_from_wire, error_to_wire
+from everstep.link.save import Save
+from everstep.link.seat import Seat, no_mailbox
+from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.peers import PeerMailbox

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from everstep.capture.audit import Sample
 from everstep.capture.lane import Transfer
 from everstep.capture.versions import Versions
-from everstep.keeper.capture import Capture
 from everstep.keeper.keeper import Keeper
-from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.prepared import Copies, Prepared
+from everstep.link.capture import Capture
+from everstep.link.pool import CapturePool, Room
 from everstep.state.survey import Survey
 
 if TYPE_CHECKING:  # which takes flights

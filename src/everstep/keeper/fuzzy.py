@@ -16,8 +16,8 @@ from everstep.errors import KeeperError
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
 from everstep.format.names import shard_name
 from everstep.format.plan import BasePlan
-from everstep.keeper.assembly import Assembly, FuzzyParts
-from everstep.keeper.capture import Capture, RedoFile
+from everstep.link.assembly import Assembly, FuzzyParts
+from everstep.link.capture import Capture, RedoFile
 
 __all__ = ["leave_fuzzy"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.format.plan import BasePlan
-from everstep.keeper.capture import shard_offsets
+from everstep.link.capture import shard_offsets
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed, ShardLayout, plan_shards

@@ -13,9 +13,9 @@ from everstep.arena.memory import Arena
 from everstep.commit.offers_wire import run_from_wire, run_to_wire
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
-from everstep.keeper.capture import Capture, shard_offsets
 from everstep.keeper.log import records_from_wire
-from everstep.keeper.messages import identity_from_wire, identity_to_wire
+from everstep.link.capture import Capture, shard_offsets
+from everstep.link.messages import identity_from_wire, identity_to_wire
 from everstep.recover.held import HeldBase, Recalled
 from everstep.recover.peer_copy import PeerCopy, size_of
 from everstep.recover.peer_log import Packed, PeerLog

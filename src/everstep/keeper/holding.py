@@ -17,8 +17,8 @@ from everstep.errors import AuditError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.format.writer import Written, digest_shard
-from everstep.keeper.capture import Capture, shard_offsets
 from everstep.keeper.held import base_to_wire
+from everstep.link.capture import Capture, shard_offsets
 
 __all__ = ["Holding"]
 

@@ -38,8 +38,8 @@ from everstep.keeper.copies import open_places
 from everstep.keeper.left_keepers import left_logs
 from everstep.keeper.parted import heard_apart, said_apart, tell_of_parted
 from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
-from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
+from everstep.link.seat import Seat, no_mailbox
 from everstep.options import Options
 from everstep.recover.folder import open_run_folder
 from everstep.recover.held import Recalled

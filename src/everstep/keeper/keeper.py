@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from everstep.errors import EverstepError
-from everstep.keeper.capture import Capture
-from everstep.keeper.keeper_stats import KeeperStats
-from everstep.keeper.recordable import LogKeeper
+from everstep.link.capture import Capture
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.recordable import LogKeeper
 
 __all__ = ["Keeper"]
 

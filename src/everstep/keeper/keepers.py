@@ -19,21 +19,21 @@ from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attach import attach, is_there
 from everstep.keeper.attempts import Attempts
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keeper import Keeper
-from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.left_keepers import left_by_a_move, left_with_keeper
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import open_log
 from everstep.keeper.log_batch import batch_to_wire
 from everstep.keeper.log_limits import LogLimits
-from everstep.keeper.messages import identity_to_wire
-from everstep.keeper.pool import CapturePool
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.seat import Seat, no_mailbox
 from everstep.keeper.starting import StartingKeeper
 from everstep.keeper.summed import summed
-from everstep.keeper.waiting import unless_gone
+from everstep.link.channel import BackgroundChannel
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.messages import identity_to_wire
+from everstep.link.pool import CapturePool
+from everstep.link.seat import Seat, no_mailbox
+from everstep.link.waiting import unless_gone
 from everstep.options import Options
 from everstep.recover.held import Recalled
 from everstep.run.fence import Fence

@@ -12,8 +12,8 @@ from pathlib import PurePath
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
 from everstep.keeper.attach import attach_to
-from everstep.keeper.channel import BackgroundChannel
-from everstep.keeper.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
+from everstep.link.channel import BackgroundChannel
+from everstep.link.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
 from everstep.recover.held import Recalled
 from everstep.recover.old_logs import InMemory
 from everstep.recover.peer_log import PeerLog

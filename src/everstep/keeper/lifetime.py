@@ -27,11 +27,11 @@ from everstep.keeper.parts import Parts
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.rooms import LogRooms
-from everstep.keeper.save import Save
 from everstep.keeper.saver import Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.keeper.standby import Standby
 from everstep.keeper.watched import Watched
+from everstep.link.save import Save
 from everstep.options import Options
 from everstep.recover.nonfinite import nonfinite_parameter
 from everstep.seams.messages import say, say_to

@@ -29,16 +29,16 @@ from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.audit import DigestAudit, digests_of
-from everstep.keeper.capture import Capture
-from everstep.keeper.channel import BackgroundChannel, WatchedProgress
-from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.promised import PromisedSteps
 from everstep.keeper.retain import Retention
-from everstep.keeper.save import Save, done, failed
-from everstep.keeper.seat import Seat
-from everstep.keeper.waiting import Patience, storage_hangs
+from everstep.link.capture import Capture
+from everstep.link.channel import BackgroundChannel, WatchedProgress
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.save import Save, done, failed
+from everstep.link.seat import Seat
+from everstep.link.waiting import Patience, storage_hangs
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.conditions import Condition

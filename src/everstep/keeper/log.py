@@ -35,7 +35,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log_batch import ENDED, Batch, batch_of
 from everstep.keeper.log_room import LogRoom, NoRoomError
 from everstep.keeper.log_writer import SegmentWriter
-from everstep.keeper.record_memory import memory_bytes
+from everstep.link.record_memory import memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.moving import is_over
@@ -43,7 +43,7 @@ from everstep.seams.threads import IoThreads
 from everstep.state.layout import ShardLayout
 
 if TYPE_CHECKING:
-    from everstep.keeper.keeper_stats import KeeperStats
+    from everstep.link.keeper_stats import KeeperStats
 
 __all__ = ["LogStore", "LoggedStep", "open_log", "records_from_wire"]
 

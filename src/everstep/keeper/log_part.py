@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.keeper.consumed import Consumed, Consumption
-from everstep.keeper.recordable import Grouping
+from everstep.link.recordable import Grouping
 from everstep.state.image import State
 from everstep.state.log import GRADIENT, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.log_parts import Part, digest_of_names, log_parts

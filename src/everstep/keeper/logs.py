@@ -15,15 +15,15 @@ from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.keeper.attached import Attached
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.histories import Histories
 from everstep.keeper.log import LogStore, open_log
-from everstep.keeper.log_layouts import take_layout
-from everstep.keeper.messages import identity_from_wire
+from everstep.link.channel import BackgroundChannel
+from everstep.link.log_layouts import take_layout
+from everstep.link.messages import identity_from_wire
 from everstep.seams import Seams
 
 if TYPE_CHECKING:
-    from everstep.keeper.keeper_stats import KeeperStats
+    from everstep.link.keeper_stats import KeeperStats
 
 __all__ = ["Logs"]
 

@@ -17,10 +17,10 @@ from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.held import recalled_from_wire
-from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.registry import KeeperInfo, keepers_of
-from everstep.keeper.spawn import connect
-from everstep.keeper.wire import Connection
+from everstep.link.messages import PROTOCOL
+from everstep.link.registry import KeeperInfo, keepers_of
+from everstep.link.spawn import connect
+from everstep.link.wire import Connection
 from everstep.recover.held import Recalled
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.sockets import close_descriptors

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from everstep.arena.memory import Arena
-from everstep.keeper.wire import Connection
+from everstep.link.wire import Connection
 
 __all__ = ["Look"]
 

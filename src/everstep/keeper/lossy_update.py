@@ -16,7 +16,7 @@ from everstep.compress.floats import kept_count
 from everstep.compress.lossy import lossy_copies
 from everstep.errors import FormatError
 from everstep.format.log import LogRecord, record_digest
-from everstep.keeper.recordable import lossy_entries, record_layout
+from everstep.link.recordable import lossy_entries, record_layout
 from everstep.run.tensors import tensor_of
 from everstep.state.layout import Placed, ShardLayout
 from everstep.state.log import GRADIENT, PART_OBJECT, UPDATE_OBJECT

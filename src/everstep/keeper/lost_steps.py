@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from everstep.errors import EverstepError, FencedError, KeeperError
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save
+from everstep.link.channel import BackgroundChannel
+from everstep.link.save import Save
 from everstep.options import Options
 
 __all__ = ["is_lost", "tell_if_bases_are_lost", "tell_if_steps_are_lost"]

@@ -13,14 +13,14 @@ from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.commits import RankCommits
-from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.mirror import Mirror
 from everstep.keeper.place import CopyPlace
 from everstep.keeper.rank_mirror import Followed, FollowingMirror, LeadingMirror
-from everstep.keeper.seat import Seat
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.seat import Seat
 from everstep.seams import Seams
 from everstep.seams.moving import MovingFileSystem
 from everstep.tiers.options import TierOptions

@@ -26,7 +26,6 @@ from everstep.capture.lane import Lane
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.budget import check_disk_budget
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_fuzzy import redo_bytes
 from everstep.keeper.multistep_last import Last
@@ -38,11 +37,12 @@ from everstep.keeper.multistep_stats import MultistepStats, Watch
 from everstep.keeper.multistep_steps import moment_of
 from everstep.keeper.multistep_updates import UpdateCopies
 from everstep.keeper.multistep_window import Window, written
-from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.recordable import digest_of
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save, as_ours, failed, telling
 from everstep.keeper.saver import Saver
+from everstep.link.channel import BackgroundChannel
+from everstep.link.pool import CapturePool, Room
+from everstep.link.recordable import digest_of
+from everstep.link.save import Save, as_ours, failed, telling
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint

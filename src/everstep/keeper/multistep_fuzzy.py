@@ -14,9 +14,9 @@ import torch
 from everstep.capture.multistep import Unit
 from everstep.capture.spots import Spots, marked, which_of
 from everstep.format.plan import BasePlan
-from everstep.keeper.assembly import FuzzyParts
 from everstep.keeper.group_options import laid_out, options_of_groups
 from everstep.keeper.untold import Owned
+from everstep.link.assembly import FuzzyParts
 from everstep.state.tensors import host_bytes, stored_form
 
 __all__ = ["CapturedParts", "fuzzy_parts", "redo_bytes", "spots_at_mark"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from everstep.keeper.assembly import Assembly
-from everstep.keeper.capture import Capture
 from everstep.keeper.multistep_choice import Timed
 from everstep.keeper.multistep_fuzzy import fuzzy_parts, spots_at_mark
 from everstep.keeper.multistep_window import Window
+from everstep.link.assembly import Assembly
+from everstep.link.capture import Capture
 from everstep.seams.failpoints import failpoint
 from everstep.state.survey import Survey
 

@@ -12,7 +12,7 @@ from everstep.errors import DeadlineError, EverstepError
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_window import Copying, Window
 from everstep.keeper.prepared import Copies
-from everstep.keeper.save import as_ours, changed_while_copied
+from everstep.link.save import as_ours, changed_while_copied
 from everstep.options import Options
 from everstep.seams import Clock
 

@@ -20,8 +20,8 @@ from everstep.capture.batches import Batch, Chunks, plan_batches
 from everstep.capture.multistep import Unit
 from everstep.capture.versions import Versions
 from everstep.keeper.prepared import Copies, Prepared
-from everstep.keeper.samples import Samples
 from everstep.keeper.untold import Owned
+from everstep.link.samples import Samples
 from everstep.recover.owned import parameter_names
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout

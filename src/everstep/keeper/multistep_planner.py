@@ -23,8 +23,8 @@ from everstep.keeper.consumed import Consumption
 from everstep.keeper.multistep_choice import Choice
 from everstep.keeper.multistep_fuzzy import redo_bytes
 from everstep.keeper.multistep_plan import PartsPlan, units_of
-from everstep.keeper.pool import CapturePool
 from everstep.keeper.prepared import Prepared
+from everstep.link.pool import CapturePool
 from everstep.state.image import State
 
 __all__ = ["Planner"]

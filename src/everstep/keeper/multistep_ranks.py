@@ -19,8 +19,8 @@ from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.multistep_together import Here, Together
 from everstep.keeper.multistep_window import Window
-from everstep.keeper.pool import CapturePool
-from everstep.keeper.save import Save
+from everstep.link.pool import CapturePool
+from everstep.link.save import Save
 from everstep.seams.conditions import is_over
 from everstep.state.survey import Survey
 

@@ -15,7 +15,7 @@ from everstep.errors import StateError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.job import Job
 from everstep.keeper.multistep_mark import AtMark
-from everstep.keeper.save import Save, failed, follow
+from everstep.link.save import Save, failed, follow
 from everstep.state.image import State
 
 __all__ = ["Here", "Together"]

@@ -24,8 +24,8 @@ from everstep.keeper.multistep_gradients import (
     are_alone,
 )
 from everstep.keeper.multistep_window import CopiedUpdate, Window
-from everstep.keeper.pool import Room
-from everstep.keeper.save import as_ours
+from everstep.link.pool import Room
+from everstep.link.save import as_ours
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.state.dtensors import is_dtensor

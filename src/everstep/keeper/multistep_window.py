@@ -12,7 +12,6 @@ from everstep.capture.lane import Transfer
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead
-from everstep.keeper.assembly import PartialUpdate
 from everstep.keeper.consumed import Consumed
 from everstep.keeper.multistep_choice import Timed
 from everstep.keeper.multistep_fuzzy import CapturedParts
@@ -20,9 +19,10 @@ from everstep.keeper.multistep_gradients import GradientCheck
 from everstep.keeper.multistep_mark import AtMark
 from everstep.keeper.multistep_plan import PartsPlan
 from everstep.keeper.multistep_stats import Watch
-from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save
+from everstep.link.assembly import PartialUpdate
+from everstep.link.pool import CapturePool, Room
+from everstep.link.save import Save
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import Shape, Survey
 

@@ -8,7 +8,7 @@ import torch
 
 from everstep.errors import NonFiniteError
 from everstep.format.log import RecordHead
-from everstep.keeper.channel import BackgroundChannel
+from everstep.link.channel import BackgroundChannel
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
 from everstep.state.tensors import torch_dtype

@@ -27,7 +27,6 @@ from everstep.keeper.budget import (
     replica_budget_bytes,
 )
 from everstep.keeper.cadence import Cadence
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.disk_said import disk_announcement, free_bytes
 from everstep.keeper.expected import behind_first_update
 from everstep.keeper.job import Job
@@ -45,7 +44,6 @@ from everstep.keeper.peering import (
     peer_log_bytes,
     refuse_one_base,
 )
-from everstep.keeper.recordable import refuse_optimizers
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.residuals import residual_bytes, tell_of_lost_residuals
 from everstep.keeper.saver import Saver
@@ -56,6 +54,8 @@ from everstep.keeper.standby import (
     refuse_unrepeatable,
     why_inexact,
 )
+from everstep.link.channel import BackgroundChannel
+from everstep.link.recordable import refuse_optimizers
 from everstep.options import Options
 from everstep.seams import Seams
 from everstep.seams.messages import say

@@ -14,11 +14,11 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.held import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.holding import Holding
-from everstep.keeper.keeper_stats import KeeperStats
 from everstep.keeper.log import LogStore
 from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
-from everstep.keeper.seat import Seat
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.seat import Seat
 from everstep.recover.held import HeldBase
 from everstep.recover.peer_copy import files_over
 from everstep.run.scan import scan_base

@@ -17,7 +17,7 @@ from everstep.capture.batches import Batch, Chunks, Runs, plan_batches
 from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
-from everstep.keeper.capture import shard_offsets
+from everstep.link.capture import shard_offsets
 from everstep.state.survey import Shape, Survey
 
 __all__ = ["Copies", "Prepared", "prepare"]

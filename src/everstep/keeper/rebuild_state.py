@@ -12,12 +12,12 @@ from everstep.arena.memory import Arena
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
-from everstep.keeper.assembly import Assembly
-from everstep.keeper.capture import Capture, shard_offsets
 from everstep.keeper.group_options import laid_out, options_of_groups
 from everstep.keeper.log import LoggedStep
 from everstep.keeper.replica_state import ReplicaState
-from everstep.keeper.samples import check_samples
+from everstep.link.assembly import Assembly
+from everstep.link.capture import Capture, shard_offsets
+from everstep.link.samples import check_samples
 
 __all__ = ["rebuild"]
 

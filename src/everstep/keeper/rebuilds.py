@@ -19,12 +19,12 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.keeper.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.keeper.attached import Attached
-from everstep.keeper.capture import Capture
 from everstep.keeper.fuzzy import leave_fuzzy
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
+from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
+from everstep.link.capture import Capture
 from everstep.seams.failpoints import failpoint
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.threads import IoThreads

@@ -21,7 +21,6 @@ import torch
 from everstep.capture.lane import Lane
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.declared import DeclaredLog
 from everstep.keeper.disklog import DiskLog
@@ -30,14 +29,15 @@ from everstep.keeper.log_marks import Objects, copy_now
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.nonfinite import NonFinite
 from everstep.keeper.peering import let_go_early
-from everstep.keeper.pool import CapturePool
-from everstep.keeper.recordable import Layouts, LogKeeper, Replaced, digest_of
 from everstep.keeper.recorder_stats import RecorderStats
 from everstep.keeper.retry import Retry
 from everstep.keeper.rooms import Into, Loan, LogRooms
-from everstep.keeper.save import Save, as_ours
 from everstep.keeper.under_way import UnderWay
 from everstep.keeper.untold import Untold
+from everstep.link.channel import BackgroundChannel
+from everstep.link.pool import CapturePool
+from everstep.link.recordable import Layouts, LogKeeper, Replaced, digest_of
+from everstep.link.save import Save, as_ours
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.conditions import is_over

@@ -8,9 +8,9 @@ from everstep.keeper.keeper import Keeper
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.recorder import Recorder
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save
 from everstep.keeper.saver import Saver
 from everstep.keeper.scheduled_saver import ScheduledSaver
+from everstep.link.save import Save
 
 __all__ = ["Recoverable"]
 

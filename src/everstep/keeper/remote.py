@@ -17,19 +17,19 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
 from everstep.keeper.asked import Asked, ask_to_wire
-from everstep.keeper.assembly import Assembly, assembly_to_wire
-from everstep.keeper.capture import Capture
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.held import recalled_from_wire
-from everstep.keeper.keeper_stats import KeeperStats
-from everstep.keeper.log_layouts import LogLayouts
-from everstep.keeper.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.keeper.replies import Replies
-from everstep.keeper.samples import Samples
-from everstep.keeper.save import Save, done, failed
 from everstep.keeper.silence import Silence
-from everstep.keeper.waiting import Moves, Patience, keeper_gone, storage_hangs
-from everstep.keeper.wire import Connection, error_from_wire, error_to_wire
+from everstep.link.assembly import Assembly, assembly_to_wire
+from everstep.link.capture import Capture
+from everstep.link.channel import BackgroundChannel
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.log_layouts import LogLayouts
+from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
+from everstep.link.samples import Samples
+from everstep.link.save import Save, done, failed
+from everstep.link.waiting import Moves, Patience, keeper_gone, storage_hangs
+from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.recover.held import Recalled
 from everstep.seams import Clock
 from everstep.seams.conditions import Condition

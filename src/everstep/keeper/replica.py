@@ -18,11 +18,11 @@ from everstep.arena.memory import Arena
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.records import TimelineRecord
-from everstep.keeper.capture import Capture, Incoming, shard_offsets
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import LoggedStep, LogStore
-from everstep.keeper.samples import Samples, check_samples
-from everstep.keeper.save import Save, done
+from everstep.link.capture import Capture, Incoming, shard_offsets
+from everstep.link.samples import Samples, check_samples
+from everstep.link.save import Save, done
 from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view

@@ -15,8 +15,8 @@ from everstep.format.header import ShardIdentity
 from everstep.format.log import NOT_EXACT
 from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
-from everstep.keeper.capture import shard_offsets
 from everstep.keeper.log import LoggedStep
+from everstep.link.capture import shard_offsets
 from everstep.recover.offline import OfflineState
 from everstep.recover.rebuild import conditions
 from everstep.run.shape import shape_of_base

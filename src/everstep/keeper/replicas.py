@@ -14,13 +14,13 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.keeper.attached import Attached
-from everstep.keeper.capture import Capture
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import LogStore
 from everstep.keeper.replica import Ask, Replica, ReplicaLimits
-from everstep.keeper.samples import Samples
-from everstep.keeper.wire import error_to_wire
+from everstep.link.capture import Capture
+from everstep.link.samples import Samples
+from everstep.link.wire import error_to_wire
 from everstep.seams.filesystem import FileSystem
 
 if TYPE_CHECKING:  # one rank does without

@@ -34,7 +34,7 @@ from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.log_sender import LogSender
 from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
-from everstep.keeper.seat import Seat
+from everstep.link.seat import Seat
 from everstep.recover.held import HeldBase
 from everstep.seams.clock import Clock
 

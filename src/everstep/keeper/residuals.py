@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from everstep.compress.training import Compressor
-from everstep.keeper.recordable import compressors_of, exchanges_of
+from everstep.link.recordable import compressors_of, exchanges_of
 from everstep.state.image import State
 from everstep.state.providers import ModuleProvider
 

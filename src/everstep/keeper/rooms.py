@@ -11,9 +11,9 @@ import torch
 
 from everstep.format.log import RecordHead
 from everstep.keeper.disklog import DiskLog
-from everstep.keeper.pool import CapturePool, Room
-from everstep.keeper.record_memory import RECORD_BYTES
-from everstep.keeper.recordable import LogKeeper
+from everstep.link.pool import CapturePool, Room
+from everstep.link.record_memory import RECORD_BYTES
+from everstep.link.recordable import LogKeeper
 
 __all__ = ["Into", "Loan", "LogRooms"]
 

@@ -24,15 +24,15 @@ from everstep.errors import (
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.keeper.budget import bases_in_flight_max, check_disk_budget
-from everstep.keeper.capture import Capture, Incoming
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.flight import Flight
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.local import LocalKeeper
-from everstep.keeper.pool import CapturePool, Room
 from everstep.keeper.prepared import Copies, Prepared, prepare
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save, as_ours, changed_while_copied, done, failed, telling
+from everstep.link.capture import Capture, Incoming
+from everstep.link.channel import BackgroundChannel
+from everstep.link.pool import CapturePool, Room
+from everstep.link.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.conditions import is_over

@@ -25,15 +25,15 @@ from everstep.capture.scheduled import Dispatch
 from everstep.errors import DeadlineError, KeeperError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
-from everstep.keeper.capture import Capture
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.keeper import Keeper
-from everstep.keeper.pool import CapturePool
 from everstep.keeper.prepared import Copies, Prepared
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.save import Save, failed, telling
 from everstep.keeper.saver import Saver
 from everstep.keeper.scheduled import Scheduler
+from everstep.link.capture import Capture
+from everstep.link.channel import BackgroundChannel
+from everstep.link.pool import CapturePool
+from everstep.link.save import Save, failed, telling
 from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.conditions import Outcome

@@ -23,8 +23,8 @@ from everstep.keeper.attached import Attached
 from everstep.keeper.duties import HANDLERS, Duties
 from everstep.keeper.holding import Holding
 from everstep.keeper.local import CHUNKS, WRITERS, LocalKeeper
-from everstep.keeper.messages import PROTOCOL
-from everstep.keeper.wire import Connection, accept, error_to_wire
+from everstep.link.messages import PROTOCOL
+from everstep.link.wire import Connection, accept, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.processes import descriptors_max
 from everstep.seams.sockets import close_descriptors

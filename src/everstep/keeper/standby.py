@@ -11,13 +11,13 @@ import torch
 from everstep.capture.audit import SpotCheck
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
-from everstep.keeper.channel import BackgroundChannel
 from everstep.keeper.prepared import Prepared
-from everstep.keeper.recordable import why_not
 from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.samples import Samples
-from everstep.keeper.save import Save, done
 from everstep.keeper.saver import Saver
+from everstep.link.channel import BackgroundChannel
+from everstep.link.recordable import why_not
+from everstep.link.samples import Samples
+from everstep.link.save import Save, done
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.seams.conditions import all_over, is_over

@@ -16,7 +16,7 @@ from everstep.keeper.job import Job
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.residuals import tell_of_lost_residuals
-from everstep.keeper.seat import Seat
+from everstep.link.seat import Seat
 from everstep.recover.folder import refuse_unresumed
 from everstep.recover.held import Recalled
 from everstep.recover.resume import OfSeveralError, Resumed, open_timeline, resume

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from everstep.keeper.keeper_stats import KeeperStats
+from everstep.link.keeper_stats import KeeperStats
 
 __all__ = ["summed"]
 

@@ -23,7 +23,7 @@ from everstep.capture.spots import Spots, marked, which_of
 from everstep.capture.versions import Versions, storage_of
 from everstep.errors import AuditError
 from everstep.format.digests import digest
-from everstep.keeper.channel import BackgroundChannel
+from everstep.link.channel import BackgroundChannel
 from everstep.state.dtensors import local_of
 from everstep.state.image import State
 from everstep.state.log_parts import updated_elsewhere

@@ -12,14 +12,14 @@ from pathlib import Path
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
-from everstep.keeper.registry import (
+from everstep.link.registry import (
     KeeperInfo,
     find_keeper,
     keeper_files,
     keeper_key,
     kill_keeper,
 )
-from everstep.keeper.spawn import connect
+from everstep.link.spawn import connect
 from everstep.recover.folder import run_path
 from everstep.seams.locks import lock_file
 from everstep.seams.processes import PidWatch

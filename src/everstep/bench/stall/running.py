@@ -9,8 +9,8 @@ from pathlib import Path
 
 from everstep.checkpointer import Checkpointer
 from everstep.errors import KeeperTimeoutError
-from everstep.keeper.registry import list_keepers
-from everstep.keeper.save import Save
+from everstep.link.registry import list_keepers
+from everstep.link.save import Save
 from everstep.seams.processes import process_gone
 
 __all__ = ["LINGER_S", "close_run", "keepers_of", "quiet", "take_due"]

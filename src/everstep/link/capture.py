@@ -11,7 +11,7 @@ from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import SegmentBody
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.format.writer import Written
-from everstep.keeper.save import Save
+from everstep.link.save import Save
 from everstep.seams.conditions import Condition
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.memory import copy_view

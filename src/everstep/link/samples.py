@@ -14,7 +14,7 @@ import numpy as np
 
 from everstep.errors import AuditError, FormatError
 from everstep.format.plan import BasePlan
-from everstep.keeper.capture import shard_offsets
+from everstep.link.capture import shard_offsets
 
 __all__ = ["Samples", "check_samples"]
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
-from everstep.keeper.capture import Capture
+from everstep.link.capture import Capture
 from everstep.state.entries import Entry
 from everstep.state.in_common import InCommon
 from everstep.state.layout import Placed, ShardLayout

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.keeper.registry import (
+from everstep.link.registry import (
     KeeperFiles,
     find_keeper,
     keeper_files,
     keeper_key,
     read_tail,
 )
-from everstep.keeper.wire import SEND_TIMEOUT_S, Connection
+from everstep.link.wire import SEND_TIMEOUT_S, Connection
 from everstep.seams.locks import LockedFile, lock_file
 from everstep.seams.messages import say
 from everstep.seams.processes import (
@@ -77,7 +77,7 @@ class SpawnOptions:
 
     @property
     def key(self) -> str:
-        """See :func:`~everstep.keeper.registry.keeper_key`."""
+        """See :func:`~everstep.link.registry.keeper_key`."""
         return keeper_key(self.run, self.run_id, self.rank)
 
     def arguments(self) -> list[str]:
