@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from everstep.link.save import Save
     from everstep.look import load, peek
     from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
-    from everstep.recover.report import Recovery
+    from everstep.restore.start.report import Recovery
 
 __all__ = [
     "Budget",

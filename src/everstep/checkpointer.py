@@ -62,8 +62,8 @@ from everstep.options import (
     Preemption,
     validate_options,
 )
-from everstep.recover.folder import run_path
-from everstep.recover.report import Recovery, describe
+from everstep.restore.start.folder import run_path
+from everstep.restore.start.report import Recovery, describe
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.state.owners import DeclaredUpdate

@@ -24,11 +24,11 @@ from everstep.format.writer import ChunkRing
 from everstep.given import is_int, named
 from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.keeper.looking import InMemory, look_in_memory
-from everstep.recover.folder import run_path
 from everstep.recover.present import GoneError, Present, Way
-from everstep.recover.put import put_into
-from everstep.recover.rebuild import Rebuilder, Rebuilt
-from everstep.recover.report import evidence
+from everstep.restore.load.put import put_into
+from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
+from everstep.restore.start.folder import run_path
+from everstep.restore.start.report import evidence
 from everstep.run.audits import audit_in_words
 from everstep.run.decide import Skipped
 from everstep.run.scan import scan_run

@@ -26,7 +26,7 @@ from everstep.commit.steps import Do, Send
 from everstep.commit.watermark import Watermark
 from everstep.keeper import ranks
 from everstep.keeper.ranks import RankDisk
-from everstep.recover import ranks as recover_ranks
+from everstep.restore.fetch import ranks as recover_ranks
 from everstep.testing import simrank
 from everstep.testing.simhost import ProcessDisk
 from everstep.testing.simtruth import RUN

@@ -11,8 +11,8 @@ from typing import Any
 import everstep
 from everstep.commit.lineage import BaseId
 from everstep.format.writer import ChunkRing
-from everstep.recover.offline import OfflineState
-from everstep.recover.offline_base import load_offline
+from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.offline_base import load_offline
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.serving import Bench

@@ -24,7 +24,7 @@ from everstep.keeper.multistep_fuzzy import spots_at_mark
 from everstep.keeper.multistep_plan import units_of
 from everstep.keeper.persist import Persister
 from everstep.link.recordable import Layouts, digest_of
-from everstep.recover.whole_ranks import MakeWhole, made_whole
+from everstep.restore.offline.whole_ranks import MakeWhole, made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint

@@ -7,7 +7,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.keeper.log import LogStore
 from everstep.keeper.log_sender import LogSender
-from everstep.recover.peer_log import PeerLog, packed
+from everstep.restore.fetch.peer_log import PeerLog, packed
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout, plan_shards
 from tests.unit.peering import Ring, record_of

@@ -25,8 +25,8 @@ from everstep.format.writer import digest_shard
 from everstep.keeper.peer_store import PeerStore
 from everstep.keeper.replicator import Pace, Replicator
 from everstep.link.seat import Seat
-from everstep.recover.held import HeldBase
-from everstep.recover.peer_copy import PeerCopy, files_over
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock
 from everstep.state.entries import Entry
 from everstep.testing.peer_conformance import BodyOfBytes

@@ -16,7 +16,7 @@ from everstep.keeper import copies as copies_module
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.place import ROOT
 from everstep.keeper.rank_mirror import FollowingMirror, LeadingMirror
-from everstep.recover.load import all_contents
+from everstep.restore.load.load import all_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem

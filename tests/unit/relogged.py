@@ -19,10 +19,10 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.consumed import Consumed, Consumption
 from everstep.keeper.log_part import LogPart
 from everstep.link.recordable import Layouts, digest_of
-from everstep.recover.forward import Restored
-from everstep.recover.old_layout import OldLayout
-from everstep.recover.redo_others import redo_of_others
-from everstep.recover.reshard import SavedRanks
+from everstep.restore.load.old_layout import OldLayout
+from everstep.restore.load.reshard import SavedRanks
+from everstep.restore.relaid.redo_others import redo_of_others
+from everstep.restore.start.forward import Restored
 from everstep.run.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.dtensors import box_of, is_dtensor, local_of

@@ -35,7 +35,7 @@ from everstep.format.records import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist import Persister
-from everstep.recover.load import LoadedBase, load_ranks
+from everstep.restore.load.load import LoadedBase, load_ranks
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem

@@ -106,7 +106,7 @@ def test_what_it_says_and_what_it_cost(tmp_path: Path, at_once: None) -> None:
     """A run that has nothing to audit: words, and no record."""
     run = tmp_path / "run"
     train(run, World(), 1)
-    child = Child("everstep.recover.audit_process", [f"--run={run}", "--timeline=1"])
+    child = Child("everstep.restore.offline.audit_process", [f"--run={run}", "--timeline=1"])
     ended = child.wait(AUDIT_TIMEOUT_S)
     assert (ended.status, ended.output, ended.late) == (0, b"", False), ended.words
     assert "no audit yet" in ended.words

@@ -21,9 +21,9 @@ from everstep.format.records import AuditRecord, TimelineRecord
 from everstep.keeper import auditor as auditor_module
 from everstep.keeper.auditor import CPU_SHARE, Auditor
 from everstep.options import LogOptions
-from everstep.recover import audit_newest as newest_module
-from everstep.recover.audit_newest import audit_newest
-from everstep.recover.resume import open_timeline
+from everstep.restore.offline import audit_newest as newest_module
+from everstep.restore.offline.audit_newest import audit_newest
+from everstep.restore.start.resume import open_timeline
 from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams, SystemClock
@@ -92,7 +92,7 @@ class Inline:
     """What the child process does, within this one."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        assert module == "everstep.recover.audit_process"
+        assert module == "everstep.restore.offline.audit_process"
         options = dict(word.removeprefix("--").split("=", 1) for word in arguments)
         self.run, self.timeline = options["run"], int(options["timeline"])
 

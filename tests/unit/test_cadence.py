@@ -34,8 +34,8 @@ from everstep.options import Budget, Every, LogOptions, Options, presets, valida
 from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log
 from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
-from everstep.recover.redo import Redo
-from everstep.recover.resume import Resumed
+from everstep.restore.redo.redo import Redo
+from everstep.restore.start.resume import Resumed
 from everstep.seams import ManualClock, Seams
 from tests.unit.logged import World, segments_of
 from tests.unit.logged import opened as logged

@@ -17,7 +17,7 @@ from everstep.errors import FencedError, RecoveryError, StorageError
 from everstep.format.names import CONDEMNED, DELETING, MANIFEST
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.retain import delete_base
-from everstep.recover.resume import open_timeline
+from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from tests.unit.world import (

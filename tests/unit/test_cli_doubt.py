@@ -12,7 +12,7 @@ import torch
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
-from everstep.recover.audit import audit, pairs
+from everstep.restore.offline.audit import audit, pairs
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.logged import World, document, edit_base, invoke, opened, rebuilder_of, train

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import everstep.run.segments
-from everstep.recover.offline import OfflineState
+from everstep.restore.offline.offline import OfflineState
 from everstep.state.objects import decode, encode
 from everstep.state.tensors import byte_view
 from tests.unit.logged import (

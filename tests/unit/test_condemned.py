@@ -27,7 +27,7 @@ from everstep.format.names import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain import Retention, delete_base, perform_deletion
-from everstep.recover.copies import RunWithCopies
+from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.lift import lift_mark
 from everstep.run.scan import scan_base, scan_run
 from everstep.seams import ManualClock, PosixFileSystem

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from everstep.format.records import TimelineRecord
-from everstep.recover.rebuild import conditions
-from everstep.recover.redo import other_conditions
+from everstep.restore.offline.rebuild import conditions
+from everstep.restore.redo.redo import other_conditions
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import (
     changeable,

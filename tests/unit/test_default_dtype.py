@@ -13,8 +13,8 @@ import torch
 
 import everstep
 from everstep.errors import FormatError
-from everstep.recover.updates import update_of
 from everstep.replay.own import default_dtype
+from everstep.restore.redo.updates import update_of
 from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import decode, encode
 from tests.unit.logged import document, opened

@@ -14,10 +14,10 @@ import torch
 from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.format.reader import read_record_bytes
 from everstep.keeper import job as job_module
-from everstep.recover import files_ahead
-from everstep.recover.files_ahead import FilesAhead
-from everstep.recover.node_reads import NodeReads
-from everstep.recover.peers import Brought, plan_of
+from everstep.restore.fetch import files_ahead
+from everstep.restore.fetch.files_ahead import FilesAhead
+from everstep.restore.fetch.node_reads import NodeReads
+from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
 from tests.unit.rank_copying import store

@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, ReplayError
-from everstep.recover.whole import make_live_whole
+from everstep.restore.offline.whole import make_live_whole
 from everstep.seams import Seams
 from everstep.seams.progress import silent
 from tests.unit.following import opened, run_steps, steps_on_disk

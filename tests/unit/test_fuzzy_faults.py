@@ -312,7 +312,7 @@ def test_other_conditions_are_not_called_exact(
 ) -> None:
     run, _ = trained
     elsewhere = {"torch": "1.0", "machine": "abacus", "system": "none"}
-    for module in ("everstep.recover.redo", "everstep.recover.conditions"):
+    for module in ("everstep.restore.redo.redo", "everstep.restore.redo.conditions"):
         monkeypatch.setattr(f"{module}.fingerprint", lambda: elsewhere)
     keeper = everstep.KeeperOptions(process=False)
     with opened(run, World(seed=9), method="lazy", keeper=keeper) as ckpt:

@@ -17,10 +17,10 @@ from everstep.errors import DamageError, FormatError, MismatchError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.recover.held import HeldBase
-from everstep.recover.load import LoadedBase, all_contents, load_ranks
-from everstep.recover.offline_job_load import load_job
-from everstep.recover.ranks import verify_rank
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.ranks import verify_rank
+from everstep.restore.load.load import LoadedBase, all_contents, load_ranks
+from everstep.restore.offline.offline_job_load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent

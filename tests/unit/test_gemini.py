@@ -36,7 +36,7 @@ from everstep.keeper.peering import memory_announcement, nodes_said, peer_announ
 from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.replicator import Pace
 from everstep.options import Options, validate_options
-from everstep.recover.peer_copy import size_of
+from everstep.restore.fetch.peer_copy import size_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock
 from everstep.seams.posix import PosixFileSystem

@@ -30,7 +30,7 @@ from everstep.keeper.local import CHUNKS, WRITERS
 from everstep.link.messages import OBJECT_PART_BYTES
 from everstep.link.registry import list_keepers
 from everstep.options import Budget
-from everstep.recover.load import all_contents
+from everstep.restore.load.load import all_contents
 from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes import PidWatch, process_gone

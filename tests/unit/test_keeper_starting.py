@@ -25,7 +25,7 @@ from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
-from everstep.recover.held import Recalled
+from everstep.restore.fetch.held import Recalled
 from everstep.seams import Seams, SystemClock
 from tests.unit.fakekeeper import running, started
 from tests.unit.test_together import resume, train

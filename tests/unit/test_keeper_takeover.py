@@ -26,7 +26,7 @@ from everstep.errors import (
 from everstep.keeper.keepers import Keepers
 from everstep.keeper.remote import RemoteKeeper
 from everstep.link.wire import error_to_wire
-from everstep.recover.resume import open_timeline
+from everstep.restore.start.resume import open_timeline
 from everstep.seams import Seams
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, inventory_of
@@ -203,7 +203,7 @@ def test_what_the_disk_refused_is_taken_again(
     # Another process does something meanwhile: it has to choose, and read, once more.
     answers = [False]
     monkeypatch.setattr(
-        "everstep.recover.resume._unchanged", lambda *_: answers.pop() if answers else True
+        "everstep.restore.start.resume._unchanged", lambda *_: answers.pop() if answers else True
     )
     recovery = ckpt.resume()
     assert (recovery.step, recovery.source, recovery.exact) == (1, "memory", True)

@@ -21,7 +21,7 @@ from everstep.errors import (
 )
 from everstep.format.names import base_dir, shard_name
 from everstep.link.channel import BackgroundChannel
-from everstep.recover.report import Recovery
+from everstep.restore.start.report import Recovery
 from everstep.seams import ManualClock, Seams, SystemClock
 from tests.keepers import end_keepers
 from tests.unit.following import until

@@ -15,7 +15,7 @@ from everstep.keeper import left_keepers
 from everstep.link import registry
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
-from everstep.recover.old_logs import InMemory
+from everstep.restore.relaid.old_logs import InMemory
 from everstep.seams import Seams
 from everstep.seams.sockets import close_descriptors
 from tests.unit.serving import Bench, bench, die, serving

@@ -17,17 +17,17 @@ from everstep.format.digests import digest
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Manifest, Marker
 from everstep.keeper import job
-from everstep.recover import peers
-from everstep.recover.held import HeldBase
-from everstep.recover.lent_files import (
+from everstep.restore.fetch import peers
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.lent_files import (
     LentFiles,
     _Common,
     covered,
     covers_from_wire,
     covers_to_wire,
 )
-from everstep.recover.peer_plan import on_disks, proven, with_proven
-from everstep.recover.peers import Told, plan_of
+from everstep.restore.fetch.peer_plan import on_disks, proven, with_proven
+from everstep.restore.fetch.peers import Told, plan_of
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.entries import Entry

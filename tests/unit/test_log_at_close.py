@@ -20,8 +20,8 @@ from everstep.errors import (
 from everstep.format.names import base_dir, shard_name
 from everstep.keeper import starts
 from everstep.link.registry import list_keepers
-from everstep.recover.report import Recovery
-from everstep.recover.resume import resume
+from everstep.restore.start.report import Recovery
+from everstep.restore.start.resume import resume
 from tests.keepers import end_keepers
 from tests.unit.logged import invoke
 from tests.unit.serving import die

@@ -14,9 +14,9 @@ import torch
 from everstep.compress import Compressor
 from everstep.errors import OptionError, StateError
 from everstep.format.writer import ChunkRing
-from everstep.recover.redo import Redo, Step
-from everstep.recover.updates import update_of
 from everstep.replay.packed import Packed
+from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.updates import update_of
 from everstep.state.dtensors import box_of, local_of
 from everstep.state.image import State
 from everstep.state.placing import Box

@@ -30,9 +30,10 @@ from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking
 from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
-from everstep.recover import files_ahead, together
-from everstep.recover import resume as resume_module
-from everstep.recover.peers import Brought, plan_of
+from everstep.restore.fetch import files_ahead
+from everstep.restore.fetch.peers import Brought, plan_of
+from everstep.restore.start import resume as resume_module
+from everstep.restore.start import together
 from everstep.run import small_files
 from everstep.seams import PosixFileSystem, ReadFile, SystemClock
 from everstep.state.image import State

@@ -33,7 +33,7 @@ from everstep.keeper.keepers import Keepers
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, CopyPlace
-from everstep.recover.logs import LogFound
+from everstep.restore.log.logs import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, Seams, failpoints

@@ -18,9 +18,9 @@ from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.job import Job
-from everstep.recover.logs import LogFound
-from everstep.recover.peer_log import PeerLog, packed
-from everstep.recover.redo import checked
+from everstep.restore.fetch.peer_log import PeerLog, packed
+from everstep.restore.log.logs import LogFound
+from everstep.restore.redo.redo import checked
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import read_segment, scan_log
@@ -130,7 +130,7 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     monkeypatch: pytest.MonkeyPatch, near: str, steps: tuple[int, ...], batch_steps: int
 ) -> None:
     """Only the replay notices: everything that is read of it before is whole."""
-    monkeypatch.setattr("everstep.recover.redo.update_of", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.redo.update_of", lambda record: None)
     disk, copy = Copying(batch_steps=2), Copying(batch_steps=batch_steps)
     for one in (disk, copy):
         one.train(*range(1, 7))
@@ -198,7 +198,7 @@ def test_nothing_else_stands_in_for_a_record(
     monkeypatch: pytest.MonkeyPatch, other: str, fault: str
 ) -> None:
     """A lossy one of the same step, for one: all bits of it are what they were."""
-    monkeypatch.setattr("everstep.recover.redo.update_of", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.redo.update_of", lambda record: None)
     disk = Copying(_Unreadable(), batch_steps=1)
     copy = Copying(_Unreadable(), batch_steps=1, lossy=lossy if other == "lossy" else None)
     for one in (disk, copy):

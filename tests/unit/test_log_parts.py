@@ -21,9 +21,10 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
-from everstep.recover import log_post, ranklog, redo, together
-from everstep.recover.log_post import from_bytes, to_bytes
-from everstep.recover.updates import update_of
+from everstep.restore.redo import redo
+from everstep.restore.redo.updates import update_of
+from everstep.restore.start import log_post, ranklog, together
+from everstep.restore.start.log_post import from_bytes, to_bytes
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem, ReadFile, Seams
 from everstep.state import common

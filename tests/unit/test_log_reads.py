@@ -15,8 +15,8 @@ import torch
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.recover.logs import LogFound
-from everstep.recover.redo import Redo
+from everstep.restore.log.logs import LogFound
+from everstep.restore.redo.redo import Redo
 from everstep.run import segment_reads
 from everstep.run.chain import Chain
 from everstep.run.log_reads import LogReads

@@ -20,10 +20,10 @@ from everstep.errors import AuditError, EverstepError, FormatError, RecoveryErro
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
-from everstep.recover import log_post
-from everstep.recover.redo import Redo, Step
-from everstep.recover.redo_others import redo_of_others
-from everstep.recover.updates import update_of
+from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.updates import update_of
+from everstep.restore.relaid.redo_others import redo_of_others
+from everstep.restore.start import log_post
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.image import State

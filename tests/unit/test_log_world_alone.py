@@ -13,7 +13,7 @@ import everstep
 from everstep.errors import NewerFormatError, RecoveryError
 from everstep.format.names import base_dir, shard_name
 from everstep.format.records import Manifest
-from everstep.recover import loading
+from everstep.restore.start import loading
 from everstep.run.decide import begins_with_several
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import PosixFileSystem, Seams

@@ -13,7 +13,7 @@ import everstep
 from everstep.commit.agreed import TakeInventory
 from everstep.commit.lineage import BaseId
 from everstep.format.names import base_dir, marker_name, shard_name
-from everstep.recover import loading, ranklog, together
+from everstep.restore.start import loading, ranklog, together
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.test_log_parts import Replica, alike, die, folders, replicas, resume, train, until

@@ -18,9 +18,9 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.untold import Untold
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts
-from everstep.recover.declared import DeclaredRedo
-from everstep.recover.redo import Redo, Step
-from everstep.recover.updates import update_of
+from everstep.restore.redo.declared import DeclaredRedo
+from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.updates import update_of
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
 from everstep.state import share

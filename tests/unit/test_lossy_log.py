@@ -30,8 +30,8 @@ from everstep.keeper import lossy_update
 from everstep.keeper.lossy_log import lossy_record
 from everstep.link.recordable import Layouts
 from everstep.options import LogOptions
-from everstep.recover.updates import update_of
 from everstep.replay.packed import Packed, dense
+from everstep.restore.redo.updates import update_of
 from everstep.run.segments import read_segment
 from everstep.seams import PosixFileSystem
 from everstep.state.log import GRADIENT, UPDATE_OBJECT

@@ -16,9 +16,9 @@ from everstep.keeper import log_writer
 from everstep.keeper.consumed import Consumption
 from everstep.keeper.log_part import LogPart
 from everstep.keeper.lossy_log import lossy_record
-from everstep.recover.sharded import replayer_of
-from everstep.recover.updates import update_of
 from everstep.replay.packed import Packed, dense
+from everstep.restore.redo.sharded import replayer_of
+from everstep.restore.redo.updates import update_of
 from everstep.state.dtensors import local_of
 from everstep.state.image import State
 from everstep.state.log import PART_OBJECT

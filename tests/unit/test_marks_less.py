@@ -14,8 +14,8 @@ from torch import nn
 
 from everstep.format.log import RecordHead
 from everstep.link.recordable import Layouts
-from everstep.recover import redo
-from everstep.recover.offline_job import Resting
+from everstep.restore.offline.offline_job import Resting
+from everstep.restore.redo import redo
 from everstep.seams import Seams
 from tests.unit import test_log_parts
 from tests.unit.logged import World, document, opened

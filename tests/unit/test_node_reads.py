@@ -22,12 +22,12 @@ from everstep.errors import DamageError
 from everstep.format.reader import _chunks
 from everstep.format.writer import ChunkRing
 from everstep.keeper.job import Job
-from everstep.recover import node_window
-from everstep.recover.load import LoadedBase
-from everstep.recover.loading import loader
-from everstep.recover.node_reads import NodeReads, NodeStart, memory_name
-from everstep.recover.node_window import NodeWindow
-from everstep.recover.sources import Place
+from everstep.restore.fetch import node_window
+from everstep.restore.fetch.node_reads import NodeReads, NodeStart, memory_name
+from everstep.restore.fetch.node_window import NodeWindow
+from everstep.restore.fetch.sources import Place
+from everstep.restore.load.load import LoadedBase
+from everstep.restore.start.loading import loader
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.filesystem import ReadFile

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from everstep.errors import EverstepError
-from everstep.recover import node_window
-from everstep.recover.node_window import NodeWindow
+from everstep.restore.fetch import node_window
+from everstep.restore.fetch.node_window import NodeWindow
 from everstep.seams import SystemClock
 from tests.unit.together import on_all
 from tests.unit.world import TIMEOUT_S
@@ -277,7 +277,7 @@ def test_the_memory_of_another_start_is_refused() -> None:
 
 READER = """
 import sys
-from everstep.recover.node_window import NodeWindow
+from everstep.restore.fetch.node_window import NodeWindow
 from everstep.seams import SystemClock
 
 def hangs(buffer):

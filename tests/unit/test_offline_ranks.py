@@ -35,7 +35,7 @@ from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log_writer import SegmentWriter
 from everstep.keeper.persist import Persister
-from everstep.recover.audit_newest import audit_newest
+from everstep.restore.offline.audit_newest import audit_newest
 from everstep.run.opened import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log

@@ -18,10 +18,10 @@ from torch import nn
 from everstep.errors import FormatError, OptionError, UnavailableError, UnsupportedStateError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
-from everstep.recover import offline_base
-from everstep.recover.audit import audit, pairs
-from everstep.recover.rebuild import changes, conditions
 from everstep.replay import exactness
+from everstep.restore.offline import offline_base
+from everstep.restore.offline.audit import audit, pairs
+from everstep.restore.offline.rebuild import changes, conditions
 from everstep.run.tensors import as_it_lay
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.log import UPDATE_OBJECT

@@ -18,9 +18,9 @@ import everstep
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.recover import redo
-from everstep.recover.updates import update_of
 from everstep.replay import exactness
+from everstep.restore.redo import redo
+from everstep.restore.redo.updates import update_of
 from everstep.state.log import UPDATE_OBJECT
 from everstep.state.objects import decode, encode
 from tests.unit import following

@@ -13,7 +13,7 @@ from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.peers import Copy
 from everstep.keeper import peer_store
 from everstep.keeper.peer_store import PeerStore
-from everstep.recover.peer_copy import PeerCopy, size_of
+from everstep.restore.fetch.peer_copy import PeerCopy, size_of
 from everstep.testing import peer_conformance
 from everstep.testing.peer_conformance import CHECKS, Check
 

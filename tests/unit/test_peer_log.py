@@ -15,7 +15,7 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper import log_sender
 from everstep.keeper.peer_log_store import PeerLogStore
-from everstep.recover.peer_log import packed, unpacked
+from everstep.restore.fetch.peer_log import packed, unpacked
 from tests.unit.peer_logs import LOG_BYTES, LogRing, heads_of_step, log_of, records_of_steps
 from tests.unit.peering import SlowRing, record_of
 

@@ -19,8 +19,8 @@ from everstep.format.header import (
     encode_header,
     header_room_bytes,
 )
-from everstep.recover.pieces import PieceReads, fills
-from everstep.recover.reshard import Piece
+from everstep.restore.load.pieces import PieceReads, fills
+from everstep.restore.load.reshard import Piece
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
 from everstep.state.placing import Box, Cut, Placement, box_on_mesh, replicas_on_mesh

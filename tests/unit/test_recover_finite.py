@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import everstep.recover.nonfinite as nonfinite
-import everstep.recover.targets as targets
+import everstep.restore.load.nonfinite as nonfinite
+import everstep.restore.load.targets as targets
 from everstep.errors import MismatchError
 from tests.unit.world import opened
 

@@ -14,11 +14,11 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.commit.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.peerlog import run_of
-from everstep.recover import peers
-from everstep.recover.peer_copy import PeerCopy
-from everstep.recover.peer_log import LentLog, PeerLog, packed, unpacked
-from everstep.recover.peer_log_plan import LogTold
-from everstep.recover.peers import Brought, fetch_from_peers, plan_of
+from everstep.restore.fetch import peers
+from everstep.restore.fetch.peer_copy import PeerCopy
+from everstep.restore.fetch.peer_log import LentLog, PeerLog, packed, unpacked
+from everstep.restore.fetch.peer_log_plan import LogTold
+from everstep.restore.fetch.peers import Brought, fetch_from_peers, plan_of
 from everstep.run.scan import Inventory
 from everstep.seams import SystemClock
 from tests.unit.peer_logs import heads_of_step, log_of, records_of_steps

@@ -25,10 +25,10 @@ from everstep.commit.messages import (
 from everstep.commit.offers import BaseOffer, Needs, Offer, Piece
 from everstep.errors import DeadlineError, RecoveryError
 from everstep.format.records import Manifest, TimelineRecord
-from everstep.recover import peers
-from everstep.recover.held import HeldBase
-from everstep.recover.peer_copy import PeerCopy
-from everstep.recover.peers import Fetched, Told, _Exchange, fetch_from_peers, plan_of
+from everstep.restore.fetch import peers
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.peer_copy import PeerCopy
+from everstep.restore.fetch.peers import Fetched, Told, _Exchange, fetch_from_peers, plan_of
 from everstep.run.scan import Inventory
 from everstep.seams import ManualClock, SystemClock
 from tests.unit.peering import RUN, bytes_of, copy_of, piece, record_of

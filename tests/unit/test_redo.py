@@ -23,11 +23,11 @@ from everstep.errors import RecoveryError, ReplayError, StateError
 from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
 from everstep.options import LogOptions
-from everstep.recover import redo
-from everstep.recover.redo import Redo
-from everstep.recover.report import Recovery
 from everstep.replay import blocked, engine
 from everstep.replay.blocked import Blocked
+from everstep.restore.redo import redo
+from everstep.restore.redo.redo import Redo
+from everstep.restore.start.report import Recovery
 from everstep.run.ahead import Ahead
 from everstep.run.segment_reads import SegmentReads
 from tests.unit.logged import World, opened, segments_of

@@ -20,9 +20,9 @@ from everstep.capture.spots import Spots
 from everstep.format.log import LogRecord
 from everstep.keeper import consumed as consumed_module
 from everstep.keeper.recorder import Recorder
-from everstep.recover import logs as logs_module
-from everstep.recover.logs import LogFound
-from everstep.recover.report import Recovery
+from everstep.restore.log import logs as logs_module
+from everstep.restore.log.logs import LogFound
+from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
 from everstep.state.owners import Owner

@@ -25,8 +25,8 @@ from everstep.errors import (
 from everstep.keeper import untold
 from everstep.keeper.log import LogStore
 from everstep.keeper.replica import Ask, _Wanted
-from everstep.recover.offline import OfflineState
 from everstep.replay.exactness import declare
+from everstep.restore.offline.offline import OfflineState
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
 from tests.unit.following import (

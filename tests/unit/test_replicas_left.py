@@ -141,7 +141,7 @@ def test_a_step_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_a_whole_start_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort costs nothing where it is not needed."""
-    from everstep.recover import ranks as of_ranks
+    from everstep.restore.fetch import ranks as of_ranks
 
     asked: list[bool] = []
     look = of_ranks.offer_of
@@ -150,7 +150,7 @@ def test_a_whole_start_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(partly)
         return look(*args, partly=partly, **options)
 
-    monkeypatch.setattr("everstep.recover.together.offer_of", offer_of)
+    monkeypatch.setattr("everstep.restore.start.together.offer_of", offer_of)
     paths = folders(tmp_path, shared=False)
     saved(paths)
     with replicas(*paths, **BASES) as ranks:

@@ -13,8 +13,8 @@ from everstep.errors import DamageError
 from everstep.keeper import replicator
 from everstep.keeper.peer_store import PeerStore, memory_bytes
 from everstep.keeper.replicator import Pace
-from everstep.recover.held import HeldBase
-from everstep.recover.peer_copy import check_files, files_over
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.peer_copy import check_files, files_over
 from tests.unit.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)

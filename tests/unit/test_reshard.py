@@ -23,9 +23,9 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.format.writer import ChunkRing
-from everstep.recover.load import all_contents
-from everstep.recover.offline_job_load import load_job
-from everstep.recover.reshard import needs_of
+from everstep.restore.load.load import all_contents
+from everstep.restore.load.reshard import needs_of
+from everstep.restore.offline.offline_job_load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX, State

@@ -16,10 +16,11 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.keeper import job
 from everstep.keeper.starts import Starts
-from everstep.recover import redo, together
-from everstep.recover.peers import Brought
 from everstep.replay import engine
 from everstep.replay.blocked import Blocked
+from everstep.restore.fetch.peers import Brought
+from everstep.restore.redo import redo
+from everstep.restore.start import together
 from everstep.run.ahead import Ahead
 from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.image import State

@@ -15,7 +15,7 @@ import everstep
 from everstep import LogOptions
 from everstep.format.names import TIMELINE_RECORD, marker_name, parse_shard
 from everstep.keeper.place import CopyPlace
-from everstep.recover.resume import open_timeline
+from everstep.restore.start.resume import open_timeline
 from everstep.run import segments
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import KnownSegments, SegmentFound, scan_logs

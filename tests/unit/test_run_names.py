@@ -16,7 +16,7 @@ from everstep.keeper import attach as attach_module
 from everstep.keeper.attach import attach, is_there
 from everstep.link.registry import keeper_files, keepers_left_by_a_move, keepers_of, list_keepers
 from everstep.link.spawn import SpawnOptions
-from everstep.recover.folder import run_path
+from everstep.restore.start.folder import run_path
 from everstep.seams import ManualClock
 from tests.unit.fakekeeper import running
 from tests.unit.logged import invoke

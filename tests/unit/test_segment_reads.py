@@ -21,8 +21,8 @@ from everstep.arena.reused import ReusedMemory
 from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.recover.logs import LogFound
-from everstep.recover.redo import checked
+from everstep.restore.log.logs import LogFound
+from everstep.restore.redo.redo import checked
 from everstep.run import segment_reads
 from everstep.run.chain import Chain
 from everstep.run.segment_reads import ReadRoom, SegmentReads
@@ -132,7 +132,7 @@ def test_what_is_taken_for_replay_is_verified(
 ) -> None:
     """Reading does not look at the bytes: what decodes them must."""
     records = written(tmp_path, ring, 1000)
-    monkeypatch.setattr("everstep.recover.redo.update_of", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.redo.update_of", lambda record: None)
     (segment,) = segments_of(tmp_path)
     path = Path(segment.path) / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())

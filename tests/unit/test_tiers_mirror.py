@@ -30,9 +30,9 @@ from everstep.keeper import mirror as mirror_module
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.mirror import Mirror
 from everstep.keeper.place import ROOT, CopyPlace, newest_timeline_in
-from everstep.recover.copies import RunWithCopies
-from everstep.recover.folder import open_run_folder
-from everstep.recover.resume import open_timeline
+from everstep.restore.fetch.copies import RunWithCopies
+from everstep.restore.start.folder import open_run_folder
+from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams

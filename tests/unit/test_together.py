@@ -28,9 +28,9 @@ from everstep.errors import (
 )
 from everstep.keeper.commit_errors import why_not_durable
 from everstep.keeper.job import Job
-from everstep.recover import together
-from everstep.recover.ranks import open_on_disk
-from everstep.recover.together import Meeting, resume_together
+from everstep.restore.fetch.ranks import open_on_disk
+from everstep.restore.start import together
+from everstep.restore.start.together import Meeting, resume_together
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
 from everstep.seams.peers import PeerMailbox

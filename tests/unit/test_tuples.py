@@ -12,7 +12,7 @@ import pytest
 from everstep.commit.lineage import BaseId
 from everstep.commit.offers import BaseOffer, Choice, Offer, Piece, choose
 from everstep.commit.reclaim import TIERS
-from everstep.recover.peers import Told, plan_of
+from everstep.restore.fetch.peers import Told, plan_of
 from tests.unit.peering import RUN, piece, record_of
 
 OLD, NEW = BaseId(1, 10), BaseId(1, 20)

@@ -17,7 +17,7 @@ import torch
 
 import everstep
 from everstep import checkpointer as checkpointer_module
-from everstep.recover.load import all_contents
+from everstep.restore.load.load import all_contents
 from everstep.run.scan import BaseFound, Inventory, scan_run
 from everstep.run.verify import Verdict, verify_base
 from everstep.seams import (

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.format.records import AuditRecord
     from everstep.format.writer import ChunkRing
-    from everstep.recover.audit import Audit
-    from everstep.recover.logged import RunLog
+    from everstep.restore.offline.audit import Audit
+    from everstep.restore.offline.logged import RunLog
     from everstep.run.scan import Inventory
     from everstep.run.segments import SegmentFound
     from everstep.seams.filesystem import FileSystem
@@ -80,9 +80,9 @@ def check_replay(
     bases: Collection[BaseId],
 ) -> list[Audit]:
     """Computes each of ``bases`` anew from the one before it and the log."""
-    from everstep.recover.audit import audit, pairs
-    from everstep.recover.logged import RunLog
-    from everstep.recover.rebuild import Rebuilder
+    from everstep.restore.offline.audit import audit, pairs
+    from everstep.restore.offline.logged import RunLog
+    from everstep.restore.offline.rebuild import Rebuilder
     from everstep.seams.processes import available_cores
 
     threads = len(available_cores())

@@ -23,7 +23,7 @@ from everstep.cli.restore import check_out, given_up, rebuilding, write_run
 from everstep.errors import OptionError
 
 if TYPE_CHECKING:
-    from everstep.recover.rebuild import Change, Rebuilt
+    from everstep.restore.offline.rebuild import Change, Rebuilt
 
 __all__ = ["replay"]
 
@@ -63,7 +63,7 @@ def replay(
     logged run at --to, and by how much. Writes nothing without --out.
     Exit status 3 if the optimizer cannot be replayed here.
     """
-    from everstep.recover.rebuild import changes
+    from everstep.restore.offline.rebuild import changes
     from everstep.seams import PosixFileSystem
 
     filesystem = PosixFileSystem()

@@ -31,7 +31,7 @@ from everstep.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
-    from everstep.recover.rebuild import Rebuilder, Rebuilt
+    from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
     from everstep.run.scan import Inventory
     from everstep.seams.filesystem import FileSystem
 
@@ -132,8 +132,8 @@ def rebuilding(
     """What builds states of a run, with all cores of this process."""
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
-    from everstep.recover.logged import RunLog
-    from everstep.recover.rebuild import Rebuilder
+    from everstep.restore.offline.logged import RunLog
+    from everstep.restore.offline.rebuild import Rebuilder
     from everstep.seams.processes import available_cores
 
     with reading(inventory.path):
@@ -207,9 +207,9 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.format.names import SLOTS_DIR, timeline_dir
     from everstep.format.plan import BasePlan, plan_files
     from everstep.keeper.persist import Persister
-    from everstep.recover.folder import open_run_folder
-    from everstep.recover.load import all_contents
-    from everstep.recover.resume import open_timeline
+    from everstep.restore.load.load import all_contents
+    from everstep.restore.start.folder import open_run_folder
+    from everstep.restore.start.resume import open_timeline
     from everstep.run.scan import scan_base
     from everstep.run.verify import verify_base
     from everstep.seams import Seams

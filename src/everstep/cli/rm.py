@@ -192,7 +192,7 @@ def _first_good(
     filesystem: FileSystem, inventory: Inventory, bases: Iterable[BaseFound]
 ) -> BaseFound | None:
     """The first of some bases that verifies, read back now."""
-    import everstep.recover.load  # noqa: F401  # and torch, which is no part of the time of reading
+    import everstep.restore.load.load  # noqa: F401  # and torch, which is no part of the time of reading
     from everstep.format.writer import ChunkRing
     from everstep.keeper.local import CHUNKS, WRITERS
     from everstep.seams.progress import progress

@@ -39,7 +39,7 @@ from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
-    from everstep.recover.audit import Audit
+    from everstep.restore.offline.audit import Audit
     from everstep.run.scan import BaseFound, Inventory
     from everstep.run.segments import SegmentFound
     from everstep.run.verify import Damage
@@ -115,7 +115,7 @@ def verify(
     filesystem = filesystem_of(run)
     inventory = open_run(filesystem, run)
     bases = select_bases(inventory, step=step, timeline=timeline)
-    import everstep.recover.load  # noqa: F401  # and torch, which is no part of the time of reading
+    import everstep.restore.load.load  # noqa: F401  # and torch, which is no part of the time of reading
 
     start_s = time.monotonic()
     if step is not None and not every:
@@ -181,7 +181,7 @@ def check_base(
         DeadlineError: the storage hangs.
     """
     from everstep.format.names import marker_name
-    from everstep.recover.load import all_contents
+    from everstep.restore.load.load import all_contents
     from everstep.run.verify import Damage, verify_base
 
     checked = Checked(base)

@@ -11,14 +11,14 @@ from pathlib import PurePath
 
 from everstep.format.writer import ChunkRing
 from everstep.keeper.left_keepers import left_logs
-from everstep.recover.copies import RunWithCopies
-from everstep.recover.held import Recalled
-from everstep.recover.loading import comparer, loader, needs_here
-from everstep.recover.peers import Fetched
-from everstep.recover.rank_copies import Copies
-from everstep.recover.ranklog import RankLog
-from everstep.recover.resume import Resumed
-from everstep.recover.together import Meeting, resume_together
+from everstep.restore.fetch.copies import RunWithCopies
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.peers import Fetched
+from everstep.restore.fetch.rank_copies import Copies
+from everstep.restore.start.loading import comparer, loader, needs_here
+from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.resume import Resumed
+from everstep.restore.start.together import Meeting, resume_together
 from everstep.run.decide import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
@@ -61,7 +61,7 @@ def resume_behind_several(
     ready: Callable[[], None],
     trained: bool,
 ) -> tuple[Resumed, bool]:
-    """As :func:`everstep.recover.resume.resume`, with the logs of several ranks behind their base.
+    """As :func:`everstep.restore.start.resume.resume`, with the logs of several ranks behind their base.
 
     Args:
         ready: returns when this process's keeper is there.

@@ -34,7 +34,7 @@ CPU_SHARE = 0.05
 """Of one core, that audits take at most, averaged from the beginning of one to that of the next."""
 
 _log = logging.getLogger("everstep.keeper")
-_PROGRAM = "everstep.recover.audit_process"
+_PROGRAM = "everstep.restore.offline.audit_process"
 _TIMEOUT_S = 1800.0
 _STOP_TIMEOUT_S = 5.0
 _ATTEMPTS = 3

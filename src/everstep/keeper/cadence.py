@@ -30,7 +30,7 @@ from everstep.options import Every, Options
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.plan.seldom import seldom
-from everstep.recover.resume import Resumed
+from everstep.restore.start.resume import Resumed
 from everstep.seams import Clock
 from everstep.seams.messages import say
 

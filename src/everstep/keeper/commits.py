@@ -58,7 +58,7 @@ from everstep.keeper.persist import Audit, Persister
 from everstep.keeper.ranks import RankDisk
 from everstep.keeper.retain_history import promises
 from everstep.link.seat import Seat
-from everstep.recover.ranks import verify_rank
+from everstep.restore.fetch.ranks import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
 from everstep.seams import Seams

@@ -9,9 +9,9 @@ from pathlib import PurePath
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir
 from everstep.format.records import RunRecord
-from everstep.recover.copies import RunWithCopies
-from everstep.recover.folder import open_run_folder
-from everstep.recover.resume import Resumed
+from everstep.restore.fetch.copies import RunWithCopies
+from everstep.restore.start.folder import open_run_folder
+from everstep.restore.start.resume import Resumed
 from everstep.seams import Seams
 from everstep.seams.machine import leads_to
 from everstep.tiers.contract import Tier

@@ -16,9 +16,9 @@ from everstep.format.records import FileRecord, Marker
 from everstep.keeper.log import records_from_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.messages import identity_from_wire, identity_to_wire
-from everstep.recover.held import HeldBase, Recalled
-from everstep.recover.peer_copy import PeerCopy, size_of
-from everstep.recover.peer_log import Packed, PeerLog
+from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.peer_copy import PeerCopy, size_of
+from everstep.restore.fetch.peer_log import Packed, PeerLog
 from everstep.tiers.memory import MemoryFile
 
 __all__ = ["base_from_wire", "base_to_wire", "log_to_wire", "recalled_from_wire"]

@@ -41,19 +41,19 @@ from everstep.keeper.peering import node_to_say, nodes_said, refuse_lonely
 from everstep.keeper.unsupported import refuse_unaudited, refuse_unsupported
 from everstep.link.seat import Seat, no_mailbox
 from everstep.options import Options
-from everstep.recover.folder import open_run_folder
-from everstep.recover.held import Recalled
-from everstep.recover.lent_files import opens_in
-from everstep.recover.loading import Compares, comparer, loader, needs_here
-from everstep.recover.node_reads import NodeStart, memory_name
-from everstep.recover.others import failed_there, in_words
-from everstep.recover.outcome import doubted, told_back, with_ranks
-from everstep.recover.peer_copy import PeerCopy
-from everstep.recover.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
-from everstep.recover.rank_copies import Copies
-from everstep.recover.ranklog import RankLog
-from everstep.recover.resume import Resumed
-from everstep.recover.together import Meeting, resume_together
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.lent_files import opens_in
+from everstep.restore.fetch.node_reads import NodeStart, memory_name
+from everstep.restore.fetch.others import failed_there, in_words
+from everstep.restore.fetch.peer_copy import PeerCopy
+from everstep.restore.fetch.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
+from everstep.restore.fetch.rank_copies import Copies
+from everstep.restore.start.folder import open_run_folder
+from everstep.restore.start.loading import Compares, comparer, loader, needs_here
+from everstep.restore.start.outcome import doubted, told_back, with_ranks
+from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.resume import Resumed
+from everstep.restore.start.together import Meeting, resume_together
 from everstep.run.decide import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
@@ -183,7 +183,7 @@ class Job:
         on_touch: Callable[[], None],
         trained: bool = False,
     ) -> Resumed:
-        """As :func:`everstep.recover.resume.resume`, with all ranks.
+        """As :func:`everstep.restore.start.resume.resume`, with all ranks.
 
         Raises:
             RecoveryError, MismatchError, DeadlineError

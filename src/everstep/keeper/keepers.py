@@ -35,7 +35,7 @@ from everstep.link.pool import CapturePool
 from everstep.link.seat import Seat, no_mailbox
 from everstep.link.waiting import unless_gone
 from everstep.options import Options
-from everstep.recover.held import Recalled
+from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem, Seams, SystemClock
 from everstep.seams.peers import HeldPort, PeerMailbox

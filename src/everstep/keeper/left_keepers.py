@@ -14,9 +14,9 @@ from everstep.format.log import LogRecord
 from everstep.keeper.attach import attach_to
 from everstep.link.channel import BackgroundChannel
 from everstep.link.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
-from everstep.recover.held import Recalled
-from everstep.recover.old_logs import InMemory
-from everstep.recover.peer_log import PeerLog
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.peer_log import PeerLog
+from everstep.restore.relaid.old_logs import InMemory
 from everstep.seams import Seams
 
 __all__ = ["left_by_a_move", "left_logs", "left_with_keeper"]

@@ -33,7 +33,7 @@ from everstep.keeper.standby import Standby
 from everstep.keeper.watched import Watched
 from everstep.link.save import Save
 from everstep.options import Options
-from everstep.recover.nonfinite import nonfinite_parameter
+from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams.messages import say, say_to
 from everstep.state.image import State
 from everstep.state.survey import Survey

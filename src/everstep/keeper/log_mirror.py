@@ -45,7 +45,7 @@ from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log import LogStore
 from everstep.keeper.place import ROOT, CopyPlace, own_errors
-from everstep.recover.peer_log import copied
+from everstep.restore.fetch.peer_log import copied
 from everstep.run.scan import bases_with_a_log
 from everstep.seams.clock import Clock
 from everstep.seams.conditions import Condition

@@ -15,7 +15,7 @@ from everstep.commit.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPa
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
 from everstep.format.log import LogRecord
 from everstep.keeper.log import LogStore
-from everstep.recover.peer_log import Packed, packed, unpacked
+from everstep.restore.fetch.peer_log import Packed, packed, unpacked
 from everstep.seams.clock import Clock
 
 __all__ = ["LogSender", "LogSenderStats"]

@@ -21,7 +21,7 @@ from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo, keepers_of
 from everstep.link.spawn import connect
 from everstep.link.wire import Connection
-from everstep.recover.held import Recalled
+from everstep.restore.fetch.held import Recalled
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.sockets import close_descriptors
 

@@ -22,7 +22,7 @@ from everstep.capture.versions import Versions
 from everstep.keeper.prepared import Copies, Prepared
 from everstep.keeper.untold import Owned
 from everstep.link.samples import Samples
-from everstep.recover.owned import parameter_names
+from everstep.restore.redo.owned import parameter_names
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log_parts import updated_elsewhere

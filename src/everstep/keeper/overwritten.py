@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from everstep.errors import RecoveryError, StateError
-from everstep.recover.resume import Resumed
+from everstep.restore.start.resume import Resumed
 
 __all__ = ["Overwritten"]
 

@@ -14,7 +14,7 @@ from everstep.commit.messages import PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.commit.peerlog import LogCopy, LogShelf
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.digests import digest
-from everstep.recover.peer_log import Packed, PeerLog, read_packed
+from everstep.restore.fetch.peer_log import Packed, PeerLog, read_packed
 
 __all__ = ["PeerLogStore"]
 

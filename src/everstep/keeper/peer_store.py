@@ -14,7 +14,7 @@ from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.peers import Copy, Shelf
 from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
 from everstep.format.records import Marker
-from everstep.recover.peer_copy import PeerCopy, check_files, size_of
+from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of
 
 __all__ = ["PeerStore", "memory_bytes"]
 

@@ -19,8 +19,8 @@ from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.seat import Seat
-from everstep.recover.held import HeldBase
-from everstep.recover.peer_copy import files_over
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.peer_copy import files_over
 from everstep.run.scan import scan_base
 from everstep.seams import Clock, FileSystem, ReadFile
 from everstep.tiers.options import PeerOptions

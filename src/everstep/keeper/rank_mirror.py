@@ -3,7 +3,7 @@
 Rank 0 says which base (:mod:`everstep.commit.copying`), so that all copy the same one, and creates
 the manifest when it finds every marker in the tier (I5); that is the one which the disks have,
 a pure function of the markers. If it dies before, whoever starts the job next does so
-(:mod:`everstep.recover.rank_copies`), or its own successor. Only rank 0 deletes
+(:mod:`everstep.restore.fetch.rank_copies`), or its own successor. Only rank 0 deletes
 (:class:`RankRetention`).
 """
 

@@ -50,7 +50,7 @@ from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain import delete_files, perform_deletion
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
-from everstep.recover.ranks import keep_manifest
+from everstep.restore.fetch.ranks import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (
     BaseFound,

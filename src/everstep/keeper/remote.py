@@ -30,7 +30,7 @@ from everstep.link.samples import Samples
 from everstep.link.save import Save, done, failed
 from everstep.link.waiting import Moves, Patience, keeper_gone, storage_hangs
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
-from everstep.recover.held import Recalled
+from everstep.restore.fetch.held import Recalled
 from everstep.seams import Clock
 from everstep.seams.conditions import Condition
 from everstep.seams.progress import progress

@@ -17,8 +17,8 @@ from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.log import LoggedStep
 from everstep.link.capture import shard_offsets
-from everstep.recover.offline import OfflineState
-from everstep.recover.rebuild import conditions
+from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.rebuild import conditions
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
 from everstep.state.entries import Entry

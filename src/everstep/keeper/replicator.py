@@ -35,7 +35,7 @@ from everstep.keeper.log_sender import LogSender
 from everstep.keeper.peer_log_store import PeerLogStore
 from everstep.keeper.peer_store import PeerStore
 from everstep.link.seat import Seat
-from everstep.recover.held import HeldBase
+from everstep.restore.fetch.held import HeldBase
 from everstep.seams.clock import Clock
 
 __all__ = ["Pace", "Replicator", "ReplicatorStats", "Source"]

@@ -17,9 +17,9 @@ from everstep.keeper.keepers import Keepers
 from everstep.keeper.overwritten import Overwritten
 from everstep.keeper.residuals import tell_of_lost_residuals
 from everstep.link.seat import Seat
-from everstep.recover.folder import refuse_unresumed
-from everstep.recover.held import Recalled
-from everstep.recover.resume import OfSeveralError, Resumed, open_timeline, resume
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.start.folder import refuse_unresumed
+from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline, resume
 from everstep.run.scan import KnownTimelines
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types

@@ -25,12 +25,12 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker
-from everstep.recover.fewer import lacking_parts
-from everstep.recover.held import HeldBase, Recalled
-from everstep.recover.logged import RunLog
-from everstep.recover.peer_copy import files_over
-from everstep.recover.reach import Reachable, nothing_restorable, reachable
-from everstep.recover.rebuild import Rebuilder, Rebuilt
+from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.peer_copy import files_over
+from everstep.restore.log.reach import Reachable, nothing_restorable, reachable
+from everstep.restore.offline.logged import RunLog
+from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
+from everstep.restore.start.fewer import lacking_parts
 from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.chain import Chain
 from everstep.run.decide import Candidates, Skipped

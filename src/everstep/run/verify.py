@@ -64,7 +64,7 @@ def verify_base(
 
     Args:
         contents: gets the files of all ranks and looks at what the bytes mean, too
-            (:func:`everstep.recover.load.all_contents`, which needs torch); raises what
+            (:func:`everstep.restore.load.load.all_contents`, which needs torch); raises what
             :class:`OpenBase` raises.
     """
     assert base.manifest is not None

@@ -25,7 +25,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.recover.peer_copy import PeerCopy, size_of
+from everstep.restore.fetch.peer_copy import PeerCopy, size_of
 from everstep.state.body import Seen
 from everstep.state.entries import Entry
 from everstep.testing.conformance_parts import at_once

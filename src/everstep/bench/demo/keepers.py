@@ -20,7 +20,7 @@ from everstep.link.registry import (
     kill_keeper,
 )
 from everstep.link.spawn import connect
-from everstep.recover.folder import run_path
+from everstep.restore.start.folder import run_path
 from everstep.seams.locks import lock_file
 from everstep.seams.processes import PidWatch
 from everstep.seams.sockets import close_descriptors

@@ -31,7 +31,7 @@ from everstep.capture.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.keeper.schedule_stats import ScheduleStats
-from everstep.recover.held import HeldBase
+from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
 from everstep.state.tensors import host_bytes
 

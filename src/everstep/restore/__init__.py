@@ -1,0 +1,3 @@
+"""restore."""
+
+__all__: list[str] = []

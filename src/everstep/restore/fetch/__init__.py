@@ -1,0 +1,3 @@
+"""fetch."""
+
+__all__: list[str] = []

@@ -1,0 +1,399 @@
+"""At the start of a job: what is held in the memory of other nodes comes back to those who need it.
+
+Before the ranks agree on what to restore, each of them says what it can read, and what its keeper
+holds for others. From all of that every rank finds out alike what would be chosen if those copies
+counted (:func:`everstep.commit.offers.choose`), and fetches the parts of it that it has not, from
+the training process beside the keeper that holds them. What has arrived is compared with its
+digests, and is offered in the agreement like anything else that a rank can read; what is damaged
+is named, and all look once more without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, Protocol
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.messages import (
+    Envelope,
+    Fetching,
+    Message,
+    PartTold,
+    PartWanted,
+    StartFailed,
+    accept,
+    encode_message,
+)
+from everstep.commit.offers import Choice, Needs, Offer, Piece
+from everstep.commit.offers_wire import decode_offer, encode_offer
+from everstep.errors import DamageError, DeadlineError, FormatError
+from everstep.format.records import Marker, TimelineRecord
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.lent_files import (
+    Covers,
+    LentFiles,
+    Open,
+    covers_from_wire,
+    covers_to_wire,
+)
+from everstep.restore.fetch.others import failed_there
+from everstep.restore.fetch.peer_copy import PeerCopy, check_files, files_over
+from everstep.restore.fetch.peer_log import LentLog, Packed, PeerLog, unpacked
+from everstep.restore.fetch.peer_log_plan import LogTold
+from everstep.restore.fetch.peer_plan import Plan, on_disks, plan_of, proven, with_proven
+from everstep.restore.fetch.told import Brought, Fetched, Lent, Told
+from everstep.seams.clock import Clock
+from everstep.seams.mailbox import Mailbox
+
+__all__ = [
+    "Brought",
+    "Fetch",
+    "Fetched",
+    "Lent",
+    "Meanwhile",
+    "Meets",
+    "Plan",
+    "Say",
+    "Told",
+    "fetch_from_peers",
+    "plan_of",
+]
+
+_log = logging.getLogger("everstep")
+_WIRE = PurePath("copy")
+_PART_BYTES = 1 << 20
+_UNANSWERED_MAX = 8  # parts
+_TICK_S = 0.05
+_AGAIN_S = 2.0  # at first
+_AGAIN_MAX_S = 30.0
+_ALIVE_EVERY_S = 1.0
+
+Say = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+"""What each rank says to all, by rank."""
+
+
+class Meets(Protocol):
+    """All ranks at a start of their job; a :class:`.together.Meeting` is one."""
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def mailbox(self) -> Mailbox: ...
+
+
+Meanwhile = Callable[[Choice], None]
+"""What a rank begins before ranks fetch, and wait for each other: told what would be chosen
+then, the same on all ranks. Does not wait."""
+
+Fetch = Callable[[Offer, Meanwhile, Lent], Brought]
+"""Gets what a rank needs that offers this by itself."""
+
+Held = dict[tuple[BaseId, int, bool], "memoryview | LentFiles"]
+"""What a rank hands out."""
+
+
+def fetch_from_peers(
+    meeting: Meets,
+    clock: Clock,
+    say: Say,
+    offer: Offer,
+    copies: Sequence[PeerCopy],
+    needs: Needs,
+    *,
+    step: int | None,
+    timeout_s: float,
+    logs: Sequence[PeerLog] = (),
+    meanwhile: Meanwhile = lambda choice: None,
+    opens: Open | None = None,
+    room_bytes: int = 0,
+    lent: Lent | None = None,
+) -> Brought:
+    """What this rank needs of copies in the memory of other nodes, and of what is on the disks of
+    others. Every rank calls it.
+
+    Args:
+        offer: what this rank can read by itself.
+        copies: that its keeper holds for others.
+        step: as for a resume.
+        timeout_s: a rank that says nothing for so long is reported.
+        logs: steps of other ranks' logs that its keeper holds.
+        meanwhile: told what would be chosen.
+        opens: opens files of bases on this rank's disk, which are handed out to who has another
+            one; None: on every rank, nothing is.
+        room_bytes: that may be taken for what comes from others' disks.
+        lent: what this rank tells besides; None: on every rank, nothing.
+
+    Raises:
+        DeadlineError: a rank is silent.
+        RecoveryError: a rank has failed.
+    """
+    what = "say what their keepers hold for others"
+    mine = [[copy.marker.encode(), copy.record] for copy in copies]
+    steps = [LogTold.to_wire(log) for log in logs]
+    unproven = None if lent is None or lent.unproven is None else lent.unproven.encode()
+    about = {"copies": mine, "logs": steps, "room": room_bytes, "unproven": unproven}
+    said = say(what, {"offer": encode_offer(offer), **about})
+    offers = [decode_offer(one["offer"]) for one in said]
+    markers = {
+        rank: Marker.decode(one["unproven"], _WIRE)
+        for rank, one in enumerate(said)
+        if one["unproven"] is not None
+    }
+    proof = proven(offers, markers)
+    told = [
+        Told(holder, Marker.decode(marker, _WIRE), record)
+        for holder, one in enumerate(said)
+        for marker, record in one["copies"]
+    ]
+    logged = [
+        LogTold.from_wire(holder, fields)
+        for holder, one in enumerate(said)
+        for fields in one["logs"]
+    ]
+    held: Held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
+    for log in logs:
+        first = BaseId(log.steps.run.timeline, log.steps.run.first)
+        held[first, log.source, True] = log.steps.memory
+    rooms = [int(one["room"]) for one in said]
+    covers: list[Covers] | None = None
+    told += [] if opens is None else on_disks(offers, told)
+    attempt = 0
+    with ExitStack() as opened:
+        if opens is not None:
+            for base, piece in _pieces_on_disk(offer):
+                files = LentFiles(opens, base, piece.marker)
+                opened.callback(files.close)
+                held.setdefault((base, piece.marker.rank, False), files)
+        while True:
+            attempt += 1
+            with_held = with_proven(offers, markers, proof)
+            plan, choice = plan_of(with_held, told, needs, step, logged, rooms=rooms, covers=covers)
+            if choice is None and covers is None and lent is not None:
+                offer, mine_too = lent.left()
+                what = "say what is left of replicas"
+                found = say(
+                    what, {"offer": encode_offer(offer), "covers": covers_to_wire(mine_too)}
+                )
+                offers = [decode_offer(one["offer"]) for one in found]
+                covers = [covers_from_wire(one["covers"]) for one in found]
+                continue
+            if choice is not None:
+                meanwhile(choice)
+            if not plan:
+                return Brought([], [], proof.get(meeting.rank))
+            exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
+            brought, damaged = exchange.run()
+            spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
+            bad = {tuple(key) for one in spoilt for key in one["damaged"]}
+            if not bad:
+                return replace(brought, proven=proof.get(meeting.rank))
+            told = [copy for copy in told if copy.key not in bad]
+            logged = [log for log in logged if log.key not in bad]
+
+
+def _pieces_on_disk(offer: Offer) -> Iterator[tuple[BaseId, Piece]]:
+    for base, one in offer.bases.items():
+        for piece in one.pieces.values():
+            if "disk" in piece.tiers:
+                yield base, piece
+
+
+class _Exchange:
+    """All ranks fetch what they need, and hand out what they have."""
+
+    def __init__(
+        self,
+        meeting: Meets,
+        clock: Clock,
+        attempt: int,
+        plan: Plan,
+        held: Held,
+        world: int,
+        timeout_s: float,
+    ) -> None:
+        self._meeting, self._clock, self._attempt = meeting, clock, attempt
+        self._timeout_s = timeout_s
+        self._held = held
+        self._todo = list(plan.get(meeting.rank, ()))
+        self._brought = Brought([], [])
+        self._damaged: list[Told | LogTold] = []
+        self._others = [rank for rank in plan if rank != meeting.rank]
+        # All of them: whoever has nothing to do here is not to run into a deadline elsewhere.
+        self._all = range(world)
+        self._memory = bytearray()
+        self._asked = self._there = 0
+        self._again_s = _AGAIN_S
+        self._said_s = float("-inf")
+        self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
+        self._asked_s = self._heard_part_s = clock.monotonic_s()
+
+    def run(self) -> tuple[Brought, list[Told | LogTold]]:
+        """Returns what has come, and what of it was damaged, when all ranks have what they need.
+
+        Raises:
+            DeadlineError: a rank is silent.
+            RecoveryError: a rank has failed.
+        """
+        self._take_own()
+        if self._todo:
+            self._begin()
+        done: set[int] = set()
+        while self._todo or not done >= set(self._others):
+            self._ask()
+            self._tell()
+            data = self._meeting.mailbox.receive(_TICK_S)
+            envelope = None if data is None else self._accept(data)
+            self._check(done)
+            if envelope is None:
+                continue
+            self._heard_s[envelope.sender] = self._clock.monotonic_s()
+            message = envelope.message
+            if isinstance(message, StartFailed):
+                raise failed_there(message, self._meeting.rank)
+            if isinstance(message, PartWanted):
+                self._hand_out(envelope.sender, message)
+            elif isinstance(message, PartTold):
+                self._take(envelope.sender, message)
+            elif isinstance(message, Fetching) and message.round == self._attempt and message.done:
+                done.add(envelope.sender)
+        self._tell(now=True)
+        return self._brought, self._damaged
+
+    def _take_own(self) -> None:
+        """What this rank's own keeper holds of other ranks' files takes no messages."""
+        todo, self._todo = self._todo, []
+        for one in todo:
+            memory = self._held.get(one.place)
+            if one.holder != self._meeting.rank or not isinstance(memory, memoryview):
+                self._todo.append(one)
+                continue
+            self._memory = bytearray(memory[: one.size_bytes])
+            self._finish(one)
+
+    def _accept(self, data: bytes) -> Envelope | None:
+        try:
+            return accept(data, self._meeting.session)
+        except FormatError as error:
+            _log.warning("a message was passed over: %s", error)
+            return None
+
+    def _begin(self) -> None:
+        self._memory = bytearray(self._todo[0].size_bytes)
+        self._asked = self._there = 0
+        self._asked_s = self._heard_part_s = self._clock.monotonic_s()
+
+    def _ask(self) -> None:
+        """For the next parts; anew, where nothing has come for longer than the last two took: they
+        may be on their way over a slow link, and are sent as often as they are asked for."""
+        if not self._todo:
+            return
+        now_s, one = self._clock.monotonic_s(), self._todo[0]
+        if self._asked > self._there and now_s - self._asked_s > self._again_s:
+            self._asked, self._again_s = self._there, min(2 * self._again_s, _AGAIN_MAX_S)
+        while (
+            self._asked < len(self._memory)
+            and self._asked - self._there < _UNANSWERED_MAX * _PART_BYTES
+        ):
+            size = min(len(self._memory) - self._asked, _PART_BYTES)
+            base, rank, log = one.place
+            self._send(one.holder, PartWanted(base, rank, self._asked, size, log))
+            self._asked += size
+            self._asked_s = now_s
+
+    def _hand_out(self, rank: int, wanted: PartWanted) -> None:
+        held = self._held.get((wanted.base, wanted.rank, wanted.log))
+        if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
+            return
+        if isinstance(held, LentFiles):
+            data = held.read(wanted.offset, wanted.size_bytes)
+        else:
+            data = bytes(held[wanted.offset : wanted.offset + wanted.size_bytes])
+        self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
+
+    def _take(self, sender: int, part: PartTold) -> None:
+        if not self._todo:
+            return
+        one = self._todo[0]
+        place = part.base, part.rank, part.log
+        ours = (sender, place) == (one.holder, one.place)
+        end = part.offset + len(part.data)
+        if not ours:
+            return
+        now_s = self._clock.monotonic_s()  # what has come before counts, too: others are behind it
+        self._again_s = max(_AGAIN_S, 2 * (now_s - self._heard_part_s))
+        self._asked_s = self._heard_part_s = now_s
+        if part.offset != self._there or end > len(self._memory):
+            return
+        if not part.data:
+            _log.warning("rank %d cannot read %s of rank %d any more", sender, one.base, part.rank)
+            self._damaged.append(self._todo.pop(0))
+            self._next()
+            return
+        self._memory[self._there : end] = part.data
+        self._there = end
+        if self._there == len(self._memory):
+            self._finish(self._todo.pop(0))
+            self._next()
+
+    def _next(self) -> None:
+        if self._todo:
+            self._begin()
+        else:
+            self._tell(now=True)
+
+    def _finish(self, one: Told | LogTold) -> None:
+        memory, self._memory = memoryview(self._memory), bytearray()
+        try:
+            record = TimelineRecord.decode(one.record, _WIRE)
+            if isinstance(one, LogTold):
+                steps = Packed(one.run, memory, one.index_bytes, one.index_digest)
+                self._brought.logs.append(LentLog(record, steps, tuple(unpacked(steps))))
+                return
+            check_files(one.marker, memory)
+        except (DamageError, FormatError) as error:
+            _log.warning("the copy that rank %d holds: %s", one.holder, error)
+            self._damaged.append(one)
+            return
+        held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
+        self._brought.bases.append(Fetched(held, record, disk=one.disk))
+
+    def _tell(self, *, now: bool = False) -> None:
+        """That this rank is there, and whether it has what it needs."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._said_s < _ALIVE_EVERY_S and not now:
+            return
+        self._said_s = now_s
+        for rank in self._all:
+            if rank != self._meeting.rank:
+                self._send(rank, Fetching(self._attempt, not self._todo))
+
+    def _check(self, done: set[int]) -> None:
+        now_s = self._clock.monotonic_s()
+        waits = {rank for rank in self._others if rank not in done}
+        waits |= {one.holder for one in self._todo}
+        silent = sorted(
+            rank
+            for rank in waits
+            if rank != self._meeting.rank and now_s - self._heard_s[rank] > self._timeout_s
+        )
+        if silent:
+            raise DeadlineError(
+                f"rank(s) {', '.join(map(str, silent))} have said nothing for "
+                f"{self._timeout_s:g} s while copies were fetched from the memory of peers",
+                rank=self._meeting.rank,
+                hint="they have died, hang, or have raised an error: look at what they print",
+            )
+
+    def _send(self, rank: int, message: Message) -> None:
+        envelope = Envelope(self._meeting.session, self._meeting.rank, message)
+        self._meeting.mailbox.send(rank, encode_message(envelope))
+
+
+def _base_of(marker: Marker) -> BaseId:
+    return BaseId(marker.timeline, marker.step)

@@ -1,0 +1,298 @@
+"""Copies of a run in other tiers, as one rank of a job that starts sees them.
+
+What is in a copy every rank can read, whatever disk it has. So each of them offers it beside what
+is on its own disk (``adr/024``), after having looked for itself: I7 asks for what every rank can
+really read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.commit.offers import BaseOffer, Choice, Offer, Piece
+from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError, StorageError
+from everstep.format.names import MANIFEST, RUN_RECORD, TIMELINE_RECORD, base_dir, timeline_dir
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import RunRecord, TimelineRecord
+from everstep.restore.fetch.ranks import base_offer_of
+from everstep.run.lift import lift_mark_in
+from everstep.run.scan import Inventory, scan_run
+from everstep.run.small_files import SmallFiles
+from everstep.seams.filesystem import FileSystem
+from everstep.tiers.contract import Tier
+from everstep.tiers.files import TierFileSystem
+from everstep.tiers.streams import read_record
+
+__all__ = ["Copies", "CopyOfRun", "own_words"]
+
+_LOOKS, _LOOK_AGAIN_S = 20, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOfRun:
+    """A place with copies of a run.
+
+    Attributes:
+        files: the place as a file system to read from, under the path of the run folder.
+    """
+
+    tier: Tier
+    files: TierFileSystem
+
+    @classmethod
+    def of(cls, tier: Tier, run: PurePath) -> CopyOfRun:
+        return cls(tier, TierFileSystem(tier, run))
+
+    @property
+    def kind(self) -> str:
+        """Of :data:`everstep.commit.reclaim.COPY_TIERS`."""
+        return "object" if self.tier.traits.kind == "object" else "copy"
+
+
+class Copies:
+    """All places that keep copies of a run.
+
+    Args:
+        run: the run folder, whose path names the files in each place, too.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], run: PurePath) -> None:
+        by_cost = sorted(tiers, key=lambda tier: tier.traits.cost)
+        self.places = tuple(CopyOfRun.of(tier, run) for tier in by_cost)
+        self._small = [SmallFiles(place.files) for place in self.places]
+        self._run = run
+        self._found: list[tuple[CopyOfRun, Inventory]] = []
+
+    def forget(self) -> None:
+        """Lets go of what was read of them."""
+        for files in self._small:
+            files.forget()
+
+    def run_id(self) -> str | None:
+        """Of the run whose copies they are; None: there are none yet.
+
+        Raises:
+            ForeignDirectoryError: they are of different runs.
+            StorageError: a place cannot be read.
+        """
+        found: str | None = None
+        for place in self.places:
+            with own_words():
+                try:
+                    path = self._run / RUN_RECORD
+                    record = RunRecord.decode(read_record_bytes(place.files, path), path)
+                except FileNotFoundError:
+                    continue
+            if found is not None and record.run != found:
+                raise _foreign(place.tier, f"of another run than {self.places[0].tier.url}")
+            found = record.run
+        return found
+
+    def publish(self, run_id: str) -> None:
+        """Makes every place one of this run.
+
+        Raises:
+            ForeignDirectoryError: it is of another one.
+            StorageError: it cannot be written.
+        """
+        for place in self.places:
+            if not place.tier.create(RUN_RECORD, RunRecord(run_id).encode()):
+                raise _foreign(place.tier, "of another run")
+
+    def unseen(self, run_id: str) -> str:
+        """The first place that is none of this run, although it was published; "" if all are.
+
+        Raises:
+            StorageError: a place cannot be read.
+        """
+        path = self._run / RUN_RECORD
+        for place in self.places:
+            with own_words():
+                try:
+                    record = RunRecord.decode(read_record_bytes(place.files, path), path)
+                except FileNotFoundError:
+                    return place.tier.url
+            if record.run != run_id:
+                return place.tier.url
+        return ""
+
+    def add_to(self, offer: Offer) -> Offer:
+        """What a rank can read, with what is in the copies.
+
+        Raises:
+            RecoveryError: a copy has another history than the disk.
+            ForeignDirectoryError: it is of another run.
+            StorageError: it cannot be read.
+        """
+        self._found = []
+        for place, files in zip(self.places, self._small, strict=True):
+            with own_words():
+                inventory = scan_run(files, self._run)
+            self._found.append((place, inventory))
+            offer = _with_copy(offer, place, inventory)
+        return offer
+
+    @property
+    def logs(self) -> list[tuple[FileSystem, Inventory]]:
+        """Where to look for a log: each place, cheapest first, and what else the last look has
+        found there."""
+        found = zip(self._small, self._found, strict=True)
+        return [(files, inventory) for files, (_, inventory) in found]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Damage to records that the last look has found, in words."""
+        return tuple(
+            f"{place.tier.url}/{path.relative_to(self._run)}: {problem}"
+            for place, inventory in self._found
+            for path, problem in inventory.problems
+        )
+
+    def prepare(self, choice: Choice) -> None:
+        """What is done before a timeline is opened, by rank 0: the history is everywhere, and what
+        markers yield is committed where they are (I5).
+
+        Raises:
+            StorageError: a place cannot be written.
+        """
+        for place, inventory in self._found:
+            for old in choice.timelines:
+                if old.timeline not in inventory.timelines:
+                    place.tier.create(self._name(old.timeline), old.encode())
+            self._roll_forward(place.tier, inventory)
+
+    def open_timeline(self, record: TimelineRecord, *, leads: bool = True) -> bool:
+        """Opens a timeline in every place: from now on older processes write nothing there (I11).
+
+        Every rank does so before it opens it on its disk, with the same bytes, and all go through
+        the places in the same order: where the number was taken no disk gets it.
+
+        Args:
+            leads: this rank is the first; the others look for what it writes, for a while, before
+                they write it themselves: a store makes those wait who create the same object at
+                the same moment, for a second or more.
+
+        Returns:
+            False: it was taken in some place.
+
+        Raises:
+            StorageError: a place cannot be written.
+        """
+        name, data = self._name(record.timeline), record.encode()
+        return all(
+            (not leads and _appears(place.tier, name, data)) or place.tier.create(name, data)
+            for place in self.places
+        )
+
+    def take_back(self, base: BaseId) -> None:
+        """Lifts the mark of what was chosen, wherever it has one, behind the fence (``adr/004``).
+
+        Raises:
+            EverstepError: of a place.
+        """
+        for place in self.places:
+            lift_mark_in(place.tier, self._folder(base))
+
+    def _roll_forward(self, tier: Tier, inventory: Inventory) -> None:
+        for base in inventory.bases:
+            if base.status != "complete" or base.manifest is None:
+                continue
+            if all(base.has_files_of(marker) for marker in base.manifest.markers):
+                tier.create(f"{self._folder(base.id)}/{MANIFEST}", base.manifest.encode())
+
+    def _folder(self, base: BaseId) -> str:
+        path = base_dir(self._run, base.timeline, base.step)
+        return path.relative_to(self._run).as_posix()
+
+    def _name(self, timeline: int) -> str:
+        path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
+        return path.relative_to(self._run).as_posix()
+
+
+def _appears(tier: Tier, name: str, data: bytes) -> bool:
+    """Whether an object is there with these bytes, or comes within a moment."""
+    for _ in range(_LOOKS):
+        try:
+            with contextlib.closing(tier.open(name)) as file:
+                return read_record(file, name) == data
+        except FileNotFoundError:
+            time.sleep(_LOOK_AGAIN_S)
+    return False
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """What a tier has said through a file system's errors, in its own words again."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if isinstance(error.__cause__, EverstepError):
+            raise error.__cause__ from None
+        raise StorageError(f"could not read a copy: {error}") from error
+
+
+def _with_copy(offer: Offer, place: CopyOfRun, inventory: Inventory) -> Offer:
+    if None not in (offer.run, inventory.run) and offer.run != inventory.run:
+        raise _foreign(place.tier, "of another run than the run folder")
+    timelines = dict(offer.timelines)
+    for number, record in inventory.timelines.items():
+        mine = timelines.get(number)
+        if mine is not None and record is not None and mine != record:
+            raise RecoveryError(
+                f"timeline {number} of {place.tier.url} was opened by another process, which has "
+                "not seen this run's disk: the two go different ways",
+                rank=offer.rank,
+                path=place.tier.url,
+                hint="resume from one of the two: leave tiers= out, or empty the run folders",
+            )
+        timelines[number] = record if mine is None else mine
+    bases = dict(offer.bases)
+    for found in inventory.bases:
+        theirs = base_offer_of(found)
+        if theirs.pieces or theirs.manifest is not None:
+            bases[found.id] = _joined(bases.get(found.id), theirs, place.kind)
+    lost = [base.id for base in inventory.bases if base.status == "damaged"]
+    return replace(
+        offer,
+        run=offer.run or inventory.run,
+        next_timeline=max(offer.next_timeline, inventory.next_timeline),
+        timelines=timelines,
+        bases=bases,
+        lost=tuple(dict.fromkeys([*offer.lost, *lost])),
+    )
+
+
+def _joined(mine: BaseOffer | None, theirs: BaseOffer, kind: str) -> BaseOffer:
+    """What a disk and a copy have of a base. Where they contradict each other, the base is of no
+    use: a manifest that is none of its markers' says so to whoever chooses."""
+    if mine is None:
+        pieces = {rank: Piece(piece.marker, (kind,)) for rank, piece in theirs.pieces.items()}
+        return BaseOffer(pieces, theirs.manifest)
+    pieces, manifest = dict(mine.pieces), mine.manifest or theirs.manifest
+    for rank, piece in theirs.pieces.items():
+        old = pieces.get(rank)
+        if old is None:
+            pieces[rank] = Piece(piece.marker, (kind,))
+        elif old.marker != piece.marker:
+            manifest = "contradicted"
+        elif kind not in old.tiers:
+            pieces[rank] = Piece(old.marker, (*old.tiers, kind))
+    if mine.manifest and theirs.manifest and mine.manifest != theirs.manifest:
+        manifest = "contradicted"
+    return BaseOffer(pieces, manifest)
+
+
+def _foreign(tier: Tier, what: str) -> ForeignDirectoryError:
+    return ForeignDirectoryError(
+        f"{tier.url} holds copies {what}",
+        tier=tier.traits.kind,
+        path=tier.url,
+        hint="give each run a place of its own",
+    )

@@ -1,0 +1,128 @@
+"""From where each rank's files of a base are read: the cheapest place first, and on to the next
+where what is there is damaged or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.commit.offers import Source
+from everstep.commit.reclaim import COPY_TIERS
+from everstep.format.names import parse_marker, parse_shard
+from everstep.restore.fetch.held import HeldBase
+from everstep.seams.filesystem import FileSystem
+
+__all__ = ["Place", "Places", "RankBack", "RankRead", "name_of", "rank_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place where one rank's files of a base are.
+
+    Attributes:
+        source: as the offer that it was chosen from names it.
+        files: read from there; or what is in memory.
+        name: of the place: two ranks that say the same read the same files; "": nobody knows.
+    """
+
+    source: Source
+    files: HeldBase | FileSystem
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRead:
+    """What one rank has read of a base, from one tier.
+
+    Attributes:
+        rank: of the job that resumes.
+        source: ``"memory"``, ``"peer"`` (another node: its keeper's memory, or its disk),
+            ``"disk"``, ``"copy"`` or ``"object"``.
+        size_bytes: bytes verified, whichever rank of its node has read them.
+    """
+
+    rank: int
+    source: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankBack:
+    """How one rank has come back.
+
+    Attributes:
+        rank: of the job that resumes.
+        source: of its base; ``"fresh"``: there was nothing to restore.
+        size_bytes: bytes that it has read, of all that :class:`RankRead` counts.
+        load_s, replay_s: seconds that reading the base, and replaying the log, took it.
+        replayed: steps of the log.
+        exact: what it has restored by itself is bit for bit what training had; where it is not,
+            the whole job is not (:attr:`everstep.Recovery.exact`).
+    """
+
+    rank: int
+    source: str
+    size_bytes: int
+    load_s: float
+    replay_s: float
+    replayed: int
+    exact: bool
+
+
+class Places:
+    """What is left to read from.
+
+    Args:
+        places: by the rank that wrote the files, the cheapest first.
+    """
+
+    def __init__(self, places: Mapping[int, Sequence[Place]]) -> None:
+        self._left = {rank: list(found) for rank, found in places.items()}
+        self.damaged: list[tuple[int, Source]] = []
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """Ranks whose files can be read somewhere."""
+        return tuple(rank for rank, left in sorted(self._left.items()) if left)
+
+    def pick(self, ranks: Sequence[int]) -> dict[int, Place] | None:
+        """The cheapest place of each; None: of one of them there is none any more."""
+        if not all(self._left.get(rank) for rank in ranks):
+            return None
+        return {rank: self._left[rank][0] for rank in ranks}
+
+    def failed(self, tried: Mapping[int, Place], rank: int | None) -> None:
+        """What was picked could not be read.
+
+        Args:
+            rank: whose files; None: nobody can say.
+        """
+        for each, place in tried.items():
+            if rank in (None, each) or rank not in tried:
+                left = self._left[each]
+                left.remove(place)
+                if not any(other.source == place.source for other in left):
+                    self.damaged.append((each, place.source))
+
+
+def name_of(tiers: set[str]) -> str:
+    """What a resume calls the places that it read from. Never "disk" where a copy was among them:
+    that would vouch for what this rank's own disk holds."""
+    copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
+    if copies:
+        return copies[0]
+    if "peer" in tiers:
+        return "peer"
+    return "memory" if "memory" in tiers else "disk"
+
+
+def rank_of(error: Exception) -> int | None:
+    """Whose files an error is about, where it says so."""
+    rank = getattr(error, "rank", None)
+    path = getattr(error, "path", None) or getattr(error, "filename", None)
+    if rank is not None or path is None:
+        return rank
+    name = PurePath(str(path)).name
+    shard = parse_shard(name)
+    return parse_marker(name) if shard is None else shard[0]

@@ -1,0 +1,58 @@
+"""Why what a base holds, or what became of it here, is not bit for bit what training had (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep.commit.lineage import BaseId
+from everstep.format.records import Marker, TimelineRecord
+from everstep.restore.load.load import LoadedBase
+
+__all__ = ["why_not_exact"]
+
+
+def why_not_exact(
+    loaded: LoadedBase,
+    base: BaseId,
+    markers: Iterable[Marker],
+    timelines: Iterable[TimelineRecord | None],
+) -> str:
+    """In words, all of it; "" where it is exact.
+
+    Args:
+        base: that was loaded.
+        markers: of the ranks that wrote it.
+        timelines: of the run.
+    """
+    found = []
+    if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
+        ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""
+        reasons = "; ".join(dict.fromkeys(filter(None, of.values())))
+        why = ": ".join(filter(None, (_lineage(base, timelines), reasons)))
+        found.append(f"the base of {base}{ranks} is not called exact: {why}")
+    if loaded.mismatches:
+        name, what = loaded.mismatches[0]
+        more = _more(len(loaded.mismatches), "mismatched")
+        found.append(f"{name!r} was left out, or may differ: {what}{more}")
+    if loaded.notes:
+        found.append(f"{loaded.notes[0]}{_more(len(loaded.notes), 'notes')}")
+    return "; ".join(found)
+
+
+def _more(count: int, where: str) -> str:
+    return f" (and {count - 1} more, see Recovery.{where})" if count > 1 else ""
+
+
+def _lineage(base: BaseId, timelines: Iterable[TimelineRecord | None]) -> str:
+    records = {one.timeline: one for one in timelines if one is not None}
+    since, record = None, records.get(base.timeline)
+    while record is not None and not record.exact:
+        since, parent = record, record.parent
+        # A forged record may have a timeline descend from a later one, or from itself.
+        record = records.get(parent) if parent is not None and parent < since.timeline else None
+    if since is None:
+        return "what was saved then was not all of the state as training had it"
+    return (
+        f"it descends from what timeline {since.timeline} began with at step {since.fork_step}, "
+        "which was not exact"
+    )

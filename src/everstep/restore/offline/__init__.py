@@ -1,0 +1,3 @@
+"""offline."""
+
+__all__: list[str] = []

@@ -1,0 +1,407 @@
+"""Builds the state of any logged step from files alone; also of a history that was not.
+
+The state of a step comes from the base that needs least replay; where base or log are damaged,
+from the next older base. A *counterfactual* state leaves out the updates of some steps: the
+other gradients are those that training computed with these updates in place, so it is never
+what training would have given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import (
+    AuditError,
+    DamageError,
+    EverstepError,
+    FormatError,
+    NewerFormatError,
+    OptionError,
+    RecoveryError,
+    ReplayError,
+    StorageError,
+)
+from everstep.format.log import NOT_EXACT
+from everstep.format.records import AuditRecord
+from everstep.format.writer import ChunkRing
+from everstep.restore.offline.logged import RunLog, spans
+from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.offline_base import load_offline
+from everstep.restore.offline.offline_job import JobState
+from everstep.restore.offline.offline_job_load import load_job
+from everstep.restore.redo.conditions import conditions
+from everstep.run.ahead import Ahead
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.chain import Chain
+from everstep.run.decide import Skipped
+from everstep.run.scan import BaseFound
+from everstep.seams.filesystem import FileSystem
+from everstep.seams.progress import progress
+
+__all__ = [
+    "Change",
+    "Played",
+    "Rebuilder",
+    "Rebuilt",
+    "changes",
+    "conditions",
+]
+
+
+_Way = tuple[BaseFound, Chain]
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A state that was built from files.
+
+    Attributes:
+        base: that it was built on.
+        timeline: of the step.
+        replayed: steps of the log.
+        exact: bit for bit the state that training had (I9).
+        why: why not; ``""`` if it is.
+        skipped: bases that were tried first, and why they would not do.
+        own: by part of the state: what of several ranks is not in it, in words.
+        inexact: why it is not exact, besides that; "" if it is.
+        audit: what the state rests on (see :func:`.audits.audit_of`).
+    """
+
+    state: OfflineState
+    base: BaseId
+    timeline: int
+    replayed: int
+    exact: bool
+    why: str
+    skipped: tuple[Skipped, ...] = ()
+    own: Mapping[str, str] = field(default_factory=dict)
+    inexact: str = ""
+    audit: AuditRecord | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of several ranks is not in it, in words."""
+        return tuple(self.own.values())
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How exact a replay was; all ``""`` if it was.
+
+    Attributes:
+        lineage: why the state was not exact in training already.
+        replay: why replay need not give the bits that training had.
+        surprise: what replay gave otherwise than the log's last mark says.
+    """
+
+    lineage: str
+    replay: str
+    surprise: str
+
+    @property
+    def why(self) -> str:
+        """The first reason."""
+        return self.lineage or self.replay or self.surprise
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How an entry differs between two states.
+
+    Attributes:
+        max_abs: largest absolute difference; None for what is no number, or not finite.
+        relative: norm of the difference by the norm of the first; None where that is zero.
+    """
+
+    entry: str
+    max_abs: float | None
+    relative: float | None
+
+
+@dataclass(slots=True)
+class Rebuilder:
+    """Builds states of one run.
+
+    Args:
+        timeout_s: a transfer that takes longer counts as hung.
+        threads: Python threads that share the work of replay.
+    """
+
+    filesystem: FileSystem
+    log: RunLog
+    ring: ChunkRing
+    timeout_s: float = 120.0
+    threads: int = field(default=1)
+
+    def state_at(self, step: int, timeline: int | None = None) -> Rebuilt:
+        """The state at the end of ``step``, as training had it.
+
+        Args:
+            timeline: of the state; None: that of the newest history that has it.
+
+        Raises:
+            OptionError: neither a base nor the log has the step.
+            RecoveryError: they have, or had, but it cannot be reached; with all reasons.
+            UnsupportedStateError: it takes the program that trained it to replay its updates.
+        """
+        return self._first(self._ways(step, timeline), step, frozenset(), twice=False)[0]
+
+    def without(
+        self, step: int, drop: Collection[int], begin: int | None, timeline: int | None = None
+    ) -> tuple[Rebuilt, Rebuilt]:
+        """The state at the end of ``step`` as training had it, and the one without the updates
+        of the steps ``drop``; on the same base.
+
+        Args:
+            begin: replay begins at the newest base that is no later than this step; None: than
+                the first step to drop.
+
+        Raises:
+            OptionError: steps that are not replayed cannot be dropped; otherwise as
+                :meth:`state_at`.
+        """
+        latest = min([step, *(number - 1 for number in drop)])
+        if begin is not None and begin > latest:
+            what = f"step {latest + 1}" if latest < step else "the state"
+            raise OptionError(f"replay from step {begin} on comes too late for {what}", step=step)
+        latest = latest if begin is None else begin
+        late = [number for number in drop if number > step]
+        if late:
+            raise OptionError(f"step {late[0]} comes after step {step}: it has no part in it")
+        begin_early = (way for way in self._ways(step, timeline) if way[0].id.step <= latest)
+        ways = _unless_empty(begin_early)
+        if ways is None:
+            raise OptionError(
+                f"no base at or before step {latest} leads to step {step}",
+                step=step,
+                path=self.log.inventory.path,
+                hint=self._hint(),
+            )
+        logged, other = self._first(ways, step, frozenset(drop), twice=True)
+        assert other is not None
+        return logged, other
+
+    def rebuilt(
+        self,
+        base: BaseFound,
+        chain: Chain,
+        state: OfflineState | JobState,
+        why: str,
+        skipped: Sequence[Skipped] = (),
+    ) -> Rebuilt:
+        """What :meth:`load` and :meth:`play` have given, as a state of one process.
+
+        Args:
+            why: it is not exact; "" if it is.
+            skipped: what was tried before.
+        """
+        timeline, step = chain.end
+        alone, own = _of_one(state)
+        audit = audit_of(self.log.inventory, BaseId(timeline, step))
+        if audit is not None and audit.verdict == "different":  # as resume() says
+            why = why or audit_in_words(audit)
+        inexact, why = why, why or next(iter(own.values()), "")  # as where fewer ranks go on (I9)
+        about = len(chain.steps), not why, why, tuple(skipped), own, inexact, audit
+        return Rebuilt(alone, base.id, timeline, *about)
+
+    def load(
+        self, base: BaseFound, chain: Chain, wanted: Callable[[str], bool] | None = None
+    ) -> OfflineState | JobState:
+        """A base, ready for the updates of a chain.
+
+        Args:
+            wanted: says by name which tensors are needed, where nothing is replayed; None: all.
+        """
+        records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
+        several = base.manifest is not None and len(base.manifest.markers) > 1
+        with progress(f"read {base.id}", base.size_bytes) as bar:
+            about: dict[str, Any] = {
+                "timeout_s": self.timeout_s,
+                "progress": bar,
+                "threads": self.threads,
+                "training_threads": conditions(records)[0],
+                "trained": self.log.inventory.timelines.get(base.id.timeline),
+            }
+            where = self.filesystem, base, self.log.inventory.run, self.ring
+            if several:
+                return load_job(*where, **about)
+            return load_offline(*where, **about, wanted=None if chain.steps else wanted)
+
+    def play(
+        self,
+        chain: Chain,
+        logged: OfflineState | JobState,
+        other: OfflineState | JobState | None = None,
+        drop: Collection[int] = (),
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> Played:
+        """Redoes a chain.
+
+        Args:
+            logged: gets all updates.
+            other: gets all but those of the steps ``drop``.
+
+        Raises:
+            DamageError, FormatError, ReplayError, StorageError: where the log cannot go on; both
+                states are of no use then.
+            AuditError: replay, which must give the bits of training, gives others.
+        """
+        updates_seen = 0
+        lineage = "" if logged.marker.exact else "the base is not exact"
+        world = logged.marker.world
+        found = self.log.steps(chain, logged.lsn, world, self.ring, self.timeout_s)
+        with (
+            progress("replay", len(chain.steps), "items") as bar,
+            Ahead(found, count=1) as steps,  # as much again as is being replayed: a segment
+        ):
+            for step in steps:
+                if isinstance(step, EverstepError):
+                    raise step
+                logged.take(step)
+                if other is not None:
+                    other.take(step, drop=logged.step in drop)
+                if not all(mark.head.exact for _, mark in step.values()):
+                    lineage = lineage or NOT_EXACT
+                updates_seen += sum(len(updates) for updates, _ in step.values())
+                on_step(logged.step)
+                bar.advance(1)
+        logged.finish()
+        if other is not None:
+            other.finish(counterfactual=True)
+        replay = logged.doubt or logged.exactness.why
+        if updates_seen:
+            records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
+            replay = conditions(records)[1] or replay
+        if not replay:
+            logged.compare()
+        return Played(lineage, replay, logged.surprises[0] if logged.surprises else "")
+
+    def _ways(self, step: int, timeline: int | None) -> Iterator[tuple[BaseFound, Chain]]:
+        found = _unless_empty(self.log.ways(step, timeline))
+        if found is None:
+            where = "" if timeline is None else f" of timeline {timeline}"
+            if why := self.log.why_not(step, timeline):
+                raise RecoveryError(
+                    f"the log does not lead to step {step}{where}: {why}",
+                    step=step,
+                    path=self.log.inventory.path,
+                    hint=self._hint(),
+                )
+            raise OptionError(
+                f"neither a base nor the log on disk has step {step}{where}",
+                step=step,
+                path=self.log.inventory.path,
+                hint=self._hint(),
+            )
+        return found
+
+    def _hint(self) -> str:
+        there = {key.step for key in self.log.usable}
+        logged = {step for _, step in self.log.replayable()}
+        there |= logged
+        listed = ", ".join(
+            f"{a}" if a == b else f"{a} to {b}" for a, b in spans(sorted(there))[-20:]
+        )
+        known = f"steps there are: {listed or 'none'}"
+        if logged:
+            return known
+        if self.log.segments:
+            return f"{known}; the log on disk leads on from none of its bases"
+        return f'{known}; more with a log on disk: method="logged", log=LogOptions(to="disk")'
+
+    def _first(
+        self,
+        ways: Iterable[tuple[BaseFound, Chain]],
+        step: int,
+        drop: frozenset[int],
+        *,
+        twice: bool,
+    ) -> tuple[Rebuilt, Rebuilt | None]:
+        """The first of several ways that can be gone to its end."""
+        skipped: list[Skipped] = []
+        for base, chain in ways:
+            try:
+                logged = self.load(base, chain)
+                other = self.load(base, chain) if twice else None
+                why = self.play(chain, logged, other, drop).why
+            except NewerFormatError:
+                raise
+            except (AuditError, DamageError, FormatError, ReplayError) as error:
+                skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+                continue
+            except OSError as error:
+                reason = f"{error.filename or base.path}: {error.strerror or error}"
+                skipped.append(Skipped(base.id.timeline, base.id.step, reason))
+                continue
+            except StorageError as error:
+                if type(error) is not StorageError:  # no memory, no space: not this base's fault
+                    raise
+                skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+                continue
+            found = self.rebuilt(base, chain, logged, why, skipped)
+            if other is None:
+                return found, None
+            listed = ", ".join(map(str, sorted(drop)[:5])) + (", ..." if len(drop) > 5 else "")
+            left = f"the updates of step {listed} were left out" if drop else "a counterfactual"
+            return found, replace(found, state=_of_one(other)[0], exact=False, why=left)
+        reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
+        raise RecoveryError(
+            f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
+            step=step,
+            path=self.log.inventory.path,
+            hint="everstep verify names what is damaged",
+        )
+
+
+def _of_one(state: OfflineState | JobState) -> tuple[OfflineState, dict[str, str]]:
+    """The state of one process, and what of several ranks is not in it, by part and in words."""
+    return (state, {}) if isinstance(state, OfflineState) else state.whole()
+
+
+def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:
+    """The same, found one by one; None if there is none."""
+    first = next(ways, None)
+    return None if first is None else itertools.chain([first], ways)
+
+
+def changes(before: OfflineState, after: OfflineState) -> list[Change]:
+    """Entries in which two states differ, in the order of the first."""
+    found = []
+    theirs = after.digests()
+    for name, mine in before.digests().items():
+        if theirs.get(name) == mine:
+            continue
+        max_abs = relative = None
+        if name in before.tensors and name in after.tensors:
+            max_abs, relative = _distance(before.tensors[name], after.tensors[name])
+        found.append(Change(name, max_abs, relative))
+    known = {*before.entries, *before.objects}
+    found += [Change(name, None, None) for name in theirs if name not in known]
+    return found
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float | None, float | None]:
+    """Largest absolute difference, and the norm of the difference by the norm of the first."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
+        return None, None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    try:
+        first = one.to(wide)
+        apart = other.to(wide) - first
+    except RuntimeError:  # no conversion of this dtype
+        return None, None
+    norm = float(torch.linalg.vector_norm(first))
+    size = float(torch.linalg.vector_norm(apart))
+    largest, share = float(apart.abs().max()), size / norm if norm else math.inf
+    return largest if math.isfinite(largest) else None, share if math.isfinite(share) else None

@@ -1,0 +1,515 @@
+"""Redo: brings a state that was restored from a base to a later step, by the log.
+
+Updates are run by the live optimizers themselves over the logged gradients, or by others of the
+class that made them, where that is another one; what no optimizer owns is put back from the last
+step mark, which holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from everstep.capture.spots import Comparison
+from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
+from everstep.format.log import LogRecord
+from everstep.format.records import TimelineRecord
+from everstep.replay.engine import Replayer
+from everstep.replay.exactness import Exactness
+from everstep.replay.own import default_dtype
+from everstep.replay.updates import Update
+from everstep.restore.redo.conditions import uneven_denormals
+from everstep.restore.redo.declared import DeclaredRedo
+from everstep.restore.redo.marks import logs_less
+from everstep.restore.redo.sharded import as_live, replayer_of
+from everstep.restore.redo.unknown import UnknownClassError
+from everstep.restore.redo.updates import class_for, update_of
+from everstep.run.tensors import tensor_of, write_into
+from everstep.seams.fingerprint import fingerprint, number_settled
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.processes import available_cores
+from everstep.state.dtensors import like, local_of
+from everstep.state.entries import Entry
+from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.log import SPOT
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.restoring import RestorePlan
+from everstep.state.survey import same_objects
+from everstep.state.tensors import stored_form
+from everstep.state.tree import join, references, split
+from everstep.state.zero import acting
+
+__all__ = [
+    "STEPS_AT_ONCE",
+    "Redo",
+    "Step",
+    "checked",
+    "compare",
+    "other_conditions",
+    "other_than_trained",
+    "put_back",
+    "tensor_of",
+]
+
+STEPS_AT_ONCE = 5
+"""Steps that are replayed in one pass over the state, at most: beyond that nothing is gained."""
+
+_Surveyed = tuple[Sequence[torch.Tensor], Sequence[int], Mapping[str, torch.Tensor]]
+"""What optimizers hold, where it lies, and all of the state."""
+
+_SHARE_OF_MEMORY = 8  # of what is available, for gradients that were read and wait
+_READ_BYTES_MAX = 256 << 20
+"""And never more. What is read ahead beyond the next step gains nothing: replay and reading are
+about as fast. Memory that was never used before is slow to come, on virtual machines above all:
+reading five steps of 370 MB into five times that took longer than everything else together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step of the log, every bit of it verified.
+
+    Attributes:
+        updates: in order, with their records; None for those that a registered function redoes.
+    """
+
+    updates: tuple[tuple[LogRecord, Update | None], ...]
+    mark: LogRecord
+
+    @property
+    def read_bytes(self) -> int:
+        """Memory that was taken to read it; none where its records lie in a keeper's."""
+        records = (self.mark, *(record for record, _ in self.updates))
+        return sum(record.size_bytes for record in records if record.path is not None)
+
+
+def checked(
+    steps: Iterable[tuple[Sequence[LogRecord], LogRecord | EverstepError]],
+    sound: Callable[[LogRecord], LogRecord],
+) -> Generator[Step | EverstepError, None, None]:
+    """Verifies and decodes steps of the log, which takes no live state, so any thread may do it.
+
+    Args:
+        sound: verifies a record, or finds it elsewhere.
+
+    Yields:
+        An error instead of a step, and nothing behind it, where a record is damaged.
+
+    Raises:
+        FormatError: a record is whole, but none of an update.
+    """
+    for updates, mark in steps:
+        if isinstance(mark, EverstepError):
+            yield mark
+            return
+        try:
+            updates, mark = [sound(record) for record in updates], sound(mark)
+        except DamageError as error:
+            yield error
+            return
+        found = tuple((r, None if r.head.declared else update_of(r)) for r in updates)
+        del updates  # nobody but the step holds on to what is read: its memory is used again
+        step = Step(found, mark)
+        del found, mark
+        yield step
+        del step
+
+
+class Redo:
+    """Applies records to a live state, in order.
+
+    Args:
+        state: as a base has left it.
+        relaid: entries that lie otherwise in memory than when the base was saved.
+        aliases: other names of tensors, and those of their entries.
+        names: of all entries of the base, sorted, which are those of the states that its log is of;
+            none: the live state has the same. A part of the live state may show some of its tensors
+            only while it runs; what no optimizer replays is restored from the last mark.
+
+    Attributes:
+        limit_bytes: of the log as read from disk, that wait to be applied; one step may always.
+        compares: whether replay must give the bits that training had, as far as is known of where
+            it was trained: then they are compared with the samples in the marks.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        relaid: Collection[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        names: Sequence[str] = (),
+    ) -> None:
+        self._state, self._relaid, self._aliases = state, relaid, aliases
+        self._names = names
+        self._replayers: dict[str, Replayer] = {}
+        self._pending: dict[str, list[Update]] = {}
+        self._waiting = self._waiting_bytes = 0
+        self.limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
+        self._doubtful: list[str] | None = None  # found at the first mark
+        self._live: dict[str, torch.Tensor] = {}
+        self._last: LogRecord | None = None
+        self._compared: LogRecord | None = None
+        self._comparison = Comparison()
+        self._surveyed: _Surveyed | None = None
+        self._declared = DeclaredRedo(state)
+        self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
+        self._kinds: dict[str, str] = {}  # of each optimizer, as the log names it, and that class
+        self._classes: dict[str, type[torch.optim.Optimizer]] = {}
+        self._notes: list[str] = []
+        self.compares = False
+
+    @property
+    def last(self) -> LogRecord | None:
+        """The mark of the newest step that was applied."""
+        return self._last
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of what was read and waits to be applied."""
+        return self._waiting_bytes
+
+    @property
+    def exactness(self) -> Exactness:
+        """Of all optimizers together."""
+        if not self._inexact.exact:
+            return self._inexact
+        for replayer in self._replayers.values():
+            if not replayer.exact.exact:
+                return replayer.exact
+        return self._declared.exactness
+
+    def step(self, step: Step) -> None:
+        """Redoes one step: all of it, or nothing (I3).
+
+        Raises:
+            FormatError, ReplayError: a record does not fit the state.
+            UnknownClassError: nobody here knows the class of an optimizer that made an update.
+            AuditError: this step, or one that was redone together with it, gives something else
+                than training had.
+        """
+        mark = step.mark
+        classes = self._find_classes(step)
+        self._turn_over(mark, self._changes_class(step))
+        self._classes |= classes
+        self._kinds |= {one.optimizer: one.kind for _, one in step.updates if one is not None}
+        doubtful, dtype = self._find_doubtful(mark), None
+        for record, update in step.updates:
+            if update is not None:
+                dtype = update.default_dtype
+                self._pending.setdefault(update.optimizer, []).append(update)
+            if doubtful or update is None:
+                self._apply()
+            if update is None:
+                with default_dtype(dtype):  # a record of such an update does not say
+                    self._declared.run(record)
+        self._last = mark
+        self._waiting += 1
+        self._waiting_bytes += step.read_bytes
+        if doubtful:
+            self._put(mark, doubtful)
+        elif self._waiting >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes:
+            self._apply()
+        self._declared.settle(mark)
+        if not self._pending:
+            self._compare()
+
+    def idle(self) -> None:
+        """Applies what waits for company, as nothing else is to be done.
+
+        Raises:
+            ReplayError, AuditError: as :meth:`step`.
+        """
+        if self._pending:
+            self._apply()
+            self._compare()
+
+    def finish(self) -> list[str]:
+        """Restores what the last mark holds; returns what could not be taken back, in words.
+
+        Raises:
+            MismatchError, FormatError: the mark does not fit the state.
+            AuditError: replay gives something else than training had.
+        """
+        mark, state = self._last, self._state
+        if mark is None:
+            return self._notes
+        self._apply()
+        self._compare()
+        logged = {place.entry.name: tensor_of(mark, place) for place in mark.layout.placed}
+        trees = {
+            name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in mark.objects.items()
+        }
+        live: dict[str, torch.Tensor] = {}
+        for section, provider in state.providers.items():
+            split(provider.collect(), section, live)
+        kept = {place.entry.name: place.entry for place in mark.layout.placed}
+        entries: dict[str, Entry] = {}
+        for tree in trees.values():
+            for name in references(tree):
+                first = self._aliases.get(name, name)
+                if name not in kept and first in kept:
+                    kept[name], logged[name] = kept[first], logged[first]
+                if name in kept:
+                    entries[name] = as_live(kept[name], live.get(name))
+                elif name in live:
+                    entries[name] = stored_form(name, live[name])
+                else:
+                    raise FormatError(f"{mark.head} refers to {name!r}, which is not there")
+        plans = state.plan_restore(trees, entries)
+        mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
+        if mismatches:
+            listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
+            raise MismatchError(
+                f"{mark.head} does not fit the state:\n{listed}", mismatches=mismatches
+            )
+        for plan in plans.values():
+            for name, template in plan.like.items():
+                if name in logged and name not in plan.in_place:
+                    logged[name] = like(template, entries[name], logged[name])
+        for name, first in self._aliases.items():  # of what an update has changed
+            if name in live and first in live and name not in logged:
+                live[name] = live[first]
+        return list(dict.fromkeys((*self._notes, *put_back(state, plans, logged, live))))
+
+    def _find_classes(self, step: Step) -> dict[str, type[torch.optim.Optimizer]]:
+        """The classes that redo the updates of a step, of optimizers that were none of these yet.
+
+        Raises:
+            UnknownClassError: nobody here knows one of them.
+        """
+        found: dict[str, type[torch.optim.Optimizer]] = {}
+        for update in (one for _, one in step.updates if one is not None):
+            key, at = update.optimizer, step.mark.head.step
+            optimizer = self._state.optimizers.get(key)
+            if optimizer is None or self._kinds.get(key) == update.kind:
+                continue
+            kind, why = class_for(update, type(acting(optimizer)))
+            if kind is None:
+                why += ", whose step() is another; the log needs one of that class"
+                raise UnknownClassError(why, step=at, optimizer=key)
+            if why:
+                self._inexact = Exactness(False, why)
+            found[key] = kind
+        return found
+
+    def _changes_class(self, step: Step) -> bool:
+        """Whether a step is of another program than the last one: an optimizer is of another class
+        in it, which goes on from all that the last mark holds."""
+        updates = (one for _, one in step.updates if one is not None)
+        return any(self._kinds.get(one.optimizer, one.kind) != one.kind for one in updates)
+
+    def _turn_over(self, mark: LogRecord, changes: bool) -> None:
+        """Where less is logged from now on, the program is another one: what only the mark before
+        has is put back, and all else with it, which is how it was when that program began.
+
+        Args:
+            changes: it is another one, whatever is logged.
+        """
+        if self._last is not None and (changes or logs_less(mark, than=self._last)):
+            self._notes = self.finish()
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Everything is as the last mark has it."""
+        self._inexact, self._replayers, self._surveyed = self.exactness, {}, None
+        self._doubtful, self._live = None, {}
+        self._kinds, self._classes = {}, {}
+
+    def _find_doubtful(self, mark: LogRecord) -> list[str]:
+        """Logged entries that an optimizer updates, too: what two of them own, or views of one
+        memory. What replay makes of them counts for nothing, and the next update reads them."""
+        if self._doubtful is None:
+            for section, provider in self._state.providers.items():
+                split(provider.collect(), section, self._live)
+            spans = sorted(
+                (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
+                for optimizer in self._state.optimizers.values()
+                for tensor in map(local_of, _owned(optimizer))
+            )
+            names = [place.entry.name for place in mark.layout.placed]
+            self._doubtful = [
+                name
+                for name in names
+                if name in self._live and _inside(local_of(self._live[name]).data_ptr(), spans)
+            ]
+        return self._doubtful
+
+    def _put(self, mark: LogRecord, names: Sequence[str]) -> None:
+        for place in mark.layout.placed:
+            if place.entry.name in names:
+                write_into(local_of(self._live[place.entry.name]), tensor_of(mark, place))
+
+    def _apply(self) -> None:
+        """Several steps at once: the state is read once for all of them. Optimizers share
+        nothing: what two of them own is logged."""
+        pending, self._pending = self._pending, {}
+        self._waiting = self._waiting_bytes = 0
+        for key, updates in pending.items():
+            self._replayer(key).apply(updates)
+            self._state.apart.trained(key, {name for one in updates for name in one.gradients})
+
+    def _compare(self) -> None:
+        """Compares with the last mark, to whose step everything has been applied."""
+        mark, done = self._last, self._compared
+        if mark is not None and mark is not done and self.compares and self.exactness.exact:
+            compare(self._comparison, mark, self._tensors(), self._names)
+        self._compared = mark
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        """All of the state by entry name. Replay updates in place: as long as optimizers hold the
+        same tensors, and these the same memory, those that were found before are the ones."""
+        owned = [tensor for one in self._state.optimizers.values() for tensor in _owned(one)]
+        places = [local_of(tensor).data_ptr() for tensor in owned]
+        known = self._surveyed
+        if known is None or known[1] != places or not same_objects(owned, known[0]):
+            survey = self._state.survey()
+            tensors = dict(survey.tensors)
+            if self._names:  # what is an entry of the base may be another name of one here
+                others = survey.shape.aliases.items()
+                tensors |= {name: tensors[first] for name, first in others if first in tensors}
+            known = self._surveyed = owned, places, tensors
+        return known[2]
+
+    def _replayer(self, key: str) -> Replayer:
+        replayer = self._replayers.get(key)
+        if replayer is None:
+            optimizer = self._state.optimizers.get(key)
+            provider = self._state.providers.get(key)
+            if optimizer is None or not isinstance(provider, OptimizerProvider):
+                raise FormatError(f"the log has updates of {key!r}, which is no optimizer here")
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            names = [name for group in provider.groups() for name in group]
+            known = {id(p): name for p, name in zip(parameters, names, strict=True)}
+            # Training stands still: its second core is free, whatever torch was told to use.
+            threads = max(torch.get_num_threads(), min(2, len(available_cores())))
+            about: dict[str, Any] = {"threads": threads, "fast": self._state.replays_fast}
+            own = acting(optimizer)
+            about["relaid"] = self._relaid_of(own, known) if self._relaid else {}
+            about["kind"] = self._classes.get(key)
+            replayer = self._replayers[key] = replayer_of(own, known, **about)
+        return replayer
+
+    def _relaid_of(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, str]:
+        """Entries that lie otherwise than in training, by the parameter that they are or are of."""
+        there = self._tensors()
+        lie = {local_of(there[name]).data_ptr(): name for name in self._relaid if name in there}
+        found: dict[str, str] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            values = optimizer.state.get(parameter, {}).values()
+            for tensor in (parameter, *(v for v in values if isinstance(v, torch.Tensor))):
+                if (entry := lie.get(local_of(tensor).data_ptr())) is not None:
+                    found.setdefault(names[id(parameter)], entry)
+        return found
+
+
+def put_back(
+    state: State,
+    plans: Mapping[str, RestorePlan],
+    logged: Mapping[str, torch.Tensor],
+    live: Mapping[str, torch.Tensor],
+) -> list[str]:
+    """Restores objects and tensors of a mark; returns what could not be taken back, in words.
+
+    Args:
+        plans: of each section; nothing in them differs.
+        logged: this rank's parts of what marks hold, by the names by which trees refer to them.
+        live: all of the state, by the same names.
+    """
+    notes: list[str] = []
+    copies: dict[int, torch.Tensor] = {}  # one of each: what was one tensor is one again
+    for section in state.restore_order():
+        plan = plans[section]
+        if plan.left_out:
+            continue
+        tensors = {}
+        for name in references(plan.tree):
+            target = plan.in_place.get(name)
+            source = logged.get(name)
+            if target is None:  # of its own: training writes to it, and records are read again
+                if source is not None and id(source) not in copies:
+                    copies[id(source)] = source.clone()
+                tensors[name] = live[name] if source is None else copies[id(source)]
+                continue
+            if source is not None:
+                write_into(local_of(target), source)
+            tensors[name] = target
+        notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
+    return notes
+
+
+def compare(
+    comparison: Comparison,
+    mark: LogRecord,
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str] = (),
+) -> None:
+    """Compares what replay gives, where it must give the bits of training, with the samples in the
+    mark of that step (:mod:`everstep.capture.spots`).
+
+    Args:
+        tensors: all of the state, by entry name.
+        names: as of :meth:`.Comparison.other`.
+
+    Raises:
+        AuditError: something else; names an entry.
+        FormatError: the mark is of another state.
+    """
+    logged = {
+        place.entry.name: tensor_of(mark, place)
+        for place in mark.layout.placed
+        if place.entry.name.startswith(SPOT)
+    }
+    name = comparison.other(logged, tensors, mark.head.step, names)
+    if name is not None:
+        raise other_than_trained(name, mark.head.step)
+
+
+def other_than_trained(name: str, step: int) -> AuditError:
+    """The error that replay up to a step gives another ``name`` than training had."""
+    return AuditError(
+        f"replay up to step {step} gives another {name!r} than training had: something has "
+        "written to it past the optimizer",
+        step=step,
+        hint="ckpt.before_update() and ckpt.after_update() around such changes",
+    )
+
+
+def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
+    """Why the bits of updates need not be those of training (I9); "" if they must be.
+
+    Args:
+        records: of the timelines whose updates are replayed here.
+    """
+    mine = fingerprint()
+    for record in {id(record): record for record in records}.values():
+        if record is None:
+            return "the record that says where it was trained is damaged"
+        if why := uneven_denormals(record.fingerprint, mine):
+            return why
+        for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):
+            theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
+            if theirs != here:
+                return f"trained with {key} {theirs}, replayed with {here}"
+        if not number_settled(record.fingerprint):
+            return f"trained with threads {record.fingerprint['threads']}"
+    return ""
+
+
+def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    optimizer = acting(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+
+def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
+    return bool(address) and any(begin <= address < end for begin, end in spans)

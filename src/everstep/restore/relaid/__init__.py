@@ -1,0 +1,3 @@
+"""relaid."""
+
+__all__: list[str] = []

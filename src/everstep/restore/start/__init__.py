@@ -1,0 +1,3 @@
+"""start."""
+
+__all__: list[str] = []

@@ -1,0 +1,438 @@
+"""Resuming: find the newest good base, restore it, take the run over with a new timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everstep.commit.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
+from everstep.commit.lineage import BaseId, left_at, lost_behind, of_no_use
+from everstep.errors import (
+    DamageError,
+    FormatError,
+    MismatchError,
+    NewerFormatError,
+    RecoveryError,
+    ReplayError,
+    StorageError,
+)
+from everstep.format.names import (
+    MANIFEST,
+    TIMELINE_RECORD,
+    base_dir,
+    parse_timeline,
+    timeline_dir,
+)
+from everstep.format.records import AuditRecord, Manifest, TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.restore.fetch.copies import has_copy, looks_at_a_time
+from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.sources import RankBack, RankRead
+from everstep.restore.load.inexact import why_not_exact
+from everstep.restore.load.load import LoadedBase
+from everstep.restore.load.nonfinite import nonfinite_parameter
+from everstep.restore.log.logs import LogFound
+from everstep.restore.log.reach import nothing_restorable, reachable
+from everstep.restore.start.fewer import lacking_parts, refuse_to_lose
+from everstep.restore.start.forward import Loader, Restored, bring_forward, redoable
+from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.decide import Skipped, begins_with_several, candidates
+from everstep.run.lift import lift_mark
+from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_base, scan_run
+from everstep.seams import Seams
+from everstep.seams.failpoints import failpoint
+from everstep.seams.fingerprint import fingerprint, process_name
+from everstep.state.image import State
+from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
+
+__all__ = ["OfSeveralError", "Resumed", "not_finite", "open_timeline", "resume"]
+
+_log = logging.getLogger("everstep")
+_ATTEMPTS = 8
+
+
+class _VanishedError(Exception):
+    """The base was deleted while we read it: whoever deleted it has a newer one."""
+
+
+class OfSeveralError(Exception):
+    """What there is to begin with is a base of several ranks: behind it lie the logs of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A state restored (or fresh) and the timeline opened for it.
+
+    Attributes:
+        base: the base that was restored; None on a fresh start.
+        loaded: what was restored from it.
+        source: ``"memory"``, ``"disk"``, or ``"fresh"``.
+        exact: by lineage, and nothing left out now.
+        audit: what the state rests on (see :func:`.audits.audit_of`).
+        load_s, replay_s: seconds that loading the base, and replaying behind it, took.
+        forks: steps at which earlier processes took the run over.
+        reads: of several ranks: what each has read, and from where.
+        ranks: of several: how each has come back.
+        inexact: why it is not exact; "" if it is.
+        own_exact: of several: what this one has restored by itself is exact.
+        lent: of the steps that were replayed, those from the memory of other nodes.
+    """
+
+    timeline: int
+    base: BaseId | None
+    loaded: LoadedBase | None
+    source: str
+    exact: bool
+    skipped: tuple[Skipped, ...]
+    problems: tuple[str, ...]
+    step: int = 0
+    lsn: int = 0
+    replayed: int = 0
+    inexact: str = ""
+    audit: AuditRecord | None = None
+    load_s: float = 0.0
+    replay_s: float = 0.0
+    forks: tuple[int, ...] = ()
+    reads: tuple[RankRead, ...] = ()
+    ranks: tuple[RankBack, ...] = ()
+    own_exact: bool = True
+    lent: int = 0
+    by_offsets: bool = False
+
+    @property
+    def descends_from(self) -> str:
+        """Why bases that descend from this state are not exact; "" if they are."""
+        if self.exact:
+            return ""
+        return (self.loaded is not None and self.loaded.marker.inexact) or self.inexact
+
+    def led_from(self, world: int) -> int | None:
+        """Step of the base that the log of ``world`` ranks goes on from; None: there is none, as it
+        goes on from no base of another number of ranks, nor behind the log of another layout
+        (``adr/033``)."""
+        if self.base is None or self.loaded is None or self.by_offsets:
+            return None
+        if self.loaded.marker.world != world:
+            return None
+        return self.base.step
+
+
+def resume(
+    seams: Seams,
+    run: PurePath,
+    state: State,
+    ring: ChunkRing,
+    recalled: Recalled | None = None,
+    *,
+    step: int | None,
+    strict: bool,
+    timeout_s: float,
+    on_touch: Callable[[], None],
+    trained: bool = False,
+    known: KnownTimelines | None = None,
+) -> Resumed:
+    """Restores the newest base whose bytes all verify, and opens a new timeline.
+
+    Args:
+        recalled: what is in a keeper's memory; read from there where it is needed.
+        step: restore this step; 0 with no such base: start afresh.
+        on_touch: called before live state is overwritten.
+        trained: this process has trained: its state is not that of a fresh start.
+        known: of this process, which may resume often.
+
+    Raises:
+        OfSeveralError: it is for :func:`everstep.keeper.alone.resume_behind_several`.
+        RecoveryError: when there are bases, or have been, and none can be used, or none of
+            ``step``.
+        MismatchError: when the newest one is of another model.
+    """
+    recalled = recalled or Recalled()
+    held = recalled.base
+    with storage_errors("resume", run):
+        opened: set[int] = set()
+        known = known or KnownTimelines()
+        for _ in range(_ATTEMPTS):
+            inventory = _inventory(seams, run, opened, held, known)
+            fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
+            if fresh and trained:
+                raise _no_way_back(run)
+            if begins_with_several(inventory, step=step):
+                raise OfSeveralError
+            try:
+                loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
+                files, records = seams.filesystem, recalled.records
+                threads = looks_at_a_time(files)
+                log = LogFound.of(files, inventory, records, world=1, threads=threads)
+                restored = Restored() if fresh else _restore(inventory, loader, log, step)
+                if restored.base is None and trained:  # nothing was touched
+                    raise _no_way_back(run)
+            except _VanishedError:
+                continue
+            found, loaded = restored.base, restored.loaded
+            audit = None if restored.end is None else audit_of(inventory, restored.end)
+            if audit is not None and audit.verdict == "different":
+                restored.inexact = restored.inexact or audit_in_words(audit)
+            if found is not None and loaded is not None and not restored.inexact:
+                timelines = inventory.timelines.values()
+                restored.inexact = why_not_exact(loaded, found.id, (loaded.marker,), timelines)
+            exact = loaded is None or (
+                loaded.marker.exact
+                and not loaded.mismatches
+                and not loaded.notes
+                and not restored.inexact
+            )
+            if step is None and loaded is not None and restored.kept is not None:
+                assert restored.end is not None
+                refuse_to_lose(loaded.left_out, restored.end.step, restored.kept[0].step, run)
+            failpoint("resume.before_timeline")
+            timeline = open_timeline(
+                seams,
+                run,
+                inventory,
+                parent=restored.end,
+                base=found.id if found is not None and restored.replayed else None,
+                exact=exact,
+            )
+            opened.add(timeline)
+            if fresh or _unchanged(seams, inventory, found, step, opened, held, known):
+                problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
+                if loaded is not None:
+                    seen = () if restored.replayed else loaded.finite
+                    if bad := nonfinite_parameter(state, but=seen):
+                        problems += (not_finite(bad, restored.end),)
+                for note in filter(None, (restored.fewer, _where(restored, inventory, log, step))):
+                    _log.warning("%s", note)
+                    problems += (note,)
+                base = found.id if found else None
+                source = "fresh" if loaded is None else loader.source
+                return Resumed(
+                    timeline,
+                    base,
+                    loaded,
+                    source,
+                    exact,
+                    tuple(restored.skipped),
+                    problems,
+                    step=0 if restored.end is None else restored.end.step,
+                    lsn=restored.lsn,
+                    replayed=restored.replayed,
+                    inexact=restored.inexact,
+                    audit=audit,
+                    load_s=restored.load_s,
+                    replay_s=restored.replay_s,
+                    forks=tuple(
+                        record.fork_step
+                        for record in inventory.timelines.values()
+                        if record is not None and record.parent is not None
+                    ),
+                )
+        raise RecoveryError(
+            "another process keeps deleting the bases that this one chooses",
+            path=run,
+            hint="end the other process that works on this run",
+        )
+
+
+def open_timeline(
+    seams: Seams,
+    run: PurePath,
+    inventory: Inventory,
+    *,
+    parent: BaseId | None,
+    exact: bool,
+    base: BaseId | None = None,
+    world: int = 1,
+) -> int:
+    """Takes the run over: from now on every process of an older timeline is fenced off.
+
+    Args:
+        parent: where it forks: timeline and step.
+        base: that this was restored from, where ``parent`` was reached by replay.
+    """
+    filesystem = seams.filesystem
+    assert inventory.run is not None
+    number = inventory.next_timeline
+    unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"  # containers share storage and numbers
+    while True:
+        record = TimelineRecord(
+            run=inventory.run,
+            timeline=number,
+            parent=None if parent is None else parent.timeline,
+            fork_step=0 if parent is None else parent.step,
+            exact=exact,
+            world=world,
+            base=None if base is None else (base.timeline, base.step),
+            fingerprint={**fingerprint(), "process": process_name()},
+            created_unix_s=seams.clock.unix_s(),
+        )
+        directory = timeline_dir(run, number)
+        if parse_timeline(directory.name) != number:
+            raise StorageError(
+                f"{timeline_dir(run, number - 1)} has the largest number there is",
+                path=run,
+                hint="remove it: everstep has not made it",
+            )
+        ensure_dir(filesystem, directory)
+        path = directory / TIMELINE_RECORD
+        if create_exclusive(filesystem, path, record.encode(), unique=unique):
+            return number
+        number += 1  # somebody else resumed at the same moment: the later one wins
+
+
+def _no_way_back(run: PurePath) -> RecoveryError:
+    return RecoveryError(NO_WAY_BACK, step=0, path=run, hint=NO_WAY_BACK_HINT)
+
+
+def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | None) -> Restored:
+    filesystem = loader.seams.filesystem
+    chosen = reachable(inventory, log.index, step=step)
+    skipped = [*chosen.candidates.skipped, *log.skipped]
+    left, apart = list(reversed(chosen.ordered)), False
+    fewer = dict[BaseId, str]()  # of a part of the state: not taken as long as there is another
+    if not loader.strict:
+        tried = [base for base, _ in chosen.ordered]
+        fewer = lacking_parts(filesystem, tried, loader.state.providers)
+        left.sort(key=lambda way: way[0].id not in fewer)
+    while left:
+        base, whole = left.pop()
+        if base.manifest is not None and base.manifest.markers[0].world > 1:
+            raise OfSeveralError  # what was newer is damaged
+        chain = redoable(base, whole, loader, log, skipped)
+        if step is not None and chain.end[1] != step:
+            continue
+        try:
+            restored = bring_forward(inventory, base, chain, loader, log, whole=step is not None)
+        except NewerFormatError:
+            raise
+        except MismatchError:
+            tried = [base, *(other for other, _ in reversed(left))]
+            found = lacking_parts(filesystem, tried, loader.state.providers)
+            if base.id not in found:
+                raise
+            fewer[base.id] = found[base.id]
+            continue
+        except (DamageError, FormatError, ReplayError) as error:
+            skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
+            apart = apart or isinstance(error.__cause__, MismatchError)
+            if not isinstance(error, ReplayError) and has_copy(filesystem, base.path):
+                left.append((base, whole))
+            continue
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            if gone and not _still_there(loader.seams, inventory.path, base.id):
+                raise _VanishedError from error
+            reason = f"{error.filename or base.path}: {error.strerror or error}"
+            skipped.append(Skipped(base.id.timeline, base.id.step, reason))
+            if has_copy(filesystem, base.path):
+                left.append((base, whole))
+            continue
+        if base.status == "complete":  # its process died between the last marker and the manifest
+            assert base.manifest is not None
+            with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
+                write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
+        skipped += restored.skipped
+        if step is not None and restored.end is not None and restored.end.step != step:
+            continue  # the log is damaged before it; perhaps it is not needed from another base
+        if restored.end is not None and whole.end[1] > restored.end.step:
+            at = restored.end.step + 1
+            reasons = [one.reason for one in skipped if one.step == at]
+            why = reasons[-1] if reasons else f"step {at} could not be redone"
+            restored.kept = BaseId(*whole.end), why
+        if chain.lost is not None:
+            timeline, end = chain.end
+            why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
+            skipped.append(Skipped(timeline, end + 1, why))
+        restored.skipped = [*skipped, *_skipped(fewer)]
+        restored.fewer = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
+        return restored
+    skipped += _skipped(fewer)
+    refused = nothing_restorable(inventory, chosen, skipped, step=step, apart=apart)
+    if refused is not None:
+        nobody = not chosen.ordered and not chosen.candidates.damaged
+        # It may have been looked at while an older process deleted one and committed the next.
+        if nobody and candidates(scan_run(filesystem, inventory.path)).ordered:
+            raise _VanishedError
+        raise refused
+    return Restored(skipped=skipped)
+
+
+def _skipped(bases: Mapping[BaseId, str]) -> list[Skipped]:
+    return [Skipped(base.timeline, base.step, why) for base, why in bases.items()]
+
+
+def _where(restored: Restored, inventory: Inventory, log: LogFound, step: int | None) -> str | None:
+    """What is to be said of where a state lies in the history."""
+    if restored.end is None:
+        left = [base.id for base in inventory.bases]
+        left += [BaseId(*key) for key in log.index.marks]
+        return None if step is not None else of_no_use(left, inventory.branches)
+    if step is not None:
+        return left_at(restored.end, inventory.branches)
+    return lost_behind(restored.end, inventory.branches, restored.kept)
+
+
+def _inventory(
+    seams: Seams,
+    run: PurePath,
+    opened: Collection[int],
+    held: HeldBase | None,
+    known: KnownTimelines,
+) -> Inventory:
+    """What there is, on disk and in memory; timelines that this very resume has ``opened`` are
+    no history."""
+    inventory = scan_run(seams.filesystem, run, known)
+    if held is not None and not held.durable and held.id.timeline in inventory.timelines:
+        directory = base_dir(run, held.id.timeline, held.id.step)
+        manifest = Manifest((held.marker,))
+        inventory.bases = [base for base in inventory.bases if base.id != held.id]
+        inventory.bases.append(BaseFound(held.id, directory, "committed", manifest, None, ()))
+    for number in opened:
+        if inventory.timelines.pop(number, None) is not None:
+            inventory.abandoned.append(number)
+    return inventory
+
+
+def _unchanged(
+    seams: Seams,
+    before: Inventory,
+    found: BaseFound | None,
+    step: int | None,
+    opened: Collection[int],
+    held: HeldBase | None,
+    known: KnownTimelines,
+) -> bool:
+    """Whether, now that nobody else can commit or delete, the choice is still the right one:
+    nothing of the base was removed before its deleter was fenced off, and none is newer. If the
+    base is condemned, its mark is lifted: from now on a timeline rests on it."""
+    now = _inventory(seams, before.path, opened, held, known)
+    chosen = [base for base in now.bases if found is not None and base.id == found.id]
+    if found is not None and not any(base.is_usable for base in chosen):
+        return False
+    earlier = {base.id for base in candidates(before).ordered}
+    if step is None and any(base.id not in earlier for base in candidates(now).ordered):
+        return False
+    for base in chosen:
+        if base.status == "condemned" and not lift_mark(seams.filesystem, base.path):
+            return _still_there(seams, before.path, base.id)
+    return True
+
+
+def not_finite(name: str, end: BaseId | None) -> str:
+    """What a person is told of a restored state that holds ``name``, which is not finite."""
+    step = "" if end is None else f" of step {end.step}"
+    return (
+        f"the state{step} is not finite: {name!r} holds NaN or infinity. It is what training had; "
+        "resume(step=...) goes back to a step before (everstep ls shows which there are)"
+    )
+
+
+def _still_there(seams: Seams, run: PurePath, base: BaseId) -> bool:
+    try:
+        return scan_base(seams.filesystem, run, base).is_usable
+    except FileNotFoundError:
+        return False
