@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from everstep import options as options
     from everstep.checkpointer import Checkpointer
     from everstep.errors import EverstepError
-    from everstep.keeper.stats import Stats
     from everstep.link.save import Save
     from everstep.look import load, peek
     from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.restore.start.report import Recovery
+    from everstep.trainer.session.stats import Stats
 
 __all__ = [
     "Budget",

@@ -15,41 +15,6 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.given import named
-from everstep.keeper.calls import Calls, not_within, one_at_a_time
-from everstep.keeper.copies import seams_with_copies
-from everstep.keeper.first_batches import FirstBatches
-from everstep.keeper.job import job_of, open_together
-from everstep.keeper.joint import Joint
-from everstep.keeper.keeper import Keeper
-from everstep.keeper.lifetime import (
-    AtExit,
-    check_platform,
-    check_resume,
-    check_timeout,
-    check_usable,
-    close_earlier,
-    must_stay,
-    needs_last_base,
-    no_last_base,
-    persist_parked,
-    raise_first,
-    refuse_pickling,
-    stays_for_the_log,
-    stays_with_bases,
-    take_at_end,
-    take_failed,
-    wait_for_bases,
-    wait_through,
-)
-from everstep.keeper.lost_steps import tell_if_bases_are_lost, tell_if_steps_are_lost
-from everstep.keeper.overwritten import Overwritten
-from everstep.keeper.parts import assemble
-from everstep.keeper.preemption import Preempting, asks_ranks
-from everstep.keeper.recoverable import Recoverable
-from everstep.keeper.scheduled_saver import ScheduledSaver
-from everstep.keeper.starts import Starts
-from everstep.keeper.stats import Stats, stats_of
-from everstep.keeper.watched import Watched
 from everstep.link.save import Save
 from everstep.options import (
     Budget,
@@ -69,6 +34,41 @@ from everstep.state.image import State
 from everstep.state.owners import DeclaredUpdate
 from everstep.state.survey import Survey
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
+from everstep.trainer.attach.keeper import Keeper
+from everstep.trainer.base.calls import Calls, not_within, one_at_a_time
+from everstep.trainer.checks.first_batches import FirstBatches
+from everstep.trainer.job.copies import seams_with_copies
+from everstep.trainer.job.job import job_of, open_together
+from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
+from everstep.trainer.session.joint import Joint
+from everstep.trainer.session.lifetime import (
+    AtExit,
+    check_platform,
+    check_resume,
+    check_timeout,
+    check_usable,
+    close_earlier,
+    must_stay,
+    needs_last_base,
+    no_last_base,
+    persist_parked,
+    raise_first,
+    refuse_pickling,
+    stays_for_the_log,
+    stays_with_bases,
+    take_at_end,
+    take_failed,
+    wait_for_bases,
+    wait_through,
+)
+from everstep.trainer.session.lost_steps import tell_if_bases_are_lost, tell_if_steps_are_lost
+from everstep.trainer.session.overwritten import Overwritten
+from everstep.trainer.session.parts import assemble
+from everstep.trainer.session.preemption import Preempting, asks_ranks
+from everstep.trainer.session.recoverable import Recoverable
+from everstep.trainer.session.starts import Starts
+from everstep.trainer.session.stats import Stats, stats_of
+from everstep.trainer.session.watched import Watched
 
 __all__ = ["Checkpointer"]
 

@@ -15,12 +15,12 @@ import pytest
 
 from everstep.checkpointer import Checkpointer
 from everstep.format.names import marker_name
-from everstep.keeper.disklog import DiskLog
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log_batch import AutoBatch
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.testing import Scenario, SimFileSystem, TinyTraining, watch_crashes
+from everstep.trainer.log.disklog import DiskLog
 
 LENGTHS = (1, 3, 2)
 LAG_STEPS = 3

@@ -19,9 +19,6 @@ from everstep.format.names import base_dir, marker_name, shard_name, timeline_di
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.consumed import Consumption
-from everstep.keeper.multistep_fuzzy import spots_at_mark
-from everstep.keeper.multistep_plan import units_of
 from everstep.keeper.persist import Persister
 from everstep.link.recordable import Layouts, digest_of
 from everstep.restore.offline.whole_ranks import MakeWhole, made_whole
@@ -37,6 +34,9 @@ from everstep.state.objects import encode
 from everstep.state.ranks import RankInfo
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
+from everstep.trainer.log.consumed import Consumption
+from everstep.trainer.multistep.multistep_fuzzy import spots_at_mark
+from everstep.trainer.multistep.multistep_plan import units_of
 from tests.unit.relogged import record_of, train
 from tests.unit.sharding import STEP, TIMEOUT_S, Values, as_rank, build, found
 

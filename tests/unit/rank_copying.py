@@ -12,8 +12,6 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper import copies as copies_module
-from everstep.keeper.keepers import Keepers
 from everstep.keeper.place import ROOT
 from everstep.keeper.rank_mirror import FollowingMirror, LeadingMirror
 from everstep.restore.load.load import all_contents
@@ -24,6 +22,8 @@ from everstep.seams.progress import silent
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
+from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.job import copies as copies_module
 
 __all__ = ["FILES", "Job", "names_in", "store", "usable"]
 

@@ -16,8 +16,6 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.consumed import Consumed, Consumption
-from everstep.keeper.log_part import LogPart
 from everstep.link.recordable import Layouts, digest_of
 from everstep.restore.load.old_layout import OldLayout
 from everstep.restore.load.reshard import SavedRanks
@@ -33,6 +31,8 @@ from everstep.state.objects import encode
 from everstep.state.placing import Box
 from everstep.state.ranks import RankInfo
 from everstep.state.tensors import host_bytes
+from everstep.trainer.log.consumed import Consumed, Consumption
+from everstep.trainer.log.log_part import LogPart
 from tests.unit.sharding import STEP, Values, as_rank, build, found, load, open_all, write
 
 __all__ = ["Logs", "Looks", "gradient", "logged", "record_of", "records_of", "redone", "train"]
@@ -45,7 +45,7 @@ Change = Callable[[Values, RankInfo], None]
 
 
 class Looks(Protocol):
-    """As :class:`everstep.keeper.log_part.LogPart`."""
+    """As :class:`everstep.trainer.log.log_part.LogPart`."""
 
     def look(self, consumption: Consumption, key: str) -> tuple[Consumed, str, Mapping[str, Any]]:
         """What is recorded of an update."""

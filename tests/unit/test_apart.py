@@ -20,12 +20,12 @@ from everstep import LogOptions, checkpointer
 from everstep.cli import app
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
-from everstep.keeper.alike import options_to_say
 from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import common
 from everstep.state.sharing import Sharing
+from everstep.trainer.job.alike import options_to_say
 from tests.unit.test_log_together import die
 from tests.unit.together import on_all, rank_seams
 

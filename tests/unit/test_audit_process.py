@@ -18,11 +18,11 @@ import everstep
 from everstep.errors import AuditError
 from everstep.format.names import AUDIT_RECORD
 from everstep.format.records import AuditRecord
-from everstep.keeper import untold
 from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.children import Child
 from everstep.seams.processes import process_gone
+from everstep.trainer.log import untold
 from tests.unit.logged import World, train
 from tests.unit.world import TIMEOUT_S, files_below, forget
 

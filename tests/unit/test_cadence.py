@@ -18,16 +18,6 @@ from hypothesis import strategies as st
 import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import StorageError
-from everstep.keeper.budget import DAY_S, DayMeter, Forecast, interval_steps_within
-from everstep.keeper.cadence import (
-    ASK_EVERY,
-    FIRST_STEPS,
-    REPLAY_SHARE,
-    Cadence,
-)
-from everstep.keeper.disklog import DiskLog
-from everstep.keeper.log_limits import LogLimits
-from everstep.keeper.recorder_stats import RecorderStats
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.save import Save
 from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
@@ -37,6 +27,16 @@ from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
 from everstep.restore.redo.redo import Redo
 from everstep.restore.start.resume import Resumed
 from everstep.seams import ManualClock, Seams
+from everstep.trainer.budget.budget import DAY_S, DayMeter, Forecast, interval_steps_within
+from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.log.disklog import DiskLog
+from everstep.trainer.log.recorder_stats import RecorderStats
+from everstep.trainer.session.cadence import (
+    ASK_EVERY,
+    FIRST_STEPS,
+    REPLAY_SHARE,
+    Cadence,
+)
 from tests.unit.logged import World, segments_of
 from tests.unit.logged import opened as logged
 from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, opened

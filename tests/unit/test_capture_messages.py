@@ -16,8 +16,8 @@ from everstep.arena.memory import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane
 from everstep.errors import EverstepError
-from everstep.keeper.remote import RemoteKeeper
 from everstep.seams import SystemClock
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.lanes import gives_up_soon
 from tests.unit.world import TIMEOUT_S, Gate, opened
 

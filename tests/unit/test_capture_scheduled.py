@@ -21,7 +21,7 @@ from everstep.capture.events import Observed, StepEvents
 from everstep.capture.lane import CpuTransfer, Progress, Transfer
 from everstep.capture.scheduled import Dispatch, Duplicates, Unit
 from everstep.errors import DeadlineError, StateError
-from everstep.keeper.scheduled import Scheduler
+from everstep.trainer.schedule.scheduled import Scheduler
 
 SIZE = 8
 

@@ -18,11 +18,11 @@ from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log import LogStore
 from everstep.keeper.log_batch import ENDED, Batch
-from everstep.keeper.log_limits import LogLimits
 from everstep.keeper.log_room import LogRoom, folder_bytes
 from everstep.keeper.log_writer import SegmentWriter
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
+from everstep.trainer.budget.log_limits import LogLimits
 from tests.unit.logged import World, opened
 from tests.unit.peer_logs import records_of_steps
 from tests.unit.test_log_budget import Trained

@@ -12,9 +12,9 @@ from torch import nn
 
 import everstep
 from everstep.errors import OutOfSpaceError
-from everstep.keeper.expected import behind_first_update
 from everstep.state.image import State
 from everstep.state.survey import Shape
+from everstep.trainer.budget.expected import behind_first_update
 from tests.unit.sharding import as_rank, build
 
 OPTIMIZERS: dict[str, Any] = {

@@ -13,13 +13,13 @@ import torch
 
 from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.format.reader import read_record_bytes
-from everstep.keeper import job as job_module
 from everstep.restore.fetch import files_ahead
 from everstep.restore.fetch.files_ahead import FilesAhead
 from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
+from everstep.trainer.job import job as job_module
 from tests.unit.rank_copying import store
 from tests.unit.test_rank_tiers import apart, fill, resume, sources, started, up_to
 from tests.unit.together import trained

@@ -17,7 +17,7 @@ import torch
 import everstep
 from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.format.log import LogRecord
-from everstep.keeper.multistep_fuzzy import CapturedParts, redo_bytes
+from everstep.trainer.multistep.multistep_fuzzy import CapturedParts, redo_bytes
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
 from tests.unit.logged import invoke, rebuilder_of, record
@@ -141,7 +141,7 @@ def test_a_base_whose_updates_have_a_hole_is_refused_by_the_keeper(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the training process says: it is not committed, and another one is taken."""
-    from everstep.keeper.multistep_window import Window
+    from everstep.trainer.multistep.multistep_window import Window
 
     whole, reported = Window.partial_updates, list[EverstepError]()
 

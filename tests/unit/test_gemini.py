@@ -29,11 +29,8 @@ from everstep.format.header import ShardIdentity
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
-from everstep.keeper.budget import own_budget_bytes
 from everstep.keeper.memory_bases import MemoryBases
 from everstep.keeper.peer_store import PeerStore, memory_bytes
-from everstep.keeper.peering import memory_announcement, nodes_said, peer_announcement
-from everstep.keeper.remote import RemoteKeeper
 from everstep.keeper.replicator import Pace
 from everstep.options import Options, validate_options
 from everstep.restore.fetch.peer_copy import size_of
@@ -46,6 +43,9 @@ from everstep.state.entries import Entry
 from everstep.state.ranks import RankInfo
 from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.budget.budget import own_budget_bytes
+from everstep.trainer.job.peering import memory_announcement, nodes_said, peer_announcement
 from tests.unit.peering import RUN, Ring, copy_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)

@@ -20,10 +20,10 @@ from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log_batch import Batch
-from everstep.keeper.rooms import Into, LogRooms
 from everstep.link.pool import CapturePool
 from everstep.link.record_memory import RECORD_BYTES, memory_bytes
 from everstep.options import Budget, KeeperOptions
+from everstep.trainer.log.rooms import Into, LogRooms
 from tests.unit.world import Gate, HookedFileSystem, acquiring, opened, raising
 
 MB = 1 << 20

@@ -13,12 +13,12 @@ import torch
 
 from everstep import KeeperOptions, LogOptions
 from everstep.errors import EverstepError, KeeperError, NonFiniteError, StorageError
-from everstep.keeper.cadence import ASK_EVERY, FIRST_STEPS
 from everstep.options import Every
 from everstep.seams import Seams, SystemClock
 from everstep.state import common
 from everstep.state.log_parts import log_parts
 from everstep.state.optimizers import OptimizerProvider
+from everstep.trainer.session.cadence import ASK_EVERY, FIRST_STEPS
 from tests.keepers import end_keepers
 from tests.unit.test_log_parts import Replica, layers, replicas, take
 from tests.unit.test_log_parts import trained as fresh

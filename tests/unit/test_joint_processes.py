@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.cadence import FIRST_STEPS
+from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer
 from tests.unit.test_parallel import Run, compare, run, steps_of

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from everstep.errors import DeadlineError, KeeperError
-from everstep.keeper.remote import RemoteKeeper
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
 from everstep.link.wire import Connection, connected_pair
 from everstep.seams import SystemClock
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit import following
 from tests.unit.interrupts import interrupted_at
 from tests.unit.test_log import World

@@ -14,7 +14,7 @@ import torch
 
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, KeeperError, StorageError
-from everstep.keeper.remote import RemoteKeeper
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.following import until
 from tests.unit.test_together import bases, resume, train
 from tests.unit.together import RankTraining, on_all, trained, trainings

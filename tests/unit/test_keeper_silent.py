@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import DeadlineError, EverstepError
-from everstep.keeper.silence import Silence
 from everstep.link.waiting import Moves
 from everstep.seams.clock import ManualClock
+from everstep.trainer.attach.silence import Silence
 from tests.unit.following import until
 from tests.unit.test_keeper_faults import keeper_of, stopped
 from tests.unit.test_log import World, opened, run_steps

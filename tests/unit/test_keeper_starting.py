@@ -18,15 +18,15 @@ from everstep.errors import (
     OutOfSpaceError,
     UnavailableError,
 )
-from everstep.keeper import keepers as keepers_module
-from everstep.keeper.attach import attach
-from everstep.keeper.keepers import Keepers
 from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
 from everstep.restore.fetch.held import Recalled
 from everstep.seams import Seams, SystemClock
+from everstep.trainer.attach import keepers as keepers_module
+from everstep.trainer.attach.attach import attach
+from everstep.trainer.attach.keepers import Keepers
 from tests.unit.fakekeeper import running, started
 from tests.unit.test_together import resume, train
 from tests.unit.together import on_all, trainings
@@ -186,8 +186,8 @@ def test_one_that_lives_and_does_not_answer_is_named(
 ) -> None:
     """Stopped, say, as its training process was killed; or its socket was removed. Another one that
     is started finds the key taken, and ends."""
-    monkeypatch.setattr("everstep.keeper.attach._START_S", 0.1)
-    monkeypatch.setattr("everstep.keeper.attach.spawn_keeper", lambda _: None)
+    monkeypatch.setattr("everstep.trainer.attach.attach._START_S", 0.1)
+    monkeypatch.setattr("everstep.trainer.attach.attach.spawn_keeper", lambda _: None)
     options = SpawnOptions(str(tmp_path), "id", 3, detach=False)
     about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
     with started(options), running(options, deaf=True) as keeper:
@@ -207,8 +207,8 @@ def test_one_that_lives_and_does_not_answer_is_named(
 def test_one_that_never_came_is_nobody_to_be_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("everstep.keeper.attach._START_S", 0.1)
-    monkeypatch.setattr("everstep.keeper.attach.spawn_keeper", lambda _: None)
+    monkeypatch.setattr("everstep.trainer.attach.attach._START_S", 0.1)
+    monkeypatch.setattr("everstep.trainer.attach.attach.spawn_keeper", lambda _: None)
     about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
     with pytest.raises(KeeperTimeoutError, match="no keeper has answered") as caught:
         attach(*about, timeout_s=0.1)
@@ -232,7 +232,7 @@ def test_what_a_keeper_of_before_has_no_room_for(
     def met(*args: Any) -> Any:
         raise error_from_wire(error_to_wire(kind("no room", hint="a smaller budget")))
 
-    where = "everstep.keeper.attach"
+    where = "everstep.trainer.attach.attach"
     monkeypatch.setattr(f"{where}.connect", connect)
     monkeypatch.setattr(f"{where}.spawn_keeper", lambda _: None)
     monkeypatch.setattr(f"{where}._met", met)
@@ -266,7 +266,7 @@ def test_a_limit_of_this_process_is_not_put_on_the_keeper(
     def met(*args: Any) -> Any:
         raise UnavailableError("no descriptor", hint="raise ulimit -n") from OSError(EMFILE, "")
 
-    where = "everstep.keeper.attach"
+    where = "everstep.trainer.attach.attach"
     monkeypatch.setattr(f"{where}._reached", lambda spawn: (object(), spawn.key, True))
     monkeypatch.setattr(f"{where}._met", met)
     about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())

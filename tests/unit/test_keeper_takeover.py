@@ -23,11 +23,11 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.keeper.keepers import Keepers
-from everstep.keeper.remote import RemoteKeeper
 from everstep.link.wire import error_to_wire
 from everstep.restore.start.resume import open_timeline
 from everstep.seams import Seams
+from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget, inventory_of
 

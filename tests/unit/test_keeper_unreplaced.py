@@ -12,10 +12,10 @@ import pytest
 
 import everstep
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
-from everstep.keeper.attempts import Attempts
-from everstep.keeper.keepers import Keepers
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
+from everstep.trainer.attach.attempts import Attempts
+from everstep.trainer.attach.keepers import Keepers
 from tests.unit.test_keeper_lost_between import kill_noticed
 from tests.unit.test_log import World, opened, run_steps
 

@@ -20,7 +20,7 @@ import everstep
 from everstep.capture.audit import SpotCheck
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
-from everstep.keeper.saver import Saver
+from everstep.trainer.base.saver import Saver
 from tests.trainers import run_trainer, whole_lines
 from tests.unit.lanes import gives_up_soon, held
 from tests.unit.world import TIMEOUT_S, Gate, assert_same, freeze, opened

@@ -11,13 +11,13 @@ import pytest
 
 import everstep
 from everstep import KeeperOptions
-from everstep.keeper import left_keepers
 from everstep.link import registry
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
 from everstep.restore.relaid.old_logs import InMemory
 from everstep.seams import Seams
 from everstep.seams.sockets import close_descriptors
+from everstep.trainer.attach import left_keepers
 from tests.unit.serving import Bench, bench, die, serving
 from tests.unit.test_keeper_takeover import World, opened, stepped
 from tests.unit.world import TIMEOUT_S
@@ -81,7 +81,7 @@ def test_a_keeper_of_another_version_is_not_ended(
 ) -> None:
     die(logged(served, World()))
     with monkeypatch.context() as patch:
-        patch.setattr("everstep.keeper.attach.PROTOCOL", PROTOCOL + 1)
+        patch.setattr("everstep.trainer.attach.attach.PROTOCOL", PROTOCOL + 1)
         assert left(served).records == {}
     assert left(served).records
 

@@ -16,7 +16,6 @@ from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Manifest, Marker
-from everstep.keeper import job
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.lent_files import (
@@ -32,6 +31,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed
+from everstep.trainer.job import job
 from tests.unit.peering import RUN, bytes_of, piece, record_of
 from tests.unit.test_log_parts import alike, folders, replicas, until
 from tests.unit.test_log_parts import resume as resume_replicas

@@ -18,10 +18,10 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.format.names import base_dir, shard_name
-from everstep.keeper import starts
 from everstep.link.registry import list_keepers
 from everstep.restore.start.report import Recovery
 from everstep.restore.start.resume import resume
+from everstep.trainer.session import starts
 from tests.keepers import end_keepers
 from tests.unit.logged import invoke
 from tests.unit.serving import die

@@ -19,11 +19,11 @@ from everstep.errors import (
     OutOfSpaceError,
     RecoveryError,
 )
-from everstep.keeper.cadence import FIRST_STEPS
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log_batch import ENDED
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
+from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.unit.logged import World, invoke, opened, rebuilder_of, segments_of
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, forget

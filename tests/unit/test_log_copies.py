@@ -22,13 +22,10 @@ from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import LOG_DIR
-from everstep.keeper import copies as copies_module
-from everstep.keeper import job as job_module
 from everstep.keeper.duties import Duties
 from everstep.keeper.log import LogStore
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.lossy_log import shrinking
-from everstep.keeper.parts import _refuse_lossy_replicas
 from everstep.keeper.place import CopyPlace
 from everstep.restore.fetch import files_ahead
 from everstep.restore.fetch.peers import Brought, plan_of
@@ -42,6 +39,9 @@ from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
+from everstep.trainer.job import copies as copies_module
+from everstep.trainer.job import job as job_module
+from everstep.trainer.session.parts import _refuse_lossy_replicas
 from tests.unit.rank_copying import Job, store
 from tests.unit.serving import die, serving
 from tests.unit.sharding import as_rank, build

@@ -15,10 +15,10 @@ import torch
 
 import everstep
 from everstep.errors import EverstepError, RecoveryError, StorageError
-from everstep.keeper import recorder as recording
-from everstep.keeper.recorder import Recorder
 from everstep.options import LogOptions
 from everstep.state.objects import encode
+from everstep.trainer.log import recorder as recording
+from everstep.trainer.log.recorder import Recorder
 from tests.unit.test_log import DENSE, World
 from tests.unit.world import TIMEOUT_S, Gate, forget
 
@@ -80,15 +80,15 @@ def check(run: Path, states: dict[int, Any], without: set[int], world: World) ->
 # --- Exceptions -------------------------------------------------------------------------
 
 PLACES = {
-    "looking at gradients": "everstep.keeper.consumed:Consumption.look",
+    "looking at gradients": "everstep.trainer.log.consumed:Consumption.look",
     "taking pages": "everstep.link.pool:CapturePool.populate",
     "copying an update": "everstep.capture.devices:DeviceLane.submit",
     "in the lane": "everstep.capture.lane:run_batch",
     "waiting for copies": "everstep.capture.lane:CpuTransfer.gate",
-    "encoding": "everstep.keeper.recorder:encode",
+    "encoding": "everstep.trainer.log.recorder:encode",
     "copying a mark": "everstep.capture.devices:DeviceLane.mark",
     "telling the keeper": "everstep.keeper.local:LocalKeeper.log",
-    "a mark": "everstep.keeper.declared:DeclaredLog.samples",
+    "a mark": "everstep.trainer.log.declared:DeclaredLog.samples",
 }
 IN_THE_LANE = ("taking pages", "in the lane", "encoding", "telling the keeper")
 

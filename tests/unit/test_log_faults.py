@@ -22,9 +22,9 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, MismatchError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
-from everstep.keeper.recorder import Recorder
 from everstep.options import Budget, LogOptions
 from everstep.run.chain import LogIndex, path_of
+from everstep.trainer.log.recorder import Recorder
 from tests.unit.lanes import HeldLane
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start
@@ -216,7 +216,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
     monkeypatch.setattr(HeldLane, "gate", Gate())
     HeldLane.gate.open()
     monkeypatch.setattr("everstep.capture.devices.CpuLane", HeldLane, raising=False)
-    monkeypatch.setattr("everstep.keeper.parts.CpuLane", HeldLane)
+    monkeypatch.setattr("everstep.trainer.session.parts.CpuLane", HeldLane)
     with everstep.Checkpointer(
         run_folder, state, method=DENSE, every=100, log=log, keeper=process
     ) as ckpt:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep import KeeperOptions
-from everstep.keeper.rooms import LogRooms
+from everstep.trainer.log.rooms import LogRooms
 from tests.unit.test_last_mark import Training, resumed, same
 
 STEPS = 12

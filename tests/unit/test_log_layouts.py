@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.keeper.multistep_gradients import GradientPlaces
-from everstep.keeper.remote import RemoteKeeper
 from everstep.link.log_layouts import LogLayouts, take_layout
 from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
@@ -25,6 +23,8 @@ from everstep.state import recent
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout
 from everstep.state.recent import Recent, RecentLayouts
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.multistep.multistep_gradients import GradientPlaces
 from tests.unit.following import until
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_lost_waiting import kill_keeper

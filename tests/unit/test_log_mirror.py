@@ -29,7 +29,6 @@ from everstep.format.records import FileRecord, Manifest, Marker, RunRecord, Tim
 from everstep.format.writer import ChunkRing
 from everstep.keeper import log_mirror
 from everstep.keeper import mirrors as mirrors_module
-from everstep.keeper.keepers import Keepers
 from everstep.keeper.log_mirror import LogMirror
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, CopyPlace
@@ -45,6 +44,7 @@ from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
 from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier
+from everstep.trainer.attach.keepers import Keepers
 from tests.unit.peer_logs import Log, records_of_steps
 from tests.unit.peering import record_of
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import everstep.keeper.job as job_module
+import everstep.trainer.job.job as job_module
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.keeper.job import Job
 from everstep.restore.fetch.peer_log import PeerLog, packed
 from everstep.restore.log.logs import LogFound
 from everstep.restore.redo.redo import checked
@@ -31,6 +30,7 @@ from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
+from everstep.trainer.job.job import Job
 from tests.unit.peer_logs import records_of_steps
 from tests.unit.peering import record_of
 from tests.unit.rank_copying import store

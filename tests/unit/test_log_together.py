@@ -20,8 +20,6 @@ from everstep.errors import OptionError
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
 from everstep.format.records import AuditRecord
-from everstep.keeper import job, keepers
-from everstep.keeper.joint import ASK_EVERY
 from everstep.keeper.retain_history import Promise
 from everstep.keeper.retain_log import delete_segments
 from everstep.keeper.segment_ages import SegmentAges
@@ -32,6 +30,9 @@ from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
+from everstep.trainer.attach import keepers
+from everstep.trainer.job import job
+from everstep.trainer.session.joint import ASK_EVERY
 from tests.unit.logged import document, invoke
 from tests.unit.test_together import bases, folders, resume, train
 from tests.unit.together import RankTraining, on_all, trained, trainings

@@ -15,7 +15,6 @@ import torch
 from everstep.capture.probe import Probe
 from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.untold import Untold
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts
 from everstep.restore.redo.declared import DeclaredRedo
@@ -31,6 +30,7 @@ from everstep.state.log_parts import left_to_others_bytes, updated_elsewhere
 from everstep.state.ranks import RankInfo
 from everstep.state.sharing import Common
 from everstep.state.zero import ZeroProvider
+from everstep.trainer.log.untold import Untold
 from tests.unit.relogged import Logs, logged, record_of, records_of, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, load, locals_of
 

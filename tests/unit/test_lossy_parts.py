@@ -13,8 +13,6 @@ from torch import nn
 from everstep.compress.lossy import lossy_copies
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
 from everstep.keeper import log_writer
-from everstep.keeper.consumed import Consumption
-from everstep.keeper.log_part import LogPart
 from everstep.keeper.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.sharded import replayer_of
@@ -26,6 +24,8 @@ from everstep.state.log_parts import log_parts
 from everstep.state.objects import encode
 from everstep.state.ranks import RankInfo
 from everstep.state.tensors import byte_view
+from everstep.trainer.log.consumed import Consumption
+from everstep.trainer.log.log_part import LogPart
 from tests.unit import test_log_parts
 from tests.unit.sharding import as_rank, build
 from tests.unit.test_log_parts import die, layers, records_of, replicas, resume, trained, until

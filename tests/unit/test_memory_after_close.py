@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import everstep
-from everstep.keeper.remote import RemoteKeeper
 from everstep.link.capture import Capture
 from everstep.options import KeeperOptions
 from everstep.seams import memory
 from everstep.seams.sockets import UnixStream
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.following import until
 from tests.unit.world import TIMEOUT_S
 

@@ -17,18 +17,18 @@ from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane
-from everstep.keeper import multistep_planner as planner_module
-from everstep.keeper.consumed import Consumption
-from everstep.keeper.multistep_choice import Choice
-from everstep.keeper.multistep_fuzzy import redo_bytes
-from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces
-from everstep.keeper.multistep_plan import PartsPlan
 from everstep.link.recordable import Layouts
 from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.tensors import stored_form
+from everstep.trainer.log.consumed import Consumption
+from everstep.trainer.multistep import multistep_planner as planner_module
+from everstep.trainer.multistep.multistep_choice import Choice
+from everstep.trainer.multistep.multistep_fuzzy import redo_bytes
+from everstep.trainer.multistep.multistep_gradients import GradientCheck, GradientPlaces
+from everstep.trainer.multistep.multistep_plan import PartsPlan
 from tests.unit.elsewhere import DEVICE, elsewhere
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.serving import Bench, serving
@@ -307,8 +307,8 @@ def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
         searched.append(parts)
         return multistep_cut.best_cut(pipeline, parts, held_steps)
 
-    monkeypatch.setattr("everstep.keeper.multistep_choice.best_cut", counted)
-    monkeypatch.setattr("everstep.keeper.multistep_cut.best_cut", counted)
+    monkeypatch.setattr("everstep.trainer.multistep.multistep_choice.best_cut", counted)
+    monkeypatch.setattr("everstep.trainer.multistep.multistep_cut.best_cut", counted)
     bench = Steps(link=48e6 / 4)
     first = bench.parts(48_000_000, 4_800_000)
     assert sorted(set(searched)) == list(range(1, 25))

@@ -11,14 +11,14 @@ import torch
 
 import everstep
 from everstep.capture.multistep import Unit
-from everstep.keeper.multistep_choice import Choice
-from everstep.keeper.multistep_cut import cut_units, modelled
-from everstep.keeper.multistep_stats import MultistepBase, MultistepStats
-from everstep.keeper.multistep_steps import StepLengths
 from everstep.options import Options, validate_options
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut, best_parts, fewest
 from everstep.seams import ManualClock
+from everstep.trainer.multistep.multistep_choice import Choice
+from everstep.trainer.multistep.multistep_cut import cut_units, modelled
+from everstep.trainer.multistep.multistep_stats import MultistepBase, MultistepStats
+from everstep.trainer.multistep.multistep_steps import StepLengths
 
 ARENA_BYTES = 1 << 40
 STATE_BYTES = 48 * 42 * 10_000

@@ -12,7 +12,7 @@ import pytest
 from everstep.capture.cuda import CudaLane
 from everstep.capture.devices import DeviceLane
 from everstep.errors import EverstepError
-from everstep.keeper.multistep_gradients import GraphMemory
+from everstep.trainer.multistep.multistep_gradients import GraphMemory
 from tests.unit import test_cuda_lane
 from tests.unit.following import run_steps, steps_on_disk
 from tests.unit.serving import Bench, serving

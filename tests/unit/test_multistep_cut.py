@@ -22,10 +22,10 @@ from everstep.capture.batches import Batch
 from everstep.capture.lane import CpuLane, Progress, Transfer
 from everstep.capture.multistep import Unit, cut_as, cut_parts
 from everstep.cli import app
-from everstep.keeper.multistep_cut import cut_units, modelled, shares_of
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut
 from everstep.seams import Seams
+from everstep.trainer.multistep.multistep_cut import cut_units, modelled, shares_of
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.serving import Bench, serving
 from tests.unit.test_multistep import restored

@@ -23,12 +23,13 @@ from everstep.errors import (
     OutOfSpaceError,
     UnsupportedStateError,
 )
-from everstep.keeper import multistep_gradients, rebuild_state
-from everstep.keeper.consumed import Consumption
-from everstep.keeper.multistep import Multistep
-from everstep.keeper.multistep_gradients import GradientCheck, GraphMemory, HeldGradients
-from everstep.keeper.multistep_updates import UpdateCopies
+from everstep.keeper import rebuild_state
 from everstep.seams.failpoints import arm
+from everstep.trainer.log.consumed import Consumption
+from everstep.trainer.multistep import multistep_gradients
+from everstep.trainer.multistep.multistep import Multistep
+from everstep.trainer.multistep.multistep_gradients import GradientCheck, GraphMemory, HeldGradients
+from everstep.trainer.multistep.multistep_updates import UpdateCopies
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.lanes import HeldLane, held
 from tests.unit.serving import Bench, die, serving
@@ -602,7 +603,7 @@ def test_an_error_of_ours_is_no_reason_for_training_to_fail(
         raise RuntimeError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(f"everstep.keeper.multistep_updates.{place}", fails)
+        planted.setattr(f"everstep.trainer.multistep.multistep_updates.{place}", fails)
         states = run_steps(ckpt, world, 1)
         ckpt._lane.run(lambda: None).result(TIMEOUT_S)
     states |= run_steps(ckpt, world, 6)

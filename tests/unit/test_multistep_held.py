@@ -15,10 +15,14 @@ from torch import nn
 
 import everstep
 from everstep.capture.lane import CpuLane
-from everstep.keeper.multistep_gradients import GradientCheck, GradientPlaces, HeldGradients
 from everstep.link.recordable import Layouts
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
+from everstep.trainer.multistep.multistep_gradients import (
+    GradientCheck,
+    GradientPlaces,
+    HeldGradients,
+)
 from tests.unit.elsewhere import elsewhere
 from tests.unit.following import run_steps
 from tests.unit.serving import Bench, serving
@@ -51,7 +55,7 @@ def served(run_folder: Path) -> Iterator[Bench]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(SlowGradients, "go", threading.Event())
-    monkeypatch.setattr("everstep.keeper.parts.CpuLane", SlowGradients)
+    monkeypatch.setattr("everstep.trainer.session.parts.CpuLane", SlowGradients)
     yield SlowGradients.go
     SlowGradients.go.set()
 
@@ -155,9 +159,9 @@ def test_without_being_held_they_are_torn(
     slow: threading.Event, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is noticed, and the base is not taken for whole."""
-    hold = everstep.keeper.multistep_gradients.HeldGradients.hold
+    hold = everstep.trainer.multistep.multistep_gradients.HeldGradients.hold
     monkeypatch.setattr(
-        everstep.keeper.multistep_gradients.HeldGradients,
+        everstep.trainer.multistep.multistep_gradients.HeldGradients,
         "hold",
         lambda self, key, transfer, end, held, check: hold(self, key, transfer, end, [], check),
     )

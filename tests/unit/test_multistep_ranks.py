@@ -13,7 +13,7 @@ import pytest
 
 import everstep
 from everstep.errors import KeeperError
-from everstep.keeper.multistep_ranks import RankMultistep
+from everstep.trainer.multistep.multistep_ranks import RankMultistep
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer
 from tests.unit.parallel import LAYOUTS

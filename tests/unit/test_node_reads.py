@@ -21,7 +21,6 @@ from everstep.commit.reclaim import TIERS
 from everstep.errors import DamageError
 from everstep.format.reader import _chunks
 from everstep.format.writer import ChunkRing
-from everstep.keeper.job import Job
 from everstep.restore.fetch import node_window
 from everstep.restore.fetch.node_reads import NodeReads, NodeStart, memory_name
 from everstep.restore.fetch.node_window import NodeWindow
@@ -33,6 +32,7 @@ from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.filesystem import ReadFile
 from everstep.state.image import State
 from everstep.state.ranks import RankInfo
+from everstep.trainer.job.job import Job
 from tests.unit.sharding import Values, as_rank, build, locals_of, save
 from tests.unit.together import on_all, rank_seams, trained, trainings
 from tests.unit.world import TIMEOUT_S, flip
@@ -298,8 +298,8 @@ def test_who_shares_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_ranks_of_a_job_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the making of a Checkpointer to what they restore; and nothing is left behind."""
-    monkeypatch.setattr("everstep.keeper.job.on_own_device", lambda path: False)
-    monkeypatch.setattr("everstep.keeper.job.needs_here", lambda *about: all_ranks)
+    monkeypatch.setattr("everstep.trainer.job.job.on_own_device", lambda path: False)
+    monkeypatch.setattr("everstep.trainer.job.job.needs_here", lambda *about: all_ranks)
     shared: list[bool] = []
     begin, close = NodeReads.begin, NodeWindow.close
     closed: list[NodeWindow] = []
@@ -337,14 +337,14 @@ def test_a_job_knows_whether_its_disk_is_the_nodes_own(
 
     monkeypatch.setattr(NodeStart, "__init__", spy)
     for own in (True, False):
-        monkeypatch.setattr("everstep.keeper.job.on_own_device", lambda path, own=own: own)
+        monkeypatch.setattr("everstep.trainer.job.job.on_own_device", lambda path, own=own: own)
         with trainings(tmp_path / str(own), tmp_path / str(own), seams=rank_seams(2)) as both:
             on_all(*(one.ckpt.resume for one in both))
         assert found == [(own, 2)] * 2
         found.clear()
     # The ranks of two nodes see one folder: it is a network's.
     seen = Job.__dict__["_is_local"]
-    monkeypatch.setattr("everstep.keeper.job.on_own_device", lambda path: True)
+    monkeypatch.setattr("everstep.trainer.job.job.on_own_device", lambda path: True)
     job = Job.__new__(Job)
     job.info, job._disks = RankInfo(0, 2), ("0", "0")
     for memories, local in ((("a", "b"), False), (("a", "a"), True)):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.keeper import starts
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import Opened, changeable
+from everstep.trainer.session import starts
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import forget
 

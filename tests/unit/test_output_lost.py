@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.keeper.cadence import FIRST_STEPS
 from everstep.options import Every
 from everstep.seams import ManualClock
 from everstep.seams import progress as progress_module
 from everstep.seams.messages import Unfailing, say, say_to
 from everstep.seams.progress import progress
+from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.unit.world import HookedFileSystem, opened
 
 

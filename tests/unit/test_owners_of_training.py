@@ -23,10 +23,10 @@ import everstep
 from everstep.errors import UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
-from everstep.keeper import strangers
-from everstep.keeper.saver import Saver
-from everstep.keeper.strangers import is_held
 from everstep.state.image import State
+from everstep.trainer.base.saver import Saver
+from everstep.trainer.checks import strangers
+from everstep.trainer.checks.strangers import is_held
 
 THREAD = everstep.KeeperOptions(process=False)
 STRANGER = "an optimizer that is in no part of the state"

@@ -11,12 +11,12 @@ from everstep.arena import PAGE_BYTES
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.keeper.duties import Duties
-from everstep.keeper.peering import let_go_early, peer_announcement, peer_log_bytes
-from everstep.keeper.rooms import Into, LogRooms
 from everstep.link.pool import Room
 from everstep.link.record_memory import RECORD_BYTES
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import PeerOptions
+from everstep.trainer.job.peering import let_go_early, peer_announcement, peer_log_bytes
+from everstep.trainer.log.rooms import Into, LogRooms
 
 SIZE = 100
 TAKEN = PAGE_BYTES + RECORD_BYTES

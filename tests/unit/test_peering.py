@@ -11,17 +11,17 @@ import torch
 import everstep
 from everstep.cli.ps import Status
 from everstep.errors import OptionError, OutOfSpaceError
-from everstep.keeper.peering import (
+from everstep.link.seat import Seat
+from everstep.seams.machine import machine_name
+from everstep.state.ranks import RankInfo
+from everstep.tiers.options import PeerOptions, TierOptions, split_peers
+from everstep.trainer.job.peering import (
     node_to_say,
     nodes_said,
     peer_announcement,
     peer_bytes,
     refuse_one_base,
 )
-from everstep.link.seat import Seat
-from everstep.seams.machine import machine_name
-from everstep.state.ranks import RankInfo
-from everstep.tiers.options import PeerOptions, TierOptions, split_peers
 from tests.unit.together import trainings
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.keepers import Keepers
 from everstep.options import validate_options
 from everstep.seams import Seams, peers
 from everstep.seams.peers import HeldPort, PeerMailbox
+from everstep.trainer.attach.keepers import Keepers
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpaceError
-from everstep.keeper.preemption import Preempting, any_rank, asks_ranks
 from everstep.options import Preemption
 from everstep.seams import ManualClock
 from everstep.seams.signals import SAME_S, SignalWatch
+from everstep.trainer.session.preemption import Preempting, any_rank, asks_ranks
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S, opened
 
@@ -505,7 +505,7 @@ def test_ranks_ask_each_other_over_the_process_group(tmp_path: Path) -> None:
     rank = int(sys.argv[2])
     torch.distributed.init_process_group(
         "gloo", init_method="file://" + run, rank=rank, world_size=2)
-    from everstep.keeper.preemption import any_rank, asks_ranks
+    from everstep.trainer.session.preemption import any_rank, asks_ranks
     assert asks_ranks() is any_rank
     print(any_rank(False), any_rank(rank == 1), flush=True)
     torch.distributed.destroy_process_group()

@@ -17,7 +17,7 @@ from torch import nn
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, FencedError, KeeperError
 from everstep.keeper.local import LocalKeeper
-from everstep.keeper.remote import RemoteKeeper
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_takeover import opened, until
 from tests.unit.world import TIMEOUT_S

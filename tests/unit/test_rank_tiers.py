@@ -25,8 +25,6 @@ from everstep.errors import (
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
 from everstep.keeper import commits as commits_module
-from everstep.keeper import copies as copies_module
-from everstep.keeper.keepers import Keepers
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.place import ROOT, newest_timeline_in
 from everstep.link.keeper_stats import KeeperStats
@@ -40,6 +38,8 @@ from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.retry import RetryingTier
+from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.job import copies as copies_module
 from tests.unit.rank_copying import FILES, Job, names_in, store, usable
 from tests.unit.test_tiers_mirror import FOREVER, Interloper, contents, put, wait_for
 from tests.unit.test_together import resume, save, train

@@ -18,14 +18,14 @@ import torch
 
 from everstep.capture.spots import Spots
 from everstep.format.log import LogRecord
-from everstep.keeper import consumed as consumed_module
-from everstep.keeper.recorder import Recorder
 from everstep.restore.log import logs as logs_module
 from everstep.restore.log.logs import LogFound
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
 from everstep.state.owners import Owner
+from everstep.trainer.log import consumed as consumed_module
+from everstep.trainer.log.recorder import Recorder
 from tests.unit.logged import World, opened, record, rewrite_segment, segments_of, train
 from tests.unit.matrix import CASES, LOOPS
 from tests.unit.matrix import World as MatrixWorld

@@ -22,13 +22,13 @@ from everstep.errors import (
     RecoveryError,
     UnsupportedStateError,
 )
-from everstep.keeper import untold
 from everstep.keeper.log import LogStore
 from everstep.keeper.replica import Ask, _Wanted
 from everstep.replay.exactness import declare
 from everstep.restore.offline.offline import OfflineState
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
+from everstep.trainer.log import untold
 from tests.unit.following import (
     base_of,
     opened,
@@ -392,7 +392,7 @@ def test_who_waits_for_it_is_told_so(served: Bench, monkeypatch: pytest.MonkeyPa
 
     world = World()
     ckpt = start(served, world)
-    monkeypatch.setattr("everstep.keeper.remote.progress", shown)
+    monkeypatch.setattr("everstep.trainer.attach.remote.progress", shown)
     run_steps(ckpt, world, 1)
     ckpt.save()
     ckpt.wait()

@@ -17,13 +17,13 @@ import everstep
 from everstep import LogOptions
 from everstep.errors import EverstepError
 from everstep.format.names import RUN_RECORD
-from everstep.keeper import keepers
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state import log_parts as parts_of_logs
 from everstep.state.image import State
 from everstep.state.log_parts import Part, log_parts
 from everstep.state.ranks import RankInfo
+from everstep.trainer.attach import keepers
 from tests.unit import test_log_parts
 from tests.unit.following import until
 from tests.unit.serving import Bench, serving

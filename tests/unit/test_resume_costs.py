@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW
 
-from everstep.keeper import job
-from everstep.keeper.starts import Starts
 from everstep.replay import engine
 from everstep.replay.blocked import Blocked
 from everstep.restore.fetch.peers import Brought
@@ -26,6 +24,8 @@ from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.providers import ModuleProvider
 from everstep.state.tree import split
+from everstep.trainer.job import job
+from everstep.trainer.session.starts import Starts
 from tests.unit.replays import record, replayed
 from tests.unit.sharding import as_rank
 from tests.unit.test_redo import STEPS, resumed, trained

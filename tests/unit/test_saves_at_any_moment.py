@@ -17,10 +17,10 @@ from torch import nn
 from everstep import Checkpointer
 from everstep.capture.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
-from everstep.keeper import calls as calls_module
-from everstep.keeper import prepared
-from everstep.keeper.calls import Calls
 from everstep.state import optimizers
+from everstep.trainer.base import calls as calls_module
+from everstep.trainer.base import prepared
+from everstep.trainer.base.calls import Calls
 from tests.unit.lanes import held
 from tests.unit.world import TIMEOUT_S, Gate, HookedFileSystem, freeze, opened, raising
 

@@ -22,12 +22,12 @@ from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import Lane
 from everstep.capture.scheduled import Dispatch, Unit
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
-from everstep.keeper import scheduled
-from everstep.keeper.program import lazily
-from everstep.keeper.remote import RemoteKeeper
-from everstep.keeper.scheduled_saver import ScheduledSaver
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.schedule import scheduled
+from everstep.trainer.schedule.program import lazily
+from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from tests.unit.lanes import HeldLane, gives_up_soon, held
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, Gate, forget, freeze, inventory_of

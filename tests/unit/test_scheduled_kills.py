@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import everstep
-from everstep.keeper.remote import RemoteKeeper
 from everstep.seams.processes import process_gone
+from everstep.trainer.attach.remote import RemoteKeeper
 from tests.trainers import run_trainer, whole_lines
 from tests.unit.test_scheduled import Loop
 from tests.unit.world import TIMEOUT_S, inventory_of

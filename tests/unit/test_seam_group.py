@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.keeper.job import job_of
 from everstep.seams.group import TorchGroup
+from everstep.trainer.job.job import job_of
 
 _ROUND = 1024 - 8
 _TIMEOUT_S = 20.0

@@ -23,18 +23,18 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper import commits as commits_module
 from everstep.keeper.attached import Attached
 from everstep.keeper.commits import RankCommits
-from everstep.keeper.disklog import DiskLog
 from everstep.keeper.local import LocalKeeper
 from everstep.keeper.log import LogStore
 from everstep.keeper.logs import Logs
 from everstep.keeper.mirrors import Mirrors
 from everstep.keeper.promised import PromisedSteps
-from everstep.keeper.replies import Replies
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.moving import Standstill, is_over
+from everstep.trainer.attach.replies import Replies
+from everstep.trainer.log.disklog import DiskLog
 from tests.unit.peer_logs import Log
 from tests.unit.serving import bench
 from tests.unit.test_log import World

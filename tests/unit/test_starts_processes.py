@@ -20,7 +20,7 @@ PRELUDE = """
 import hashlib, json, os, signal, sys
 import torch
 import everstep
-import everstep.keeper.remote as remote
+import everstep.trainer.attach.remote as remote
 run, method, how = sys.argv[1:4]
 
 def made(seed):

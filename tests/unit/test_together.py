@@ -27,7 +27,6 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.keeper.commit_errors import why_not_durable
-from everstep.keeper.job import Job
 from everstep.restore.fetch.ranks import open_on_disk
 from everstep.restore.start import together
 from everstep.restore.start.together import Meeting, resume_together
@@ -35,6 +34,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
 from everstep.seams.peers import PeerMailbox
 from everstep.state.image import State
+from everstep.trainer.job.job import Job
 from tests.unit.together import RankTraining, on_all, rank_seams, trained, trainings
 from tests.unit.world import HookedFileSystem, raising
 

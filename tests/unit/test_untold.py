@@ -20,10 +20,10 @@ import everstep
 from everstep.capture.spots import Spots
 from everstep.capture.versions import Versions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
-from everstep.keeper import untold as untold_module
-from everstep.keeper.untold import Owned
 from everstep.options import LogOptions
 from everstep.seams import Seams
+from everstep.trainer.log import untold as untold_module
+from everstep.trainer.log.untold import Owned
 from tests.unit.logged import document, rewrite_segment, segments_of
 from tests.unit.matrix import CASES, LOOPS, Fleet, Loop
 from tests.unit.serving import die, serving

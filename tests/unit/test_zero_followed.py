@@ -15,17 +15,17 @@ from everstep.errors import FormatError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
-from everstep.keeper.consumed import Consumed, Consumption
 from everstep.keeper.log import LoggedStep
-from everstep.keeper.multistep_plan import units_of
 from everstep.keeper.replica_state import ReplicaState
-from everstep.keeper.standby import refuse_unfollowable, refuse_unrepeatable
 from everstep.link.capture import shard_offsets
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.image import State
 from everstep.state.log import UPDATE_OBJECT
 from everstep.state.log_parts import log_parts, updated_elsewhere
 from everstep.state.tensors import host_bytes
+from everstep.trainer.log.consumed import Consumed, Consumption
+from everstep.trainer.multistep.multistep_plan import units_of
+from everstep.trainer.session.standby import refuse_unfollowable, refuse_unrepeatable
 from tests.unit.relogged import Looks, records_of, train
 from tests.unit.sharding import STEP, Values, as_rank, build
 

@@ -11,7 +11,7 @@ from everstep.options import Options
 from everstep.plan.batch import BatchEstimator
 
 if TYPE_CHECKING:  # not in the keeper, which does without torch
-    from everstep.keeper.log_limits import LogLimits
+    from everstep.trainer.budget.log_limits import LogLimits
 
 __all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_of", "batch_to_wire"]
 

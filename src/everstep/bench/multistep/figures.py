@@ -12,9 +12,9 @@ from everstep.bench.multistep.options import WAYS, Ratio
 from everstep.bench.multistep.training import Lengths
 from everstep.bench.persist.report import Spread
 from everstep.capture.multistep import Unit
-from everstep.keeper.multistep_cut import cut_units, modelled
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
 from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
+from everstep.trainer.multistep.multistep_cut import cut_units, modelled
 
 __all__ = ["AUTO", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
 

@@ -30,10 +30,10 @@ from everstep.bench.persist.workspace import interruptible, workspace
 from everstep.capture.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
-from everstep.keeper.schedule_stats import ScheduleStats
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
 from everstep.state.tensors import host_bytes
+from everstep.trainer.schedule.schedule_stats import ScheduleStats
 
 __all__ = ["ExecutedOptions", "ExecutedReport", "ExecutedRow", "run_executed"]
 

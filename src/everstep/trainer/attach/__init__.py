@@ -1,0 +1,3 @@
+"""attach."""
+
+__all__: list[str] = []

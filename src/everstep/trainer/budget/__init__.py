@@ -1,0 +1,3 @@
+"""budget."""
+
+__all__: list[str] = []

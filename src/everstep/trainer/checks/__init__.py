@@ -1,0 +1,3 @@
+"""checks."""
+
+__all__: list[str] = []

@@ -1,0 +1,107 @@
+"""A process that trains alone where several ranks have trained: it goes on from the last step that
+all of them logged (``adr/033``), as a job of one rank would."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+
+from everstep.format.writer import ChunkRing
+from everstep.restore.fetch.copies import RunWithCopies
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.peers import Fetched
+from everstep.restore.fetch.rank_copies import Copies
+from everstep.restore.start.loading import comparer, loader, needs_here
+from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.resume import Resumed
+from everstep.restore.start.together import Meeting, resume_together
+from everstep.run.decide import refuse_unreachable
+from everstep.run.scan import scan_run
+from everstep.seams import Seams
+from everstep.state.image import State
+from everstep.trainer.attach.left_keepers import left_logs
+
+__all__ = ["resume_behind_several"]
+
+_RANK = 0
+_DISKS = ("0",)
+
+
+class _Nobody:
+    """The mailbox of a job of one rank."""
+
+    def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
+
+    def send(self, rank: int, message: bytes) -> None: ...
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        return None
+
+    def is_gone(self, rank: int) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+def resume_behind_several(
+    seams: Seams,
+    run: PurePath,
+    run_id: str,
+    state: State,
+    ring: ChunkRing,
+    recalled: Recalled,
+    *,
+    step: int | None,
+    strict: bool,
+    timeout_s: float,
+    on_touch: Callable[[], None],
+    ready: Callable[[], None],
+    trained: bool,
+) -> tuple[Resumed, bool]:
+    """As :func:`everstep.restore.start.resume.resume`, with the logs of several ranks behind their base.
+
+    Args:
+        ready: returns when this process's keeper is there.
+
+    Returns:
+        What was restored, and whether its base is on no disk yet.
+
+    Raises:
+        RecoveryError, MismatchError
+    """
+    if step is None:
+        refuse_unreachable(scan_run(seams.filesystem, run))
+    copies = Copies((), run)
+    both = seams.filesystem
+    if isinstance(both, RunWithCopies):  # a rank looks at its disk and at the copies by itself
+        copies = Copies(both.tiers, run)
+        seams = dataclasses.replace(seams, filesystem=both.local)
+    load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
+    left = left_logs(run, run_id, _RANK, [_RANK], seams, timeout_s=timeout_s)
+    left = dataclasses.replace(left, held=(*recalled.logs, *left.held))
+    mine = seams, run, state, ring, recalled.records
+    log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)
+    meeting = Meeting(uuid.uuid4().hex, _RANK, _DISKS, _Nobody(), trained=trained)
+    with contextlib.closing(log):
+        resumed, choice = resume_together(
+            seams,
+            run,
+            state,
+            meeting,
+            recalled.base,
+            load,
+            own=[Fetched.of_own(one) for one in recalled.copies],  # also of other ranks then
+            step=step,
+            needs=needs_here(state, _DISKS),
+            timeout_s=timeout_s,
+            copies=copies,
+            log=log,
+            ready=ready,
+            compare=None if strict else comparer(state, ring, strict=False, timeout_s=timeout_s),
+        )
+    copies.forget()
+    resumed = dataclasses.replace(resumed, reads=())  # they say which of several ranks has read
+    return resumed, choice.base is not None and not choice.durable

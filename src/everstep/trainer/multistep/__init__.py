@@ -1,0 +1,3 @@
+"""multistep."""
+
+__all__: list[str] = []

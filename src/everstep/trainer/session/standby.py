@@ -1,0 +1,310 @@
+"""The keeper's replica, seen from the training process: asked for bases instead of taking them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from everstep.capture.audit import SpotCheck
+from everstep.errors import EverstepError, StateError, UnsupportedStateError
+from everstep.format.header import ShardIdentity
+from everstep.link.channel import BackgroundChannel
+from everstep.link.recordable import why_not
+from everstep.link.samples import Samples
+from everstep.link.save import Save, done
+from everstep.replay.exactness import exactness, is_elementwise, kind_name
+from everstep.seams import Clock
+from everstep.seams.conditions import all_over, is_over
+from everstep.state.image import State
+from everstep.state.log_parts import written_apart
+from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers import ModuleProvider
+from everstep.state.survey import Survey
+from everstep.state.zero import acting
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.base.prepared import Prepared
+from everstep.trainer.base.saver import Saver
+
+__all__ = ["Standby", "refuse_unfollowable", "refuse_unrepeatable", "why_inexact"]
+
+
+class Standby:
+    """Knows whether the keeper has, or soon will have, a replica of the state.
+
+    It does from the moment at which a base has been taken for it; where the replica stops, the
+    keeper says so, and the next base is taken here again.
+
+    Args:
+        several: other ranks have their parts of each base: it is of that very step, wherever each
+            rank's part comes from, and the log stays until one is durable on all of them.
+        timeout_s: so long training waits for a base that comes too late.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        channel: BackgroundChannel,
+        clock: Clock,
+        *,
+        several: bool,
+        timeout_s: float,
+    ) -> None:
+        self._saver = saver
+        self._channel = channel
+        self._clock, self._several, self._timeout_s = clock, several, timeout_s
+        self._keeper: RemoteKeeper | None = None
+        self._expected = False
+        self._off = False
+        self._last: Save | None = None  # that was asked for
+        self._taken: Save | None = None  # that was captured here
+        self._exact: list[Save] = []  # asked for, of no later step
+        self._prepared: Prepared | None = None
+        self._live: tuple[torch.Tensor, ...] = ()
+        self._check: SpotCheck | None = None
+        self.lost: str | None = None
+        """Why the replica has stopped, until the next base: one is due."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether bases are asked for, and not taken."""
+        return self._expected and not self._off
+
+    def gives(self, *, exact: bool) -> bool:
+        """Return whether the base that is due is asked for.
+
+        Until the replica of a new keeper has applied its first step, which takes the keeper as long
+        as loading torch, it answers nothing. A base that is due while another one is waited for is
+        taken here then, one at a time: what is lost with the keeper stays bounded in steps.
+
+        Args:
+            exact: the user wants one of this very step; those are asked for in any case.
+        """
+        if not self.follows or exact or self._several:
+            return self.follows
+        keeper, last, taken = self._keeper, self._last, self._taken
+        started = keeper is not None and keeper.replica_applied > 0
+        waits = last is not None and not last.durable.done()
+        busy = taken is not None and not taken.durable.done()
+        return started or busy or not waits
+
+    @property
+    def step(self) -> int | None:
+        """Of the state that the replica had, as the keeper last said."""
+        keeper = self._keeper
+        return None if keeper is None or self._off else keeper.replica_step
+
+    def start(self, keeper: object) -> None:
+        """A keeper has come into service, or a new timeline: no replica yet."""
+        self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
+        self._expected, self._off, self._last, self.lost = False, False, None, None
+        self._taken = None
+        if self._keeper is not None:
+            self._keeper.on_replica_stopped = self._stopped
+
+    def base_taken(self, save: Save) -> None:
+        """A base was taken here; the replica begins with it when it is durable."""
+        self._expected, self.lost, self._taken = True, None, save
+
+        def ended(_: object) -> None:
+            if _failed(save):
+                self._expected = False
+
+        save.durable.add_done_callback(ended)
+
+    def ask(self, identity: ShardIdentity, survey: Survey, *, exact: bool) -> Save:
+        """Asks for a base of the step that has just ended.
+
+        Args:
+            exact: of no later step.
+        """
+        keeper, last, exact = self._keeper, self._last, exact or self._several
+        assert keeper is not None
+        if self._taken is not None and _is_of(self._taken, identity):
+            return self._taken  # which the replica is only about to begin with
+        if last is not None and _is_of(last, identity) and (last in self._exact or not exact):
+            return last
+        if self._several:
+            self._hold_up()
+        save = Save(identity.step, identity.timeline)
+        save.durable.add_done_callback(self._ended)
+        done(save.staged, None)  # the keeper has all of it
+        samples = self._samples(self._saver.asked(survey, identity), survey)
+        keeper.ask(save, samples, exact=exact)
+        self._last = save  # only now: who is interrupted before has asked for none
+        if exact:
+            self._exact = [one for one in self._exact if not one.durable.done()] + [save]
+        return save
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits for bases of no later step that were asked for: a base of the training process's
+        own takes the place of the replica that they are to be made of."""
+        all_over([save.durable for save in self._exact], timeout_s)
+
+    def has_failed(self) -> bool:
+        """Whether the newest base that was asked for is none: nothing was there that it could be
+        made of, say. Then the next one is taken here, and this is not said again. (Of several
+        ranks, all would have to take it.)"""
+        last = self._last
+        if self._several or last is None or not _failed(last):
+            return False
+        self._expected, self._last = False, None
+        return True
+
+    def relieved_to(self) -> int | None:
+        """Number up to which records have gone into the replica; None: none follows, or other
+        ranks may have to go back to before what it has."""
+        keeper = None if self._several else self._keeper
+        there = keeper is not None and keeper.lost is None and self.follows
+        return keeper.replica_applied if keeper is not None and there else None
+
+    def overrun(self) -> None:
+        """The memory for steps that the replica has still to apply is full: without it, the log
+        is kept for recovery only."""
+        keeper = self._keeper
+        if keeper is None or not self.follows or keeper.replica_step is None:
+            return
+        self._off = True
+        keeper.drop_replica()
+        self._channel.post(
+            EverstepError(
+                "the replica does not keep up with training: the steps that it has still to apply "
+                "fill the memory of the log; from now on the log is applied at recovery only",
+                step=keeper.replica_step,
+                hint="more memory (Budget.host_bytes), more cores (KeeperOptions.cores), a faster "
+                "disk, or apply='recovery'",
+            )
+        )
+
+    def _ended(self, durable: Future[int]) -> None:
+        """A base that was asked for has ended. What has no replica to be made of is no failure of
+        writing: one of several ranks takes the next base here."""
+        if self._several and isinstance(durable.exception(), StateError):
+            self._expected = False
+
+    def _hold_up(self) -> None:
+        """Waits until no more than one of the bases that were asked for is not over: the log stays
+        as long."""
+        waiting = [save.durable for save in self._exact if not save.durable.done()]
+        if len(waiting) > 1:
+            start_s = self._clock.monotonic_s()
+            is_over(waiting[-2], self._timeout_s)
+            self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
+
+    def _stopped(self, why: str, for_good: bool) -> None:
+        """In the thread that reads what the keeper says."""
+        self._off = self._off or for_good
+        self._expected, self.lost = False, why
+
+    def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
+        """Of what the marks of the log do not hold, as it is now; on the CPU, where the replica
+        has the same bits. Of rows only: it keeps other tensors as they lie in memory here."""
+        kinds, tensors = prepared.kinds.items(), survey.tensors
+        names = [name for name, kind in kinds if kind in ("replayed", "static")]
+        names = [n for n in names if tensors[n].is_cpu and tensors[n].is_contiguous()]
+        live = tuple(survey.tensors[name] for name in names)
+        same = len(live) == len(self._live) and all(map(operator.is_, live, self._live))
+        if self._check is None or prepared is not self._prepared or not same:
+            layouts = [
+                (shard.layout, offset)
+                for shard, offset in zip(prepared.shards, prepared.offsets, strict=True)
+            ]
+            self._prepared, self._live = prepared, live
+            self._check = SpotCheck(layouts, survey.tensors, frozenset(names))
+        packed = self._check.packed(self._check.take())
+        return [Samples(width, where, values) for width, where, values in packed]
+
+
+def refuse_unfollowable(state: State) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer that a keeper, which is without the program, cannot run;
+        or of which it would not give the same bits; or of parameters that lie in no module; or a
+        function that is registered; or what another rank updates.
+    """
+    found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
+    found += _unknown_to_keepers(state) + _outside_of_modules(state)
+    if name := written_apart(state):
+        why = "one rank updates it, and others write it, too: to disks of their own, or as it is "
+        found.append((name, f"{why}in no DistributedDataParallel of just the ranks that train it"))
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a replica cannot follow {len(found)} kind(s) of updates:\n{listed}",
+            leaves=tuple(found),
+            hint="apply='recovery' (method=\"logged\") applies the log when it is needed",
+        )
+
+
+def refuse_unrepeatable(state: State) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
+        captured over several steps takes it.
+    """
+    optimizers = state.optimizers.items()
+    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o)))]
+    found = refused or _unknown_to_keepers(state)
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a base over several steps cannot follow {len(found)} optimizer(s):\n{listed}",
+            leaves=tuple(found),
+            hint='method="lazy" copies the state in one step',
+        )
+
+
+def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
+    """Optimizers that a keeper does not have, or would not give the same bits of, and why."""
+    found = []
+    for key, optimizer in state.optimizers.items():
+        kind = type(acting(optimizer))
+        if exactness(kind, (), "cpu").why:
+            found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
+        elif not is_elementwise(kind):
+            found.append((key, f"{kind.__name__} does not update each element on its own"))
+    return found
+
+
+def _outside_of_modules(state: State) -> list[tuple[str, str]]:
+    """Optimizers of parameters that a base does not name: only the program knows which entries
+    these are."""
+    named = {
+        f"{section}.{key}"
+        for section, provider in state.providers.items()
+        if isinstance(provider, ModuleProvider)
+        for key in provider.collect()
+    }
+    found = []
+    for key, provider in state.providers.items():
+        if isinstance(provider, OptimizerProvider):
+            lost = [name for name, _ in provider.named() if name not in named]
+            if lost:
+                why = f"no state_dict() of a module in the state has its parameter {lost[0]!r}"
+                found.append((key, f"{why} under that name"))
+    return found
+
+
+def why_inexact(state: State) -> str:
+    """Why no base that a keeper has computed will be exact (I9); "" if it may be."""
+    parameters = (
+        parameter
+        for optimizer in state.optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    elsewhere = sorted({p.device.type for p in parameters} - {"cpu"})
+    if not elsewhere:
+        return ""
+    return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"
+
+
+def _is_of(save: Save, identity: ShardIdentity) -> bool:
+    """Whether it is a base of that very step, and has not failed."""
+    same = (save.timeline, save.step) == (identity.timeline, identity.step)
+    return same and not _failed(save)
+
+
+def _failed(save: Save) -> bool:
+    future = save.durable
+    return future.done() and (future.cancelled() or future.exception() is not None)
