@@ -24,8 +24,8 @@ from everstep.commit.offers import Choice, Offer
 from everstep.commit.retention import RetentionPlan
 from everstep.commit.steps import Do, Send
 from everstep.commit.watermark import Watermark
-from everstep.keeper import ranks
-from everstep.keeper.ranks import RankDisk
+from everstep.keeper.persist import ranks
+from everstep.keeper.persist.ranks import RankDisk
 from everstep.restore.fetch import ranks as recover_ranks
 from everstep.testing import simrank
 from everstep.testing.simhost import ProcessDisk

@@ -15,8 +15,8 @@ import pytest
 
 from everstep.checkpointer import Checkpointer
 from everstep.format.names import marker_name
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.log_batch import AutoBatch
+from everstep.keeper.log.log_batch import AutoBatch
+from everstep.keeper.persist.local import LocalKeeper
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.testing import Scenario, SimFileSystem, TinyTraining, watch_crashes

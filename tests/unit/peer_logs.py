@@ -5,8 +5,8 @@ from __future__ import annotations
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
-from everstep.keeper.log import LogStore
-from everstep.keeper.log_sender import LogSender
+from everstep.keeper.log.log import LogStore
+from everstep.keeper.ship.log_sender import LogSender
 from everstep.restore.fetch.peer_log import PeerLog, packed
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout, plan_shards

@@ -12,8 +12,8 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.place import ROOT
-from everstep.keeper.rank_mirror import FollowingMirror, LeadingMirror
+from everstep.keeper.ship.place import ROOT
+from everstep.keeper.ship.rank_mirror import FollowingMirror, LeadingMirror
 from everstep.restore.load.load import all_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base

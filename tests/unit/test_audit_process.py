@@ -116,7 +116,7 @@ def test_what_it_says_and_what_it_cost(tmp_path: Path, at_once: None) -> None:
 def test_the_keeper_does_without_torch() -> None:
     body = """
         import sys
-        import everstep.keeper.server, everstep.keeper.auditor
+        import everstep.keeper.process.server, everstep.keeper.process.auditor
         assert "torch" not in sys.modules, "torch was imported"
         assert "rich" not in sys.modules, "what it never shows was imported"
     """

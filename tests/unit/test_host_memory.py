@@ -18,8 +18,8 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.log_batch import Batch
+from everstep.keeper.log.log_batch import Batch
+from everstep.keeper.persist.local import LocalKeeper
 from everstep.link.pool import CapturePool
 from everstep.link.record_memory import RECORD_BYTES, memory_bytes
 from everstep.options import Budget, KeeperOptions

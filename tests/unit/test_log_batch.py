@@ -14,9 +14,9 @@ import pytest
 import everstep
 from everstep.errors import OptionError
 from everstep.format.names import marker_name, parse_segment
-from everstep.keeper import log
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.log_batch import AutoBatch, Batch
+from everstep.keeper.log import log
+from everstep.keeper.log.log_batch import AutoBatch, Batch
+from everstep.keeper.persist.local import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile
 from tests.unit.logged import World, opened, segments_of

@@ -19,8 +19,8 @@ from everstep.errors import (
     OutOfSpaceError,
     RecoveryError,
 )
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.log_batch import ENDED
+from everstep.keeper.log.log_batch import ENDED
+from everstep.keeper.persist.local import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.trainer.session.cadence import FIRST_STEPS

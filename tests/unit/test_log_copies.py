@@ -22,11 +22,11 @@ from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import LOG_DIR
-from everstep.keeper.duties import Duties
-from everstep.keeper.log import LogStore
-from everstep.keeper.log_mirror import LogMirror
-from everstep.keeper.lossy_log import shrinking
-from everstep.keeper.place import CopyPlace
+from everstep.keeper.log.log import LogStore
+from everstep.keeper.process.duties import Duties
+from everstep.keeper.ship.log_mirror import LogMirror
+from everstep.keeper.ship.lossy_log import shrinking
+from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch import files_ahead
 from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.restore.start import resume as resume_module

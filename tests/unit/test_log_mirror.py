@@ -27,11 +27,11 @@ from everstep.format.log import LogRecord
 from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.records import FileRecord, Manifest, Marker, RunRecord, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper import log_mirror
-from everstep.keeper import mirrors as mirrors_module
-from everstep.keeper.log_mirror import LogMirror
-from everstep.keeper.mirrors import Mirrors
-from everstep.keeper.place import ROOT, CopyPlace
+from everstep.keeper.ship import log_mirror
+from everstep.keeper.ship import mirrors as mirrors_module
+from everstep.keeper.ship.log_mirror import LogMirror
+from everstep.keeper.ship.mirrors import Mirrors
+from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.restore.log.logs import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import read_segment, scan_log

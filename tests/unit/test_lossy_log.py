@@ -26,8 +26,8 @@ from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, OptionError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.keeper import lossy_update
-from everstep.keeper.lossy_log import lossy_record
+from everstep.keeper.ship import lossy_update
+from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.link.recordable import Layouts
 from everstep.options import LogOptions
 from everstep.replay.packed import Packed, dense
@@ -355,7 +355,7 @@ def ulp(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
 _OTHER = """
 import sys
 from everstep.format.log import LogRecord, RecordHead, record_digest
-from everstep.keeper.lossy_log import lossy_record
+from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.state.layout import ShardLayout
 
 empty = memoryview(bytearray(0))

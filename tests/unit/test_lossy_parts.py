@@ -12,8 +12,8 @@ from torch import nn
 
 from everstep.compress.lossy import lossy_copies
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
-from everstep.keeper import log_writer
-from everstep.keeper.lossy_log import lossy_record
+from everstep.keeper.log import log_writer
+from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.sharded import replayer_of
 from everstep.restore.redo.updates import update_of

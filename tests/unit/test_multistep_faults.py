@@ -23,7 +23,7 @@ from everstep.errors import (
     OutOfSpaceError,
     UnsupportedStateError,
 )
-from everstep.keeper import rebuild_state
+from everstep.keeper.replica import rebuild_state
 from everstep.seams.failpoints import arm
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep import multistep_gradients

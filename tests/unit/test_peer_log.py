@@ -13,8 +13,8 @@ from everstep.commit.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPa
 from everstep.commit.peerlog import LogCopy, LogShelf, merged, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
-from everstep.keeper import log_sender
-from everstep.keeper.peer_log_store import PeerLogStore
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.ship import log_sender
 from everstep.restore.fetch.peer_log import packed, unpacked
 from tests.unit.peer_logs import LOG_BYTES, LogRing, heads_of_step, log_of, records_of_steps
 from tests.unit.peering import SlowRing, record_of

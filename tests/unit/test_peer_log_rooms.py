@@ -10,7 +10,7 @@ import pytest
 from everstep.arena import PAGE_BYTES
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
-from everstep.keeper.duties import Duties
+from everstep.keeper.process.duties import Duties
 from everstep.link.pool import Room
 from everstep.link.record_memory import RECORD_BYTES
 from everstep.state.ranks import RankInfo

@@ -22,8 +22,8 @@ from everstep.errors import (
     RecoveryError,
     UnsupportedStateError,
 )
-from everstep.keeper.log import LogStore
-from everstep.keeper.replica import Ask, _Wanted
+from everstep.keeper.log.log import LogStore
+from everstep.keeper.replica.replica import Ask, _Wanted
 from everstep.replay.exactness import declare
 from everstep.restore.offline.offline import OfflineState
 from everstep.seams.failpoints import arm
@@ -578,7 +578,7 @@ def test_training_that_was_elsewhere_is_followed_but_never_exact(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "everstep.keeper.replica_state.conditions",
+        "everstep.keeper.replica.replica_state.conditions",
         lambda records: (None, "trained on a GPU, replayed on the CPU"),
     )
     world = World()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.keeper.replica import Replica
+from everstep.keeper.replica.replica import Replica
 from everstep.seams.failpoints import arm
 from tests.unit.following import opened, run_steps, steps_on_disk, until, until_at
 from tests.unit.serving import Bench, die, serving

@@ -10,9 +10,9 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.messages import Message, PeerAt, PeerBegun, PeerPart, PeerRound, PeerSaid
 from everstep.commit.peers import NEEDED_MAX
 from everstep.errors import DamageError
-from everstep.keeper import replicator
-from everstep.keeper.peer_store import PeerStore, memory_bytes
-from everstep.keeper.replicator import Pace
+from everstep.keeper.held.peer_store import PeerStore, memory_bytes
+from everstep.keeper.ship import replicator
+from everstep.keeper.ship.replicator import Pace
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import check_files, files_over
 from tests.unit.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of

@@ -20,14 +20,14 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper import commits as commits_module
-from everstep.keeper.attached import Attached
-from everstep.keeper.commits import RankCommits
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.log import LogStore
-from everstep.keeper.logs import Logs
-from everstep.keeper.mirrors import Mirrors
-from everstep.keeper.promised import PromisedSteps
+from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.logs import Logs
+from everstep.keeper.persist import commits as commits_module
+from everstep.keeper.persist.commits import RankCommits
+from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.promised import PromisedSteps
+from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done
 from everstep.options import LogOptions

@@ -26,10 +26,10 @@ from everstep.errors import (
 from everstep.format.names import CONDEMNED, RUN_RECORD
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper import mirror as mirror_module
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.mirror import Mirror
-from everstep.keeper.place import ROOT, CopyPlace, newest_timeline_in
+from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.ship import mirror as mirror_module
+from everstep.keeper.ship.mirror import Mirror
+from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.start.folder import open_run_folder
 from everstep.restore.start.resume import open_timeline

@@ -10,7 +10,7 @@ import torch
 
 from everstep import Checkpointer
 from everstep.errors import DeadlineError, EverstepError
-from everstep.keeper.mirrors import Mirrors
+from everstep.keeper.ship.mirrors import Mirrors
 from everstep.seams import ManualClock, Seams
 from everstep.testing.conformance import CHECKS, Check, Place
 from everstep.tiers.memory import MemoryFile, MemoryTier

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serves one run and rank until nobody needs it any more; returns the exit status."""
     options = begin(arguments)
 
-    from everstep.keeper.server import Server
+    from everstep.keeper.process.server import Server
     from everstep.link.messages import PROTOCOL
     from everstep.link.registry import KeeperInfo, Registration
     from everstep.options import ANNOUNCING

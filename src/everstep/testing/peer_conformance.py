@@ -60,7 +60,7 @@ _A, _B, _C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
 
 
 class Store(Protocol):
-    """What holds copies: see :class:`everstep.keeper.peer_store.PeerStore`."""
+    """What holds copies: see :class:`everstep.keeper.held.peer_store.PeerStore`."""
 
     @property
     def used_bytes(self) -> int: ...

@@ -17,10 +17,10 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
-from everstep.keeper.local import LocalKeeper
-from everstep.keeper.log import open_log
-from everstep.keeper.log_batch import batch_to_wire
-from everstep.keeper.summed import summed
+from everstep.keeper.log.log import open_log
+from everstep.keeper.log.log_batch import batch_to_wire
+from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.summed import summed
 from everstep.link.channel import BackgroundChannel
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.messages import identity_to_wire

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from rich.filesize import decimal
 
-from everstep.keeper.log_room import folder_bytes
+from everstep.keeper.log.log_room import folder_bytes
 from everstep.options import Options
 from everstep.seams.filesystem import FileSystem
 from everstep.state.ranks import RankInfo

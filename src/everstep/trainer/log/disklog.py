@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from everstep.errors import DeadlineError
-from everstep.keeper.log_batch import ENDED
+from everstep.keeper.log.log_batch import ENDED
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save

@@ -11,7 +11,7 @@ from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import OptionError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.local import CHUNKS, WRITERS
+from everstep.keeper.persist.local import CHUNKS, WRITERS
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.options import Options

@@ -1,0 +1,146 @@
+"""Bases of this rank that live in memory: in that of its keeper, and of the next node's.
+
+A base is copied out of the arena into memory of its own, compared with its digests, and then sent
+to the peer like one that is durable. There are two of them at most: the newest that is whole
+with all ranks (I10), and the one behind it, which is on its way. The next one waits for that, and
+training for the next one, as GEMINI does (TierCheck, section 2.3). What is in memory
+only counts for a resume where all ranks can read their parts of it (I7).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import DeadlineError, StateError
+from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.plan import BasePlan
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import Marker
+from everstep.format.writer import Written, digest_shard
+from everstep.keeper.held.peer_store import PeerStore
+from everstep.keeper.persist.persist import Audit
+from everstep.seams import Clock, FileSystem
+from everstep.seams.progress import ProgressSink
+from everstep.state.body import Body, Seen
+from everstep.tiers.disk import storage_errors
+
+__all__ = ["IsPast", "MemoryBases"]
+
+_PIECE_BYTES = 1 << 20
+_LOOK_AGAIN_S = 0.02
+_LATE = 3  # times the deadline: rank 0 gives a round up behind two of them
+
+IsPast = Callable[[BaseId], bool]
+"""Whether a base is whole with all ranks, or will not be."""
+
+
+class MemoryBases:
+    """What a keeper does for a base that lives in memory.
+
+    Args:
+        run: the run folder, which has the record of the timeline.
+        store: where it is held, within its bound.
+        is_past: None: this process trains alone.
+        whole: told of each base of this rank that is whole here.
+        timeout_s: ranks that get nowhere for so long are not waited for.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        store: PeerStore,
+        clock: Clock,
+        is_past: IsPast | None,
+        whole: Callable[[BaseId], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._filesystem, self._run, self._clock = filesystem, run, clock
+        self._store, self._is_past, self._whole = store, is_past, whole
+        self._timeout_s = timeout_s
+        self._last: BaseId | None = None
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        """The next start of the job has begun: nobody waits for other ranks any more."""
+        self._released.set()
+
+    def hold(
+        self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink, audit: Audit
+    ) -> tuple[Written, ...]:
+        """Returns when a base is whole in the memory of this keeper, its digests compared.
+
+        Raises:
+            AuditError: it is not the state of its step.
+            OutOfSpaceError: it does not fit into the bound.
+            DamageError: its bytes have changed while they were copied.
+            DeadlineError: other ranks are not through with the one before.
+            StateError: another start of the job has begun.
+        """
+        identity = plan.identity
+        base = BaseId(identity.timeline, identity.step)
+        watched = [_Watched(body, progress) for body in bodies]
+        pairs = list(zip(plan.shards, watched, strict=True))
+        written = tuple(digest_shard(shard, identity, body) for shard, body in pairs)
+        audit({name: digest for shard in written for name, digest in shard.digests.items()})
+        marker = Marker.of(identity, tuple(shard.record for shard in written))
+        with storage_errors("read the record of the timeline", self._run, step=base.step):
+            path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
+            record = read_record_bytes(self._filesystem, path)
+        self._wait_for_room(base, progress)
+
+        def fill(memory: memoryview) -> None:
+            begin = 0
+            for shard, body in zip(written, watched, strict=True):
+                header, end = shard.header, begin + shard.record.length
+                memory[begin : begin + len(header)] = header
+                begin += len(header)
+                for at in range(begin, end, _PIECE_BYTES):
+                    piece = memory[at : min(end, at + _PIECE_BYTES)]
+                    body.fill(at - begin, piece, lambda seen: None)
+                begin = end
+
+        self._store.keep(marker, record, fill)
+        self._last = base
+        if self._is_past is None:
+            self._store.passed(base)
+        self._whole(base)
+        return written
+
+    def _wait_for_room(self, base: BaseId, progress: ProgressSink) -> None:
+        """Until the base before is whole with all ranks: then the one before that may go."""
+        last, is_past = self._last, self._is_past
+        if last is None or is_past is None:
+            return
+        since_s = self._clock.running_s()
+        while not is_past(last):
+            if self._released.wait(_LOOK_AGAIN_S):
+                raise StateError(
+                    "the next start of the job began before the base was held in memory",
+                    step=base.step,
+                )
+            progress.advance(0)  # it is not this one that hangs
+            if self._clock.running_s() - since_s > _LATE * self._timeout_s:
+                raise DeadlineError(
+                    f"the base of step {last.step} is not whole with all ranks yet",
+                    step=base.step,
+                    tier="memory",
+                    hint="another rank's keeper hangs, or is gone: look at what its rank prints",
+                )
+
+
+class _Watched:
+    """A body of which it is seen how far it was read."""
+
+    def __init__(self, body: Body, progress: ProgressSink) -> None:
+        self._body, self._progress = body, progress
+        self.objects_bytes, self.held = body.objects_bytes, body.held
+
+    def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
+        """As of the body."""
+        self._body.fill(begin, chunk, seen)
+        self._progress.advance(chunk.nbytes)

@@ -1,0 +1,115 @@
+"""A captured base on its way to a training process that was restarted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import msgpack
+
+from everstep.arena.memory import Arena
+from everstep.commit.offers_wire import run_from_wire, run_to_wire
+from everstep.format.log import LogRecord
+from everstep.format.records import FileRecord, Marker
+from everstep.keeper.log.log import records_from_wire
+from everstep.link.capture import Capture, shard_offsets
+from everstep.link.messages import identity_from_wire, identity_to_wire
+from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.peer_copy import PeerCopy, size_of
+from everstep.restore.fetch.peer_log import Packed, PeerLog
+from everstep.tiers.memory import MemoryFile
+
+__all__ = ["base_from_wire", "base_to_wire", "log_to_wire", "recalled_from_wire"]
+
+
+def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:
+    """Where a captured base lies in the arena; and what makes files of it, headers and objects,
+    which are named by their place in the list: they may be too large for one message."""
+    blobs: list[bytes] = []
+    shards = []
+    for written, body in zip(capture.written, _bodies(capture), strict=True):
+        parts: list[tuple[int, int] | int] = []
+        for part in (written.header, *body):
+            if isinstance(part, bytes):
+                blobs.append(part)
+                parts.append(len(blobs) - 1)
+            else:
+                parts.append(part)
+        shards.append({"record": dataclasses.asdict(written.record), "parts": parts})
+    identity = identity_to_wire(capture.plan.identity)
+    return {"identity": identity, "durable": capture.durable, "shards": shards}, blobs
+
+
+def _bodies(capture: Capture) -> Iterator[list[tuple[int, int] | bytes]]:
+    """What the body of each file consists of: ``(offset, size)`` in the arena, or bytes."""
+    offsets, _ = shard_offsets(capture.plan)
+    for shard, offset in zip(capture.plan.shards, offsets, strict=True):
+        body: list[tuple[int, int] | bytes] = []
+        body.append((capture.offset + offset, shard.layout.size_bytes))
+        if shard is capture.plan.objects_in:
+            body += capture.incoming.objects().values()
+        yield body
+    if capture.redo is not None:
+        yield [*capture.redo.parts, capture.redo.body.index]
+
+
+def base_from_wire(
+    fields: Mapping[str, Any], blobs: Mapping[int, bytes | bytearray], arena: Arena
+) -> HeldBase:
+    """The base, over the memory of ``arena``."""
+    files = []
+    for shard in fields["shards"]:
+        parts = [
+            memoryview(blobs[part]) if isinstance(part, int) else arena.view[part[0] : sum(part)]
+            for part in shard["parts"]
+        ]
+        files.append((MemoryFile(parts), FileRecord(**shard["record"])))
+    identity = identity_from_wire(fields["identity"])
+    marker = Marker.of(identity, tuple(record for _, record in files))
+    return HeldBase(marker, tuple(files), fields["durable"])
+
+
+def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Recalled:
+    """What a keeper has in memory: its answer to ``recall``, over the arenas that came with it."""
+    blobs, base = fields["blobs"], None
+    if fields["base"] is not None:
+        base = base_from_wire(fields["base"], blobs, arenas[fields["base"]["arena"]])
+    records: list[LogRecord] = []
+    for number, place in fields["logs"]:
+        index = msgpack.unpackb(bytes(blobs[number]), strict_map_key=False)
+        records += records_from_wire(index, arenas[place])
+    copies = tuple(_copy_from_wire(copy, arenas) for copy in fields["copies"])
+    lent: list[PeerLog] = []
+    for number, place in fields.get("peer_logs", ()):
+        rows = msgpack.unpackb(bytes(blobs[number]))
+        lent += [_log_from_wire(row, arenas[place]) for row in rows]
+    served = {number: bytes(record) for number, record in fields.get("served", ())}
+    return Recalled(base, tuple(records), copies, tuple(lent), served)
+
+
+def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
+    """Steps of another rank's log that are held, and lie at ``offset`` of an arena."""
+    run, steps = log.steps.run, log.steps
+    return {
+        "source": log.source,
+        "record": log.record,
+        "run": run_to_wire(run),
+        "offset": offset,
+        "size_bytes": steps.memory.nbytes,
+        "index_bytes": steps.index_bytes,
+        "index_digest": steps.index_digest,
+    }
+
+
+def _log_from_wire(fields: Mapping[str, Any], arena: Arena) -> PeerLog:
+    run = run_from_wire(*fields["run"])
+    memory = arena.view[fields["offset"] : fields["offset"] + fields["size_bytes"]]
+    steps = Packed(run, memory, fields["index_bytes"], fields["index_digest"])
+    return PeerLog(fields["source"], fields["record"], steps)
+
+
+def _copy_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> PeerCopy:
+    marker = Marker.decode(fields["marker"], PurePath("copy"))
+    return PeerCopy(marker, fields["record"], arenas[fields["arena"]].view[: size_of(marker)])

@@ -1,0 +1,3 @@
+"""persist."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""process."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""replica."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""retain."""
+
+__all__: list[str] = []

@@ -1,0 +1,278 @@
+"""Copies in the memory of another node, as one of a keeper's duties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from everstep.arena.memory import Arena
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError
+from everstep.format.names import TIMELINE_RECORD, timeline_dir
+from everstep.format.reader import read_record_bytes
+from everstep.format.records import FileRecord, Marker
+from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.held.peer_store import PeerStore
+from everstep.keeper.log.held import base_from_wire, base_to_wire, log_to_wire
+from everstep.keeper.log.log import LogStore
+from everstep.link.keeper_stats import KeeperStats
+from everstep.link.seat import Seat
+from everstep.restore.fetch.held import HeldBase
+from everstep.restore.fetch.peer_copy import files_over
+from everstep.run.scan import scan_base
+from everstep.seams import Clock, FileSystem, ReadFile
+from everstep.tiers.options import PeerOptions
+
+if TYPE_CHECKING:  # loaded where there are several ranks
+    from everstep.keeper.held.memory_bases import IsPast, MemoryBases
+    from everstep.keeper.persist.commits import RankCommits
+    from everstep.keeper.ship.log_sender import LogSenderStats
+    from everstep.keeper.ship.replicator import Replicator, ReplicatorStats, Source
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """What a keeper holds for others, and what it sends to its own peer.
+
+    Args:
+        holding: what this rank has captured last, which is read from there as long as it is there.
+    """
+
+    def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
+        self._filesystem, self._run, self._holding = filesystem, run, holding
+        self._rank = 0
+        self.store, self.logs = PeerStore(), PeerLogStore()
+        self.replicator: Replicator | None = None
+        self.bases: MemoryBases | None = None  # of this rank, if they live in memory
+
+    def serve(
+        self,
+        told: Mapping[str, Any] | None,
+        seat: Seat | None,
+        commits: RankCommits | None,
+        clock: Clock,
+        tell: Callable[[EverstepError], None],
+        *,
+        timeout_s: float,
+        timeline: int,
+        log: LogStore,
+        on_everywhere: Callable[[BaseId], None],
+        on_step: Callable[[int], None],
+        verified: BaseId | None = None,
+    ) -> None:
+        """A new timeline begins.
+
+        Args:
+            told: ``bound_bytes`` for bases of others, ``log_bytes`` for their logs, ``sends_log``
+                whether this rank's is sent, in the form that options ``log`` say, ``bytes_per_s``
+                of what is, whether this rank ``holds`` bases in memory; None: no rank sends or
+                holds anything.
+            tell: told of what fails; training goes on.
+            log: of this rank.
+            on_everywhere: told of each base that is whole with all peers, in a thread.
+            on_step: told of the newest step whose log the peer holds, in a thread.
+            verified: what a process that is alone goes on from, if that is durable.
+        """
+        self.close()
+        holds = told is not None and bool(told.get("holds"))
+        if told is not None and holds and seat is None:
+            self._rank = 0
+            self.store.new_start(told["bound_bytes"], (), verified)
+            self.bases = self._bases(clock, timeout_s)
+            return
+        sends = seat is not None and seat.peer is not None
+        if told is None or seat is None or commits is None or not (sends or holds):
+            self.store, self.logs = PeerStore(), PeerLogStore()
+            return
+        from everstep.keeper.ship.log_sender import LogSender
+        from everstep.keeper.ship.lossy_log import shrinking
+        from everstep.keeper.ship.replicator import Pace, Replicator
+
+        self._rank = seat.rank
+        recovered = seat.recovered
+        mine = (seat.rank,) if holds and recovered is None else ()
+        sources, spare = (*seat.sources, *mine), seat.spare if holds else None
+        self.store.new_start(told["bound_bytes"], sources, recovered, spare)
+        self.logs.new_start(told["log_bytes"], seat.sources)
+        self.replicator = replicator = Replicator(
+            seat,
+            self.store,
+            Pace(told["bytes_per_s"], at_once=holds),
+            clock,
+            self._find,
+            commits.send,
+            tell,
+            timeout_s=timeout_s,
+        )
+        replicator.logs, replicator.on_everywhere = self.logs, on_everywhere
+        if told["sends_log"]:
+            replicator.log = sender = LogSender(
+                seat.rank,
+                replicator.peer,
+                told["bytes_per_s"],
+                clock,
+                self._record_of,
+                lambda message: commits.send(replicator.peer, message),
+                replicator.complain,
+                shrink=shrinking(PeerOptions(**told.get("log", {}))),
+                timeout_s=timeout_s,
+            )
+            sender.on_step = on_step
+            sender.follow(log, timeline)
+            log.listeners.append(replicator.logged)
+        commits.on_peer = replicator.hear
+        if not holds:
+            commits.spared = replicator.needed
+        replicator.start()
+        if holds:
+            self.bases = self._bases(clock, timeout_s, replicator.is_past)
+        if recovered is not None:  # the copies of a node that was replaced are gone
+            replicator.durable(recovered)
+
+    def _bases(self, clock: Clock, timeout_s: float, is_past: IsPast | None = None) -> MemoryBases:
+        from everstep.keeper.held.memory_bases import MemoryBases
+
+        about = self._filesystem, self._run, self.store, clock, is_past
+        return MemoryBases(*about, self.base_durable, timeout_s=timeout_s)
+
+    def base_durable(self, base: BaseId) -> None:
+        """A base of this rank is durable, or whole in memory, where it lives."""
+        if self.replicator is not None:
+            self.replicator.durable(base)
+
+    def recall(self) -> tuple[list[dict[str, Any]], list[Arena]]:
+        """What is held for other ranks, as messages hold it; and the memory it lies in."""
+        found, arenas = [], []
+        for copy, arena in self.store.whole():
+            found.append({"marker": copy.marker.encode(), "record": copy.record})
+            arenas.append(arena)
+        return found, arenas
+
+    def recall_logs(self) -> tuple[list[dict[str, Any]], Arena | None]:
+        """Likewise, what is held of their logs."""
+        logs, arena = self.logs.whole()
+        return [log_to_wire(log, offset) for log, offset in logs], arena
+
+    @property
+    def sends_log(self) -> bool:
+        """Whether this rank's log goes to its peer."""
+        return self.replicator is not None and self.replicator.log is not None
+
+    @property
+    def log_stats(self) -> LogSenderStats:
+        """What of this rank's log was sent since the timeline began."""
+        from everstep.keeper.ship.log_sender import LogSenderStats
+
+        sender = None if self.replicator is None else self.replicator.log
+        return LogSenderStats() if sender is None else sender.stats
+
+    @property
+    def stats(self) -> ReplicatorStats:
+        """What was sent since the timeline began."""
+        from everstep.keeper.ship.replicator import ReplicatorStats
+
+        return ReplicatorStats() if self.replicator is None else self.replicator.stats
+
+    def add_to(self, stats: KeeperStats) -> None:
+        """Notes what was sent since the timeline began."""
+        sent, logged = self.stats, self.log_stats
+        stats.peered, stats.peered_bytes = sent.sent, sent.sent_bytes
+        stats.peers_passed_over = sent.passed_over
+        stats.peered_steps, stats.peer_missed = logged.steps, logged.missed
+
+    def close(self) -> None:
+        """Sends no more; what is held stays."""
+        bases, self.bases = self.bases, None
+        if bases is not None:
+            bases.release()
+        replicator, self.replicator = self.replicator, None
+        if replicator is not None:
+            replicator.close()
+
+    def _record_of(self, timeline: int) -> bytes | None:
+        try:
+            path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
+            return read_record_bytes(self._filesystem, path)
+        except (OSError, EverstepError):
+            return None
+
+    def _find(self, base: BaseId) -> Source | None:
+        try:
+            path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
+            record = read_record_bytes(self._filesystem, path)
+            found = self._held(base) or self._in_memory(base) or self._on_disk(base)
+        except (OSError, EverstepError):
+            return None
+        return None if found is None else (found, record)
+
+    def _held(self, base: BaseId) -> HeldBase | None:
+        copy = self.store.find(self._rank, base)
+        if copy is None:
+            return None
+        return HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
+
+    def _in_memory(self, base: BaseId) -> HeldBase | None:
+        there = self._holding.durable(base)
+        if there is None:
+            return None
+        capture, arena = there
+        fields, blobs = base_to_wire(capture)
+        held = base_from_wire(fields, dict(enumerate(blobs)), arena)
+        files = tuple(
+            (_Twofold(file, lambda: self._holding.has(capture), self._opener(base, record)), record)
+            for file, record in held.files
+        )
+        return HeldBase(held.marker, files, durable=True)
+
+    def _on_disk(self, base: BaseId) -> HeldBase | None:
+        found = scan_base(self._filesystem, self._run, base)
+        if found.status != "committed" or found.manifest is None:
+            return None
+        if self._rank >= len(found.manifest.markers):
+            return None
+        marker: Marker = found.manifest.markers[self._rank]
+        files = tuple(
+            (self._filesystem.open(found.path / record.name), record) for record in marker.files
+        )
+        return HeldBase(marker, files, durable=True)
+
+    def _opener(self, base: BaseId, record: FileRecord) -> Callable[[], ReadFile]:
+        def open_file() -> ReadFile:
+            path = scan_base(self._filesystem, self._run, base).path / record.name
+            return self._filesystem.open(path)
+
+        return open_file
+
+
+class _Twofold:
+    """A file that is read from memory as long as it is there, and then from the disk.
+
+    The memory may be written over between the two looks at ``is_there``: what was read then does
+    not have its digest, and whoever receives it says so.
+    """
+
+    def __init__(
+        self, memory: ReadFile, is_there: Callable[[], bool], open_file: Callable[[], ReadFile]
+    ) -> None:
+        self._memory, self._is_there, self._open = memory, is_there, open_file
+        self._disk: ReadFile | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.size_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        if self._is_there():
+            got = self._memory.read_into(buffer, offset)
+            if self._is_there():
+                return got
+        if self._disk is None:
+            self._disk = self._open()
+        return self._disk.read_into(buffer, offset)
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
