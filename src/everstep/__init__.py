@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.errors import EverstepError
     from everstep.link.save import Save
-    from everstep.look import load, peek
+    from everstep.look.load import load, peek
     from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.restore.start.report import Recovery
     from everstep.trainer.session.stats import Stats

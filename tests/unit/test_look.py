@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import look
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
@@ -27,6 +26,7 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
+from everstep.look import load as look
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.contract import Traits

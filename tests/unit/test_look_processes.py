@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.keeper import looking
 from everstep.link.registry import find_keeper, list_keepers
+from everstep.look import memory as looking
 from everstep.seams.processes import PidWatch
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer, whole_lines
@@ -71,7 +71,7 @@ def killed(run: Path, method: str, every: int, last: int, waits: str = "") -> li
     return [json.loads(line) for line in whole_lines(out)]
 
 
-def weights(found: everstep.look.Loaded) -> list[Any]:
+def weights(found: everstep.look.load.Loaded) -> list[Any]:
     return [one.tolist() for one in found.state_dict("model").values()]
 
 

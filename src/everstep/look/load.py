@@ -22,9 +22,9 @@ from everstep.commit.lineage import BaseId, left_at, of_no_use
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
 from everstep.format.writer import ChunkRing
 from everstep.given import is_int, named
-from everstep.keeper.looking import InMemory, look_in_memory
 from everstep.keeper.persist.local import CHUNKS, WRITERS
-from everstep.recover.present import GoneError, Present, Way
+from everstep.look.memory import InMemory, look_in_memory
+from everstep.look.present import GoneError, Present, Way
 from everstep.restore.load.put import put_into
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
 from everstep.restore.start.folder import run_path
