@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from everstep import compress as compress
     from everstep import data as data
     from everstep import errors
-    from everstep import options as options
     from everstep.checkpointer import Checkpointer
+    from everstep.config import options
+    from everstep.config.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.errors import EverstepError
     from everstep.link.save import Save
     from everstep.look.load import load, peek
-    from everstep.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.restore.start.report import Recovery
     from everstep.trainer.session.stats import Stats
 

@@ -12,11 +12,8 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError
-from everstep.format.header import ShardIdentity
-from everstep.given import named
-from everstep.link.save import Save
-from everstep.options import (
+from everstep.config.given import named
+from everstep.config.options import (
     Budget,
     Every,
     FailurePolicy,
@@ -27,6 +24,9 @@ from everstep.options import (
     Preemption,
     validate_options,
 )
+from everstep.errors import EverstepError
+from everstep.format.header import ShardIdentity
+from everstep.link.save import Save
 from everstep.restore.start.folder import run_path
 from everstep.restore.start.report import Recovery, describe
 from everstep.seams import Seams
@@ -103,7 +103,7 @@ class Checkpointer:
             keeper of the same local rank on the next node. The keeper makes them behind
             training; :meth:`resume` takes from there what the run folder has not.
         preempt: when a signal announces that the job is going to be killed: True (``Preemption()``)
-            or a :class:`~everstep.options.Preemption`: a last base at the next :meth:`step`,
+            or a :class:`~everstep.config.options.Preemption`: a last base at the next :meth:`step`,
             and :attr:`preempted`. False: signals are not touched.
         seams: file system and clock; for tests.
 

@@ -26,8 +26,8 @@ from everstep.bench.stall.timeline import Event
 from everstep.capture.batches import Batch
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane
+from everstep.config.options import Method
 from everstep.errors import UnavailableError
-from everstep.options import Method
 from everstep.state.tensors import byte_view
 from tests.unit.stalls import ideal_of, interval_of, invoke, report_of, row_of, saved
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.options import validate_options
+from everstep.config.options import validate_options
 from everstep.seams import Seams, peers
 from everstep.seams.peers import HeldPort, PeerMailbox
 from everstep.trainer.attach.keepers import Keepers

@@ -20,7 +20,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL
-from everstep.options import LogOptions
+from everstep.config.options import LogOptions
 from everstep.replay import engine, proof
 from everstep.replay.passes import numbers, program
 from everstep.replay.slices import Sliced

@@ -18,6 +18,7 @@ import torch
 import everstep
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
+from everstep.config.options import LogOptions
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import Attached
@@ -30,7 +31,6 @@ from everstep.keeper.persist.promised import PromisedSteps
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done
-from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.moving import Standstill, is_over
 from everstep.trainer.attach.replies import Replies

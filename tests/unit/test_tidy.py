@@ -108,8 +108,8 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.errors", "from everstep.options import Method"),
-        ("everstep.errors", "import everstep.options"),
+        ("everstep.errors", "from everstep.config.options import Method"),
+        ("everstep.errors", "import everstep.config.options"),
         ("everstep.seams.posix", "from everstep import state"),
         ("everstep.seams.posix", "from everstep import Checkpointer"),
         ("everstep.state.tree", "import everstep"),
@@ -131,7 +131,7 @@ def test_import_against_the_order(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.options", "from everstep.errors import OptionError"),
+        ("everstep.config.options", "from everstep.errors import OptionError"),
         ("everstep.state.tree", "from everstep.state.entries import Entry\nimport os.path"),
         ("everstep.state.tree", "from .entries import Entry"),
         ("everstep.checkpointer", "from everstep.keeper.persist.local import Keeper"),

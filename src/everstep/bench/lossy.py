@@ -34,8 +34,8 @@ from everstep.bench.workloads import (
     training_of,
 )
 from everstep.compress.forms import INT8_BELOW
+from everstep.config.options import Budget, KeeperOptions, LogOptions, Method
 from everstep.errors import OptionError
-from everstep.options import Budget, KeeperOptions, LogOptions, Method
 
 __all__ = ["ARMS", "Approximated", "LossyOptions", "LossyReport", "present", "run_lossy"]
 

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from everstep.config.given import nearest
 from everstep.errors import OptionError
-from everstep.given import nearest
 
 __all__ = ["parse_bytes", "parse_bytes_per_s", "parse_seconds", "seconds_in_words"]
 

@@ -39,8 +39,8 @@ from everstep.cli._log import (
 )
 from everstep.cli._paths import absolute, kind_of, refuse_irregular
 from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, is_gone, is_leaving, look
+from everstep.config.given import nearest
 from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError
-from everstep.given import nearest
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId

@@ -36,8 +36,8 @@ from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of
 from everstep.compress.floats import FORMATS, kept_count, largest_magnitudes, narrowed
 from everstep.compress.forms import compression
 from everstep.compress.sparse import CHUNK_NUMEL, Sparse, nonzero_count
+from everstep.config.given import named
 from everstep.errors import MismatchError, OptionError, StateError
-from everstep.given import named
 from everstep.state.providers import unwrap
 
 __all__ = ["DDPCompression", "compressed_mean"]

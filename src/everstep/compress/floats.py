@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from everstep.config.given import is_number
 from everstep.errors import OptionError
-from everstep.given import is_number
 
 __all__ = [
     "FORMATS",

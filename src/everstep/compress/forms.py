@@ -11,8 +11,8 @@ import torch
 from everstep.compress.floats import kept_count
 from everstep.compress.quantized import Int8, int8
 from everstep.compress.sparse import Sparse, sampled_threshold, topk
+from everstep.config.given import nearest
 from everstep.errors import OptionError
-from everstep.given import nearest
 
 __all__ = ["INT8_BELOW", "KINDS", "Form", "adaptive", "compression"]
 

@@ -30,8 +30,8 @@ from everstep.compress.feedback import ErrorFeedback, can_be_compressed, flat_of
 from everstep.compress.floats import FORMATS, largest_magnitudes
 from everstep.compress.forms import Form, compression
 from everstep.compress.sparse import Sparse, nonzero_count
+from everstep.config.given import named
 from everstep.errors import MismatchError, OptionError, StateError
-from everstep.given import named
 from everstep.state.dtensors import LocalPart, box_of, is_dtensor, local_of, spread_as
 from everstep.state.optimizers import unwrapped
 from everstep.state.placing import Box

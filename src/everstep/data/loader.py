@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
+from everstep.config.given import is_int
 from everstep.data.draws import number
 from everstep.data.fetching import (
     Batch,
@@ -23,7 +24,6 @@ from everstep.data.fetching import (
 )
 from everstep.data.orders import Order, Place, Samplers, set_epoch_of
 from everstep.errors import OptionError, StateError
-from everstep.given import is_int
 from everstep.state.positions import MOVED, POSITIONS, shuffles_in_a_buffer
 
 __all__ = ["ResumableLoader"]

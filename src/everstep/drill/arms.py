@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from everstep.config.given import one_of
 from everstep.errors import OptionError
-from everstep.given import one_of
 
 __all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "OURS", "Arm", "Consumes", "parse_arms"]
 

@@ -32,8 +32,8 @@ from everstep.bench.workloads import (
     training_of,
 )
 from everstep.compress.training import Compressor
+from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, UnavailableError
-from everstep.options import LogOptions
 from everstep.seams.processes import PidWatch
 from everstep.tiers.options import PeerOptions, TierOptions
 

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from everstep.bench.workloads import GPTConfig, gpt_of
+from everstep.config.given import one_of
 from everstep.drill.arms import ARMS, parse_arms
 from everstep.errors import OptionError
-from everstep.given import one_of
 from everstep.seams.failpoints import FAILPOINTS
 
 __all__ = [

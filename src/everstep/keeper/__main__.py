@@ -20,10 +20,10 @@ def main(arguments: Sequence[str]) -> int:
     """Serves one run and rank until nobody needs it any more; returns the exit status."""
     options = begin(arguments)
 
+    from everstep.config.options import ANNOUNCING
     from everstep.keeper.process.server import Server
     from everstep.link.messages import PROTOCOL
     from everstep.link.registry import KeeperInfo, Registration
-    from everstep.options import ANNOUNCING
     from everstep.seams.clock import SystemClock
     from everstep.version import __version__
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from everstep.config.options import FailurePolicy
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -23,7 +24,6 @@ from everstep.errors import (
     NonFiniteError,
     StorageError,
 )
-from everstep.options import FailurePolicy
 from everstep.seams import Clock
 from everstep.seams.progress import ProgressSink
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from everstep.commit.lineage import BaseId, left_at, of_no_use
+from everstep.config.given import is_int, named
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
 from everstep.format.writer import ChunkRing
-from everstep.given import is_int, named
 from everstep.keeper.persist.local import CHUNKS, WRITERS
 from everstep.look.memory import InMemory, look_in_memory
 from everstep.look.present import GoneError, Present, Way

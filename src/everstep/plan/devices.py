@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from everstep.config.given import nearest
 from everstep.errors import OptionError
-from everstep.given import nearest
 from everstep.plan.steps import Operator, StepTrace
 
 __all__ = ["DEVICES", "Device", "device", "seconds_of", "times_of"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from everstep.config.given import checked, is_int, is_number, is_sequence
 from everstep.errors import OptionError
-from everstep.given import checked, is_int, is_number, is_sequence
 
 __all__ = ["LOG_FORMS", "PeerOptions", "TierOptions", "split_peers", "validate_tiers"]
 

@@ -15,7 +15,7 @@ from everstep.bench.step.arms import Recovered, StepArm, TorchSave, generators, 
 from everstep.bench.step.options import NONE, Setting
 from everstep.bench.step.ours import Ours
 from everstep.capture.emulated import EmulatedLink
-from everstep.options import LogOptions
+from everstep.config.options import LogOptions
 from everstep.seams import Seams
 
 __all__ = ["DcpWarm", "KilledOurs", "make_arm"]

@@ -23,7 +23,7 @@ from everstep.bench.workloads import (
     make_deterministic,
     training_of,
 )
-from everstep.options import LogOptions
+from everstep.config.options import LogOptions
 
 __all__ = ["EXIT_ORPHANED", "main"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from everstep.bench.workloads import GPTConfig
+from everstep.config.options import presets, validate_options
 from everstep.errors import OptionError
-from everstep.options import presets, validate_options
 
 __all__ = [
     "AFTER_CAPTURED",

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.config.method import HELD_STEPS_MAX
 from everstep.errors import OptionError
-from everstep.method import HELD_STEPS_MAX
 from everstep.plan.multistep import PARTS_MAX
 
 __all__ = [

@@ -16,8 +16,8 @@ from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet, take_due
 from everstep.capture.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
+from everstep.config.options import Budget, KeeperOptions, Method
 from everstep.errors import DeadlineError
-from everstep.options import Budget, KeeperOptions, Method
 from everstep.plan.multistep import PARTS_MAX
 from everstep.seams import Seams
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from everstep.config.given import nearest
 from everstep.errors import OptionError
-from everstep.given import nearest
 
 __all__ = [
     "ABLATIONS",

@@ -18,9 +18,9 @@ from everstep.capture.devices import DeviceLane
 from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
 from everstep.checkpointer import Checkpointer
+from everstep.config.method import Method
+from everstep.config.options import Budget, KeeperOptions
 from everstep.errors import UnavailableError
-from everstep.method import Method
-from everstep.options import Budget, KeeperOptions
 from everstep.seams import PosixFileSystem, ReadFile, Seams, WriteFile
 
 __all__ = ["Buffered", "Ours", "ours_arm"]

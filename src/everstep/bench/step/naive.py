@@ -26,9 +26,9 @@ from everstep.bench.step.ours import LINGER_KILLED_S
 from everstep.checkpointer import Checkpointer
 from everstep.compress.floats import kept_count
 from everstep.compress.sparse import topk
+from everstep.config.options import KeeperOptions
 from everstep.errors import RecoveryError
 from everstep.format.names import shard_name
-from everstep.options import KeeperOptions
 
 __all__ = ["NaiveDiff"]
 

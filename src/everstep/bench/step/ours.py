@@ -15,7 +15,7 @@ from everstep.bench.stall.running import close_run, keepers_of
 from everstep.bench.step.arms import Recovered, StepArm
 from everstep.bench.step.options import Setting
 from everstep.checkpointer import Checkpointer
-from everstep.options import Budget, KeeperOptions, LogOptions
+from everstep.config.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import Seams
 from everstep.tiers.urls import is_url, open_tier
 

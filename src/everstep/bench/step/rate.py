@@ -19,8 +19,8 @@ from everstep.bench.stall.loop import Loop
 from everstep.bench.stall.running import quiet
 from everstep.bench.step.options import Setting
 from everstep.bench.step.ours import Ours
+from everstep.config.options import Budget
 from everstep.errors import EverstepError
-from everstep.options import Budget
 
 __all__ = ["ReplicaRate", "log_bytes_of", "measure_rate"]
 

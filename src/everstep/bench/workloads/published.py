@@ -22,8 +22,8 @@ from everstep.bench.workloads.convolutional import (
     ResNet3D18,
     ResNet18,
 )
+from everstep.config.given import nearest
 from everstep.errors import OptionError
-from everstep.given import nearest
 
 __all__ = ["PUBLISHED", "Published", "published", "sentences"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everstep.options import Options
+from everstep.config.options import Options
 from everstep.plan.batch import BatchEstimator
 
 if TYPE_CHECKING:  # not in the keeper, which does without torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from everstep.config.options import History
 from everstep.keeper.log.log import LogStore
-from everstep.options import History
 
 __all__ = ["PromisedSteps"]
 
@@ -15,7 +15,7 @@ class PromisedSteps:
     """Of one timeline.
 
     Args:
-        history: steps that can be gone back to (:meth:`everstep.options.History.parse`).
+        history: steps that can be gone back to (:meth:`everstep.config.options.History.parse`).
         keep: bases that retention keeps in any case.
     """
 

@@ -27,6 +27,7 @@ from everstep.commit.deletion import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
 from everstep.commit.machine import CheckFence, FenceSeen
+from everstep.config.options import History
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
     AUDIT_RECORD,
@@ -45,7 +46,6 @@ from everstep.keeper.retain.readback import ReadBack
 from everstep.keeper.retain.retain_history import Promise
 from everstep.keeper.retain.retain_log import delete_segments
 from everstep.keeper.retain.segment_ages import SegmentAges
-from everstep.options import History
 from everstep.run.fence import Fence
 from everstep.run.lift import lift_mark
 from everstep.run.scan import (
@@ -71,7 +71,7 @@ class Retention:
 
     Args:
         keep: bases to keep, at least 1.
-        history: steps that can be gone back to (:meth:`everstep.options.History.parse`).
+        history: steps that can be gone back to (:meth:`everstep.config.options.History.parse`).
         slots: where data files of deleted bases are parked.
         clock: by whose monotonic time segments age.
     """

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain as chained
 
 from everstep.commit.lineage import BaseId
+from everstep.config.options import History
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.retain.segment_ages import SegmentAges
-from everstep.options import History
 from everstep.run.chain import LogIndex, chains, common_heads, path_of
 from everstep.run.scan import Inventory
 from everstep.run.segments import KnownSegments, SegmentFound, scan_logs, vetted

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from everstep.arena.memory import Arena
+from everstep.config.options import KeeperOptions
 from everstep.errors import (
     EverstepError,
     KeeperError,
@@ -21,7 +22,6 @@ from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo, find_keeper, keeper_files, keepers_of
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.link.wire import Connection, error_from_wire
-from everstep.options import KeeperOptions
 from everstep.seams import Clock
 from everstep.seams.locks import file_identity
 from everstep.seams.sockets import close_descriptors

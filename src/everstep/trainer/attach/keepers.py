@@ -14,6 +14,7 @@ from typing import Any
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
+from everstep.config.options import Options
 from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
@@ -27,7 +28,6 @@ from everstep.link.messages import identity_to_wire
 from everstep.link.pool import CapturePool
 from everstep.link.seat import Seat, no_mailbox
 from everstep.link.waiting import unless_gone
-from everstep.options import Options
 from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem, Seams, SystemClock

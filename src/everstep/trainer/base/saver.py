@@ -14,6 +14,7 @@ import torch
 from everstep.capture.base import LiveBody
 from everstep.capture.graphs import refuse_graph_capture
 from everstep.capture.lane import Lane
+from everstep.config.options import Options
 from everstep.errors import (
     AuditError,
     DeadlineError,
@@ -28,7 +29,6 @@ from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool, Room
 from everstep.link.save import Save, as_ours, changed_while_copied, done, failed, telling
-from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from rich.filesize import decimal
 
 from everstep.commit.peers import NEEDED_MAX
+from everstep.config.options import Options
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
-from everstep.options import Options
 from everstep.state.ranks import RankInfo
 from everstep.state.survey import Shape
 from everstep.tiers.options import TierOptions

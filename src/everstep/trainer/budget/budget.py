@@ -13,9 +13,9 @@ from rich.filesize import decimal
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
+from everstep.config.options import History, Options
 from everstep.errors import OutOfSpaceError
 from everstep.link.record_memory import RECORD_BYTES
-from everstep.options import History, Options
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
 from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry

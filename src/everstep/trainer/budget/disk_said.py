@@ -6,8 +6,8 @@ from pathlib import PurePath
 
 from rich.filesize import decimal
 
+from everstep.config.options import Options
 from everstep.keeper.log.log_room import folder_bytes
-from everstep.options import Options
 from everstep.seams.filesystem import FileSystem
 from everstep.state.ranks import RankInfo
 from everstep.tiers.disk import storage_errors

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
-from everstep.options import Options
 from everstep.trainer.budget.budget import log_budget_bytes
 
 __all__ = ["LogLimits", "gave_way", "too_large"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from everstep.config.options import Options, presets
 from everstep.errors import ForeignDirectoryError, OptionError, RecoveryError, StateError
-from everstep.options import Options, presets
 
 __all__ = [
     "options_to_say",

@@ -18,6 +18,7 @@ import msgpack
 from everstep.commit.cluster import COORDINATOR
 from everstep.commit.messages import StartFailed
 from everstep.commit.offers import Choice, Offer
+from everstep.config.options import Options
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -27,7 +28,6 @@ from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import Manifest, RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.link.seat import Seat, no_mailbox
-from everstep.options import Options
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.lent_files import opens_in
 from everstep.restore.fetch.node_reads import NodeStart, memory_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from everstep.config.options import Options
 from everstep.errors import OptionError
-from everstep.options import Options
 from everstep.seams.processes import configured_cores
 from everstep.state.ranks import RankInfo
 from everstep.tiers.options import TierOptions

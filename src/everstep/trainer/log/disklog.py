@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
+from everstep.config.options import Options
 from everstep.errors import DeadlineError
 from everstep.keeper.log.log_batch import ENDED
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
-from everstep.options import Options
 from everstep.seams.conditions import Condition, is_over
 from everstep.seams.moving import Standstill
 

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 
 from everstep.capture.lane import Lane
+from everstep.config.options import Options
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.recordable import Layouts, LogKeeper, Replaced, digest_of
 from everstep.link.save import Save, as_ours
-from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint

@@ -23,13 +23,13 @@ from functools import partial
 from pathlib import PurePath
 
 from everstep.capture.lane import Lane
+from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool, Room
 from everstep.link.recordable import digest_of
 from everstep.link.save import Save, as_ours, failed, telling
-from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened

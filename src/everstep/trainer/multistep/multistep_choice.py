@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.capture.multistep import Unit, cut_parts
-from everstep.options import Options
+from everstep.config.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
 from everstep.plan.multistep_cut import Cut, best_cut, fewest, fewest_of
 from everstep.seams import Clock

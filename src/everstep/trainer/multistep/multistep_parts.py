@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everstep.capture.lane import Lane
+from everstep.config.options import Options
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.save import as_ours, changed_while_copied
-from everstep.options import Options
 from everstep.seams import Clock
 from everstep.trainer.base.prepared import Copies
 from everstep.trainer.multistep.multistep_choice import Choice

@@ -13,10 +13,10 @@ import torch
 
 from everstep.capture.batches import Chunks, plan_batches
 from everstep.capture.lane import Lane, Transfer
+from everstep.config.options import Options
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.link.pool import Room
 from everstep.link.save import as_ours
-from everstep.options import Options
 from everstep.seams import Clock
 from everstep.state.dtensors import is_dtensor
 from everstep.state.image import State

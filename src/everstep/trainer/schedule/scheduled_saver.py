@@ -22,6 +22,7 @@ import torch
 from everstep.capture.batches import Batch
 from everstep.capture.lane import Lane, Progress, Take, Transfer
 from everstep.capture.scheduled import Dispatch
+from everstep.config.options import Options
 from everstep.errors import DeadlineError, KeeperError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
@@ -29,7 +30,6 @@ from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, failed, telling
-from everstep.options import Options
 from everstep.seams import Clock
 from everstep.seams.conditions import Outcome
 from everstep.state.image import State

@@ -18,9 +18,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from everstep.config.options import Every, Options
 from everstep.errors import InfeasibleError
 from everstep.link.save import Save
-from everstep.options import Every, Options
 from everstep.plan.estimator import Estimator, FailurePrior, Recommendation
 from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.plan.seldom import seldom

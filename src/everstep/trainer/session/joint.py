@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from everstep.config.options import Options
 from everstep.errors import DeadlineError, NonFiniteError
-from everstep.options import Options
 from everstep.state.image import State
 from everstep.state.survey import Survey
 from everstep.trainer.job.job import Job

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NoReturn, Protocol
 
+from everstep.config.given import is_int, is_number
+from everstep.config.options import Options
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -18,9 +20,7 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
-from everstep.given import is_int, is_number
 from everstep.link.save import Save
-from everstep.options import Options
 from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams.messages import say, say_to
 from everstep.state.image import State

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from everstep.config.options import Options
 from everstep.errors import EverstepError, FencedError, KeeperError
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
-from everstep.options import Options
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.remote import RemoteKeeper

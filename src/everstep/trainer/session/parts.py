@@ -9,12 +9,12 @@ from pathlib import PurePath
 from everstep.capture.devices import DeviceLane
 from everstep.capture.lane import CpuLane, Lane
 from everstep.capture.updates import UpdateHooks
+from everstep.config.options import Options
 from everstep.errors import OptionError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.local import CHUNKS, WRITERS
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
-from everstep.options import Options
 from everstep.seams import Seams
 from everstep.seams.messages import say
 from everstep.state.drift import before_update

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed
 
+from everstep.config.options import Preemption
 from everstep.errors import DeadlineError
-from everstep.options import Preemption
 from everstep.seams.clock import Clock
 from everstep.seams.signals import SignalWatch
 

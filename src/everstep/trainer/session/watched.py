@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from everstep.capture.updates import UpdateHooks
+from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
-from everstep.options import Options
 from everstep.state.image import RNG_SECTION, State
 from everstep.state.survey import Survey
 from everstep.trainer.base.last_mark import FreshStart, LastMark

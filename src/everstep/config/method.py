@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from everstep.config.given import checked, is_int, one_of
 from everstep.errors import OptionError
-from everstep.given import checked, is_int, one_of
 
 __all__ = ["HELD_STEPS_MAX", "Method", "presets"]
 

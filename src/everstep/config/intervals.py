@@ -8,8 +8,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from everstep.config.given import checked, is_int, is_number, plain
 from everstep.errors import OptionError
-from everstep.given import checked, is_int, is_number, plain
 
 __all__ = ["Every", "History", "bytes_hint"]
 

@@ -1,6 +1,6 @@
 """What a user can choose, validated once: the method, policies and budgets.
 
-A :class:`~everstep.method.Method` is a point on four independent axes (base capture, log, apply,
+A :class:`~everstep.config.method.Method` is a point on four independent axes (base capture, log, apply,
 tiers); a preset is a name for such a point.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Literal
 
+from everstep.config.given import checked, is_int, is_number, nearest, one_of, plain
+from everstep.config.intervals import Every, History, bytes_hint
+from everstep.config.method import Method, presets
 from everstep.errors import EverstepError, OptionError
-from everstep.given import checked, is_int, is_number, nearest, one_of, plain
-from everstep.intervals import Every, History, bytes_hint
-from everstep.method import Method, presets
 
 __all__ = [
     "ANNOUNCING",

@@ -1,0 +1,3 @@
+"""config."""
+
+__all__: list[str] = []
